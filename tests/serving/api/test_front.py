@@ -73,8 +73,9 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         assert server.front.unknown == {"made_up": 1}
         for name, idle in fields.UNSUPPORTED.items():
             for value in [None, *idle]:
-                assert (await server.chat(**{name: value})).status == 200
-            error = (await server.chat(**{name: ["something"]})).error
+                given: dict[str, Any] = {name: value}
+                assert (await server.chat(**given)).status == 200
+            error = (await server.chat(**given | {name: ["something"]})).error
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
     run(scenario)
