@@ -142,12 +142,12 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def exposed_ns(step: StepRecord) -> Counts:
-    """How long the device waited for the shadow pool. (L)"""
+    """The times for which the device waited for the shadow pool. (L)"""
     return np.asarray(step.times[:, 3] - step.times[:, 2])
 
 
 def busy_ns(step: StepRecord) -> Counts:
-    """How long the shadow pool computed. (L)"""
+    """The times for which the shadow pool computed. (L)"""
     return np.asarray(step.times[:, 1] - step.times[:, 0])
 
 

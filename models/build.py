@@ -44,7 +44,7 @@ class Shadows(Protocol):
 
 @dataclass(frozen=True)
 class Build:
-    """What layers are made from."""
+    """The parts and settings that layers are made from."""
 
     ops: Ops
     parallel: Parallel

@@ -78,7 +78,7 @@ def read_config(folder: Path, model_type: str) -> ModelConfig:
 
 
 def _refusal(config: Mapping[str, Any]) -> str:
-    """Why the contents of a config.json belong to no family, for an error line."""
+    """Returns why the contents of a config.json belong to no family, for an error line."""
     kind = config.get("model_type")
     other = OTHERS.get(kind) if isinstance(kind, str) else None
     note = f" ({other}, another architecture)" if other else ""

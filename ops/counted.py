@@ -27,7 +27,7 @@ IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
 
 @dataclass(frozen=True)
 class Done:
-    """What one op of a step does on a rank, `times` times in a step."""
+    """The work of one op of a step on a rank, done `times` times in a step."""
 
     name: str
     times: int
@@ -52,7 +52,7 @@ class Message:
 
 
 class Notes:
-    """What the ops of a step were asked for, each `multiple` times."""
+    """The work that a step asked its ops for, each `multiple` times."""
 
     def __init__(self) -> None:
         self.done: list[Done] = []

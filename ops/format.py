@@ -16,10 +16,10 @@ GROUP_SIZES = (32, 64, 128)  # columns of a row that may share a scale: the size
 
 @dataclass(frozen=True)
 class Format:
-    """How a matrix is kept: in a float type, or quantised (`q8`, `q4`) as integers with one float16 scale for every
-    `group` columns of a row and, with `zeros`, a zero point with each scale, or quantised (`f8`) as floats of eight
-    bits (e4m3) with a float32 scale. With `tiled` the device may store a float matrix in its own tile order (Ascend's
-    FRACTAL_NZ)."""
+    """The storage format of a matrix: a float type, or quantised (`q8`, `q4`) as integers with one float16 scale for
+    every `group` columns of a row and, with `zeros`, a zero point with each scale, or quantised (`f8`) as floats of
+    eight bits (e4m3) with a float32 scale. With `tiled` the device may store a float matrix in its own tile order
+    (Ascend's FRACTAL_NZ)."""
 
     kind: str
     group: int = 0

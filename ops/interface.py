@@ -51,7 +51,7 @@ class MovableExperts(ExpertMatrices, Protocol):
     """Expert matrices that can be copied to another bank of the same sizes and format."""
 
     def stored(self, experts: Sequence[int]) -> Tensor:
-        """What is stored of `experts`, as bytes. -> (experts, bytes) uint8, of its own memory"""
+        """Returns the stored bytes of `experts`. -> (experts, bytes) uint8, of its own memory"""
 
     def restore(self, experts: Sequence[int], stored: Tensor) -> None:
         """Writes what `stored` returned in the places of `experts`, which keep their addresses."""
@@ -70,7 +70,8 @@ Lengths = Tensor | tuple[int, ...]
 
 
 class Paged(NamedTuple):
-    """Where the paged cache has the keys and values of a step's sequences, as `Ops.paging` makes it."""
+    """Paged attention's metadata: where the cache has the keys and values of a step's sequences, as `Ops.paging` makes
+    it."""
 
     slot_mapping: Tensor  # the new tokens' slots: (T) page * page_size + offset in the page, or in another layout
     block_tables: Tensor  # (S, pages of the longest possible sequence): row s holds the pages of sequence s
@@ -79,7 +80,7 @@ class Paged(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How the heads of queries and keys, of D columns each, are normalised and rotated."""
+    """The norm and rotation of the heads of queries and keys, of D columns each."""
 
     kv_heads: int
     eps: float

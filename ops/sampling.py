@@ -1,4 +1,5 @@
-"""How the next token of each sequence is chosen from its logits, and the meaning of `Ops.sample` in plain PyTorch."""
+"""Sampling: the choice of each sequence's next token from its logits, and the meaning of `Ops.sample` in plain
+PyTorch."""
 
 import math
 from array import array
@@ -13,7 +14,7 @@ MASK = (1 << 64) - 1
 
 
 class ChoiceSettings(Protocol):
-    """How a request wants its tokens to be chosen."""
+    """A request's sampling settings."""
 
     @property
     def temperature(self) -> float: ...  # 0: the largest logit
@@ -34,7 +35,7 @@ class ChoiceSettings(Protocol):
 
 
 class Choice(NamedTuple):
-    """How one token of a sequence is chosen. It depends on nothing else."""
+    """All that the choice of one token of a sequence depends on."""
 
     settings: ChoiceSettings
     seed: int  # from 0 to 2^63 - 1

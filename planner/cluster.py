@@ -1,4 +1,4 @@
-"""What `umbra plan --cluster FILE` is asked: a model, machines, traffic, and the times that users accept."""
+"""The input of `umbra plan --cluster FILE`: a model, machines, traffic, and the times that users accept."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Search:
-    """What is tried; every layout of these is counted."""
+    """The values that are tried; every layout of these is counted."""
 
     methods: tuple[str, ...] = key(("none",), "quantization.method of the weights: none, q8, q4")
     resident: tuple[float, ...] = key((1.0,), "shares of the experts that the devices hold; hosts compute the rest")
@@ -39,7 +39,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Day:
-    """What the hours of a day have, from midnight on: 24 numbers each, or none if all hours are alike."""
+    """The loads of the hours of a day, from midnight on: 24 numbers each, or none if all hours are alike."""
 
     rates: tuple[float, ...] = key((), "requests a second in each hour of the day, 24 numbers; empty: always load.rate")
     prompt_tokens: tuple[int, ...] = key((), "the same for load.prompt_tokens")

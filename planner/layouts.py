@@ -78,7 +78,7 @@ def case_of(cluster: Cluster, sizes: Sizes) -> Case:
 
 
 def spans_of(world: int, attn_tp: int) -> dict[str, int]:
-    """How many neighbouring ranks have all ranks of a rank group, by the group's name."""
+    """Returns how many neighbouring ranks have all ranks of a rank group, by the group's name."""
     return {"world": world, "attn_dp": world, "attn_tp": attn_tp, "embed_tp": attn_tp, "lmhead_tp": attn_tp}
 
 

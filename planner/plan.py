@@ -125,7 +125,7 @@ def parts_of(times: Times) -> str:
 
 
 def why_not(plan: ClusterPlan) -> list[str]:
-    """Why the other layouts are not among the best: refused, too slow, or what takes longer in them."""
+    """Lines that say why the other layouts are not among the best: refused, too slow, or what takes longer in them."""
     lines = [f"{len(plan.found)} layouts keep up, {len(plan.slow)} do not, {len(plan.refused)} are refused:"]
     for reason, count in Counter(reason for _, reason in plan.refused).most_common(REASONS):
         lines.append(f"  {count:4} x {reason}")
@@ -149,7 +149,7 @@ def why_not(plan: ClusterPlan) -> list[str]:
 
 
 def slower_in(found: RatedLayout, best: RatedLayout) -> str:
-    """What takes longest in a step of `found`, compared with the same of `best`."""
+    """Returns what takes longest in a step of `found`, compared with the same of `best`."""
     mine, its = found.layout.decode(found.load.sequences), best.layout.decode(best.load.sequences)
     part = max(PARTS, key=lambda part: mine.parts[part] - its.parts[part])
     if mine.parts[part] > its.parts[part]:

@@ -1,4 +1,4 @@
-"""What a layout's users see under steady traffic.
+"""The times and rates that a layout's users see under steady traffic.
 
 A replica gets an even share of the requests. Prefills take a share p of its time, so decode steps, which follow each
 other without gaps, come 1 / (1 - p) times as late. The number of sequences at once follows from Little's law:
@@ -29,7 +29,7 @@ class Point:
 
 
 def point(layout: Layout, sequences: int) -> Point:
-    """What users see if each group always has `sequences` sequences."""
+    """The times that users see if each group always has `sequences` sequences."""
     sizes, load = layout.sizes, layout.cluster.load
     step, prefill = layout.decode(sequences).total, layout.prefill.total
     rate = sizes.attn_dp * sequences / (load.output_tokens * step + sequences * prefill)  # of a replica
@@ -48,7 +48,7 @@ def points(layout: Layout) -> list[Point]:
 
 
 def under_load(layout: Layout) -> Point | None:
-    """What users see at the cluster's rate of requests; None: the layout cannot keep up with it."""
+    """The times that users see at the cluster's rate of requests; None: the layout cannot keep up with it."""
     wanted = layout.cluster.load.rate
     low, high = 1, layout.most_sequences
     if point(layout, high).rate < wanted:

@@ -54,8 +54,8 @@ def collective_seconds(message: Message, span: int, hardware: Hardware) -> tuple
 
 @dataclass(frozen=True)
 class Placing:
-    """Where a layout's ranks and experts are. spans[group]: how many neighbouring devices hold the ranks of that rank
-    group. `quantised`: whether the weights are. `resident`: the share of the experts that the devices hold; hosts
+    """The placement of a layout's ranks and experts. spans[group]: how many neighbouring devices hold the ranks of that
+    rank group. `quantised`: whether the weights are. `resident`: the share of the experts that the devices hold; hosts
     compute the others, each for `sharing` ranks."""
 
     spans: dict[str, int]

@@ -34,7 +34,7 @@ from ops.parallel.join import parallel_of
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a step."""
+    """The work of one rank in a step."""
 
     done: tuple[Done, ...]
     messages: tuple[Message, ...]

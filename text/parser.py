@@ -83,15 +83,15 @@ class State(Enum):
 
 
 class Marks:
-    """What ends the text of a state, whichever comes first. All but single characters begin with `<` or a backslash;
-    no mark is the beginning of another."""
+    """The marks that end the text of a state, whichever comes first. All but single characters begin with `<` or a
+    backslash; no mark is the beginning of another."""
 
     def __init__(self, marks: tuple[str, ...]):
         self.marks, self.longest = marks, max(map(len, marks), default=0)
         self.pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
     def tail(self, text: str, start: int) -> int:
-        """Where in `text[start:]`, which has no mark, one may have begun."""
+        """Returns where in `text[start:]`, which has no mark, one may have begun."""
         start = max(start, len(text) - self.longest + 1)
         begin = max(text.rfind("<", start), text.rfind("\\", start))
         return begin if begin >= 0 and any(m.startswith(text[begin:]) for m in self.marks) else len(text)
@@ -146,7 +146,7 @@ class Parser:
         self._key = ""
 
     def push(self, text: str) -> list[Part]:
-        """What is certain after `text`, beyond what was given before."""
+        """Returns what is certain after `text`, beyond what was given before."""
         if self._plain:
             return [Part("content", text)] if text else []
         self._buffer, self._at = self._buffer[self._at :] + text, 0
@@ -155,7 +155,7 @@ class Parser:
         return self._take()
 
     def finish(self) -> list[Part]:
-        """What is left when the output has ended. What was held back was no mark; an open call ends with the
+        """Returns what is left when the output has ended. What was held back was no mark; an open call ends with the
         parameters that it has."""
         while self._at < len(self._buffer):
             text, self._at = self._buffer[self._at :], len(self._buffer)

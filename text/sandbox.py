@@ -39,7 +39,7 @@ class Sandbox:
         self._lock = threading.Lock()
 
     def answer(self, question: bytes) -> bytes:
-        """What `ask` returns, for any thread, and once more if somebody has killed the program."""
+        """Asks as `ask` does, for any thread, and once more if somebody has killed the program."""
         with self._lock:
             for _ in range(2):
                 with contextlib.suppress(Ended):
@@ -100,8 +100,9 @@ def read(stream: IO[bytes]) -> bytes:
 
 
 def tried(work: Callable[[], bytes], seconds: float, memory: int) -> bytes | None:
-    """What `work` returns in a fork of this process, which has a single thread; None if it takes more than so many
-    seconds of a processor or so many bytes, or ends in any other way. What it says on standard error is lost."""
+    """Runs `work` in a fork of this process and returns its result, which has a single thread; None if it takes more
+    than so many seconds of a processor or so many bytes, or ends in any other way. What it says on standard error is
+    lost."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:

@@ -33,6 +33,6 @@ class Stops:
         return text[: len(text) - tail]
 
     def finish(self) -> str:
-        """What was held back, when the output has ended."""
+        """Returns what was held back, when the output has ended."""
         held, self._held = self._held, ""
         return held

@@ -68,8 +68,8 @@ def failed(why: str) -> UserError:
 
 
 def variables_of(messages: list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a template sees: `settings`, and the messages without empty fields and with their reasoning under each of
-    its names."""
+    """Returns the values that a template sees: `settings`, and the messages without empty fields and with their
+    reasoning under each of its names."""
     seen = []
     for message in messages:
         there = {key: value for key, value in message.items() if value is not None}

@@ -145,7 +145,7 @@ class Detokenizer:
         return "".join([self._push(token) for token in tokens if token not in self.tokenizer.hidden])
 
     def rest(self) -> str:
-        """What is left at the end, such as half of a character."""
+        """Returns what is left at the end, such as half of a character."""
         text = self._text()[self._given :]
         self._start([])
         return text
@@ -163,7 +163,7 @@ class Detokenizer:
         return self.tokenizer.decode([*self._before, *self._pending])[self._skipped :]
 
     def _start(self, before: list[int]) -> None:
-        """What comes next follows the tokens `before`."""
+        """Starts again after the tokens `before`."""
         self._before, self._skipped, self._pending, self._given = before, len(self.tokenizer.decode(before)), [], 0
 
 

@@ -26,7 +26,7 @@ AFFIXES = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 class File(msgspec.Struct):
-    """What is checked; the vocabulary is passed over."""
+    """The parts that are checked; the vocabulary is passed over."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None

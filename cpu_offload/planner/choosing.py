@@ -51,7 +51,7 @@ class ShadowedLayers:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a case says of its shadow experts, the work that it gives them, and its platform."""
+    """A case's settings of shadow experts, the work that it gives them, and its platform."""
 
     mode: str
     slots: int | None  # None: the case leaves them open, as the next four

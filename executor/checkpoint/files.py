@@ -97,7 +97,7 @@ class CheckpointFiles:
 
 
 def _why_not_opened(path: Path) -> str:
-    """What the system says; the library says of every file that it cannot open that there is none."""
+    """Returns the system's error; the library says of every file that it cannot open that there is none."""
     try:
         open(path, "rb").close()
     except OSError as error:

@@ -73,7 +73,7 @@ def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
 
 
 def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
-    """How the checkpoint stores the weight that `pieces` are parts of."""
+    """Returns the storage of the weight that `pieces` are parts of."""
     first = pieces[0]
     module = first.name.removesuffix(".weight")
     if first.linear and (encoding := scheme.encoding(module)):

@@ -1,4 +1,4 @@
-"""What each platform can do: static facts, so that a case is checked without importing a platform's libraries."""
+"""The abilities of each platform: static facts, so that a case is checked without importing a platform's libraries."""
 
 from dataclasses import dataclass
 

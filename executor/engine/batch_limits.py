@@ -1,4 +1,5 @@
-"""How much the scheduler may let run at once: numbers from a case, from which the engine sizes the KV cache as well."""
+"""The limits of what the scheduler may run at once: numbers from a case, from which the engine sizes the KV cache as
+well."""
 
 from dataclasses import dataclass
 

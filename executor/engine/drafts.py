@@ -68,8 +68,8 @@ class Drafts:
                     wanted -= 1
 
     def _worth(self, rows: int, chances: list[float]) -> int:
-        """How many of the drafted tokens to take, which come true with probabilities `chances`, the largest first,
-        besides `rows` tokens that are certain."""
+        """Returns how many of the drafted tokens to take, which come true with probabilities `chances`, the largest
+        first, besides `rows` tokens that are certain."""
         best, taken, expected, added = rows / self._cost(rows) * MARGIN, 0, float(rows), 0
         for size in SIZES[bisect.bisect_right(SIZES, rows) :]:
             if size - rows > len(chances):

@@ -1,4 +1,4 @@
-"""What the shadow experts of this rank have done since the server began, without the record of every step, which would
+"""Totals of this rank's shadow experts since the server began, without the record of every step, which would
 grow for as long as the server runs."""
 
 from cpu_offload.history import busy_ns, exposed_ns

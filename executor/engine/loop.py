@@ -155,7 +155,7 @@ class Loop:
         return list(itertools.accumulate(own, initial=0))[:-1]
 
     def _logprobs(self, logits: Tensor, asked: ListOf["Asked"]) -> list[list[TokenLogprob]]:
-        """What is `asked`, of all groups. `logits` has the rows of this rank's group."""
+        """Returns the log-probabilities that are `asked`, of all groups. `logits` has the rows of this rank's group."""
         if not asked:
             return []
         mine = [one for one in asked if one.sequence.group == self._group]

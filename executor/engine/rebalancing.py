@@ -24,7 +24,7 @@ from ops.parallel.placement import Counts, imbalance, moves, next_placement
 
 @dataclass
 class Rebalance:
-    """What followed from an interval. Imbalance: tokens of the busiest rank / of a rank on average, in the mean of all
+    """The result of one interval. Imbalance: tokens of the busiest rank / of a rank on average, in the mean of all
     layers."""
 
     steps: int  # before it

@@ -14,8 +14,8 @@ MOST_LOGPROBS = 20  # alternatives to a token
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an answer must match: a JSON schema ("json"), a regular expression ("regex"), or a grammar in
-    llguidance's dialect of Lark ("lark")."""
+    """A pattern that the text of an answer must match: a JSON schema ("json"), a regular expression ("regex"), or a
+    grammar in llguidance's dialect of Lark ("lark")."""
 
     kind: str
     text: str
@@ -23,7 +23,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen, and when it ends.
+    """The settings by which one request's tokens are chosen, and when it ends.
 
     The token at position p of a request is drawn from (seed, p) alone: neither the other requests of a batch nor
     preemption nor the number of ranks changes it.
@@ -106,7 +106,7 @@ class TokenLogprob:
 
 
 class Event(NamedTuple):
-    """What one step did for one request."""
+    """The result of one step for one request."""
 
     id: int
     tokens: tuple[int, ...]  # the new tokens, including one that ends the request

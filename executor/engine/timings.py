@@ -35,7 +35,7 @@ class Timings:
 
 @dataclass
 class PrefillRate:
-    """How fast prompts are computed lately, from steps with at least `least` prompt tokens."""
+    """The recent rate at which prompts are computed, from steps with at least `least` prompt tokens."""
 
     least: int
     value: float = 0.0  # prompt tokens a second; 0: no such step yet

@@ -176,7 +176,7 @@ class Nodes(StaticTCPRendezvous):
         return [rank for rank, line in enumerate(self.lines) if rank != self.here.node_rank and not line.left]
 
     def _silent(self, limit_s: float) -> list[int]:
-        """Those of them that have not been heard of for so long."""
+        """Returns the other nodes that have not been heard of for so long."""
         now = time.monotonic()
         return [rank for rank in self._staying() if now - self._heard[rank] > limit_s]
 

@@ -1,4 +1,4 @@
-"""What the system knows of a process, and a process's wish to end with its parent."""
+"""The system's facts about a process, and a process's wish to end with its parent."""
 
 import contextlib
 import ctypes

@@ -1,1 +1,1 @@
-"""What one run of a case needs and writes: prompts, plans of memory and time, its report and pictures."""
+"""The inputs and outputs of one run of a case: prompts, plans of memory and time, its report and pictures."""

@@ -45,7 +45,7 @@ ALLOWANCE = Part(
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank needs, by sections of memory."""
+    """The memory that one rank needs, by sections."""
 
     case: Case
     sections: dict[str, list[Part]]

@@ -42,8 +42,8 @@ def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN) -> tuple[int, str]:
 
 
 def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
-    """Where limits of this process may be: in its cgroup and in all above it. In a container its name may be that
-    outside, of which only the end of the way up is to be seen."""
+    """Yields the files that may limit this process: in its cgroup and in all above it. In a container its name may be
+    that outside, of which only the end of the way up is to be seen."""
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
@@ -55,5 +55,5 @@ def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
 
 
 def _program_bytes() -> int:
-    """What this process has in memory now."""
+    """Returns the bytes that this process has in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

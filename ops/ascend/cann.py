@@ -1,4 +1,4 @@
-"""What a version of CANN can do, as far as the choice of ops depends on it. The oldest that is supported is 8.5."""
+"""The abilities of each version of CANN that the choice of ops depends on. The oldest that is supported is 8.5."""
 
 import re
 from dataclasses import dataclass

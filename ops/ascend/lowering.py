@@ -1,5 +1,5 @@
-"""What torchair must know so that graphs have no copies which eager mode does not make; the module is imported for its
-effect."""
+"""Teaches torchair lowerings so that graphs have no copies which eager mode does not make; the module is imported for
+its effect."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # allocates the storage
 
 
 class Role(Enum):
-    """What a matrix is for. In planes, UP has columns of gate and of up in turns, in the order of DOWN's inputs."""
+    """The use of a matrix. In planes, UP has columns of gate and of up in turns, in the order of DOWN's inputs."""
 
     LINEAR = auto()
     UP = auto()

@@ -125,7 +125,7 @@ def cores_of(rank: int = 0, ranks: int = 1) -> int:
 
 
 def placement() -> str:
-    """Where the engine's threads run, in words for the start line of a run."""
+    """Returns where the engine's threads run, in words for the start line of a run."""
     teams = native.teams()
     text = _counted(sum(team.threads for team in teams), "thread")
     if teams[0].memory < 0:

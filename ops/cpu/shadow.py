@@ -60,7 +60,7 @@ class ExpertBlocks:
         return view.dequantised(0, self.hidden if which == "down" else self.inner, row, step)
 
     def rows_of(self, which: str) -> tuple[str, int, int]:
-        """Where "gate", "up" or "down" is stored: matrix, first row, and step as MatrixView.fill takes it."""
+        """Returns where "gate", "up" or "down" is stored: matrix, first row, and step as MatrixView.fill takes it."""
         return "w2" if which == "down" else "w13", ROWS * (which == "up"), 1 if which == "down" else 2
 
     def _view(self, address: int, which: str) -> tuple[MatrixView, int, int]:
@@ -123,8 +123,8 @@ class ShadowPool:
 
 @dataclass(frozen=True)
 class ShadowLayer:
-    """What one layer's mixture reads and writes at fixed addresses. Tables are (experts) int64: each expert's block
-    address."""
+    """The tensors that one layer's mixture reads and writes at fixed addresses. Tables are (experts) int64: each
+    expert's block address."""
 
     number: int
     blocks: ExpertBlocks

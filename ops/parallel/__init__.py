@@ -1,1 +1,1 @@
-"""How a model is split over ranks: sizes of the splits, rank groups, and how processes join the groups."""
+"""The split of a model over ranks: sizes of the splits, rank groups, and how processes join the groups."""

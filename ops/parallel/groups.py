@@ -1,4 +1,4 @@
-"""What a layer sees of a split over ranks: the shard that this rank holds, and the rank group that holds all shards."""
+"""A layer's view of a split over ranks: the shard that this rank holds, and the rank group that holds all shards."""
 
 from dataclasses import dataclass
 

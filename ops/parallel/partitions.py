@@ -1,4 +1,4 @@
-"""How a world of ranks is split into rank groups, as plain rank numbers, before any communicator exists."""
+"""Splits a world of ranks into rank groups, as plain rank numbers, before any communicator exists."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How many ranks share one attention layer, one expert, the embedding table and the output head."""
+    """The numbers of ranks that share one attention layer, one expert, the embedding table and the output head."""
 
     world: int = 1
     attn_tp: int = 1

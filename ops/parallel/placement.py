@@ -1,5 +1,5 @@
-"""Where the experts of a layer are, by how often tokens are routed to them: the rank with the most rows decides how
-long a step of all ranks takes.
+"""Places the experts of a layer on ranks by how often tokens are routed to them: the rank with the most rows decides
+how long a step of all ranks takes.
 
 A layer has ranks * slots slots, of which rank r has r * slots .. (r + 1) * slots - 1. `held` (ranks * slots) has the
 expert in each slot. Every expert has a slot; hot ones have several, on different ranks, and each of these copies serves
@@ -55,7 +55,7 @@ def moves(before: Held, after: Held, ranks: int) -> list[tuple[int, int]]:
 
 
 def _copies(counts: Counts, ranks: int, slots: int) -> NDArray[np.int64]:
-    """How many slots each expert gets: one, and each further one where copies have the most tokens."""
+    """Returns how many slots each expert gets: one, and each further one where copies have the most tokens."""
     copies = np.ones(len(counts), np.int64)
     for _ in range(ranks * slots - len(counts)):
         copies[np.argmax(np.where(copies < ranks, counts / copies, -1.0))] += 1

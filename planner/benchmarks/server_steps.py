@@ -1,4 +1,4 @@
-"""How long the steps of a server's rank take, measured one kind at a time: what simulated_server.py gives to the
+"""Measures how long the steps of a server's rank take, one kind at a time: what simulated_server.py gives to the
 simulation in the place of modelled times.
 
     .venv/bin/python -m planner.benchmarks.server_steps CASE SOCKET FILE [KEY=VALUE ...]
@@ -41,7 +41,7 @@ MEASURED_S = 6.0
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a step has to do."""
+    """The work of a step."""
 
     rows: int  # sequences that decode
     cached: int  # tokens that they have cached, all together

@@ -213,7 +213,7 @@ def calls_of(simulation: Simulation, vocabulary: int) -> list[Call]:
 
 
 def served(answers: list[Answer], preemptions: int) -> dict[str, float]:
-    """What the server's clients have seen."""
+    """The figures that the server's clients have seen."""
     if failed := [answer.error for answer in answers if answer.error]:
         raise UserError(f"{len(failed)} requests failed: {failed[0]}")
     start = min(answer.sent for answer in answers)
@@ -251,7 +251,8 @@ def figures_of(
 
 
 def front_seconds(client: Client, vocabulary: int, step: float) -> float:
-    """What a server takes for a request outside its steps: `step` is the prefill of a prompt of ALONE_TOKENS tokens."""
+    """The seconds that a server takes for a request outside its steps: `step` is the prefill of a prompt of
+    ALONE_TOKENS tokens."""
     calls = random_calls("alone", ALONE, ALONE_TOKENS, 1, vocabulary)
     answers = asyncio.run(client.streams(calls, 1))[2:]
     return max(0.0, statistics.median(answer.ttft for answer in answers) - step)

@@ -156,7 +156,8 @@ class SimulatedExperts:
         return float(chances @ self.shadows.published.reshape(-1))
 
     def _chances(self, tokens: int) -> NDArray[np.float64]:
-        """How probably each expert is used by a step of so many tokens, as a share of all these. (layers * experts)"""
+        """Returns the probability that each expert is used by a step of so many tokens, as a share of all these.
+        (layers * experts)"""
         used = -np.expm1(-tokens * self.pairs * self.uses.reshape(-1))
         return np.asarray(used / used.sum())
 

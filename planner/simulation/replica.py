@@ -58,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sample:
-    """How a replica's memory for keys, values and experts is divided, in pages of its first rank."""
+    """The division of a replica's memory for keys, values and experts, in pages of its first rank."""
 
     at: float
     held: int  # by sequences
@@ -159,7 +159,7 @@ class Replica:
         return ends[-1]
 
     def _alike(self, step: Step) -> int:
-        """How many steps like this one follow each other, with it, unless a request comes."""
+        """Returns how many steps like this one follow each other, with it, unless a request comes."""
         scheduler, size = self.scheduler, self.limits.page_size
         left = min(s.longest - len(s.ids) for s in step.sequences)
         if left == 1:

@@ -24,7 +24,7 @@ STEP, FAIL, LOSE_NODE, RETURN = range(4)  # kinds of events; of two at the same 
 
 @dataclass(slots=True)
 class Served:
-    """What happened to a request; times in seconds."""
+    """The record of one request; times in seconds."""
 
     at: float  # when it came
     prompt: int  # tokens

@@ -1,4 +1,4 @@
-"""What a simulation found: figures of all its requests, and of the hours in which they came."""
+"""Summarises a simulation: figures of all its requests, and of the hours in which they came."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -81,7 +81,7 @@ class Turn(msgspec.Struct, kw_only=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """What a prompt is made of."""
+    """The parts of a prompt."""
 
     messages: list[Turn]
     model: str | None = None
@@ -145,7 +145,7 @@ async def prepare(front: Front, data: Any, salt: bytes) -> Answer:
 
 
 async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
-    """How many tokens the prompt of a request has."""
+    """Answers with the number of tokens of a request's prompt."""
     _, text = front.check_serving()
     chat, names = translated(converted(CountRequest, data, UNSUPPORTED), text)
     try:

@@ -32,7 +32,7 @@ class Compiler:
         self.sandbox = Sandbox("serving.api.compiling", setup)
 
     def problem(self, kind: str, text: str) -> str:
-        """Why the engine could not follow a grammar; empty: it can. To be called in a thread, for up to
+        """Returns why the engine could not follow a grammar; empty: it can. To be called in a thread, for up to
         about a second."""
         return self.sandbox.answer(msgspec.msgpack.encode((kind, text))).decode()
 
@@ -65,7 +65,7 @@ def _tried(grammar: Grammar, tokens: Any) -> bytes:
 
 
 def compiled(grammar: Grammar, tokens: Any) -> str:
-    """What is wrong with `grammar`, after its first step as well; empty: nothing."""
+    """Returns what is wrong with `grammar`, after its first step as well; empty: nothing."""
     from llguidance import LLMatcher
 
     from executor.engine.grammar import checked

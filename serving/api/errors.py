@@ -13,7 +13,7 @@ EXPECTED = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`")
 
 
 class ApiError(Exception):
-    """What is wrong with a request, or why it cannot be answered now. `param` is the field that is at fault."""
+    """The error of a request that is wrong, or that cannot be answered now. `param` is the field that is at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: int = 0):
         super().__init__(one_line(message))

@@ -81,7 +81,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Structured(msgspec.Struct, kw_only=True):
-    """What an answer must match, by vLLM's names; one of them."""
+    """The pattern that an answer must match, by vLLM's names; one of them."""
 
     json: Any = None
     regex: str | None = None
@@ -187,7 +187,7 @@ def check_depth(data: Any) -> None:
 def sampling_of(
     fields: Fields, case: Case, ready: Ready, max_tokens: int, grammar: Grammar | None, logprobs: int | None
 ) -> Sampling:
-    """How the engine chooses tokens for this request. Fields that are absent are as `sampling_config` of the case
+    """Returns the sampling parameters of this request. Fields that are absent are as `sampling_config` of the case
     says."""
     default = case.sampling_config
     if any(not 0 <= id < ready.vocabulary for id in fields.stop_token_ids or []):

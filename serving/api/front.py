@@ -1,4 +1,5 @@
-"""What all routes of the server share: the engine's client, the tokenizer, grammars, limits, and the server's state."""
+"""The state that all routes of the server share: the engine's client, the tokenizer, grammars, limits, and the server's
+state."""
 
 import asyncio
 import contextlib

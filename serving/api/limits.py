@@ -73,7 +73,7 @@ class Admission:
 
 @dataclass
 class Ticket:
-    """What an open request has of the limits; it is given back at the end of the `with` block."""
+    """The share of the limits that an open request has; it is given back at the end of the `with` block."""
 
     limits: Admission
     rows: int

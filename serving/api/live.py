@@ -49,7 +49,7 @@ def live_page() -> Response:
 
 
 class Live:
-    """What the page shows. `status` gives the server's name and condition."""
+    """The data that the page shows. `status` gives the server's name and condition."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, status: Status):
         self.client, self.metrics, self.status = client, metrics, status

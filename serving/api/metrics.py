@@ -65,7 +65,7 @@ class Sample:
 
 
 def memory(state: State) -> dict[str, int]:
-    """How the frames of rank 0's arena are divided. The padding page counts as a sequence's."""
+    """Returns how the frames of rank 0's arena are divided. The padding page counts as a sequence's."""
     kept = state.groups[0].kept if state.groups else 0
     sequences = state.arena_frames - state.expert_frames - state.free_frames - kept
     return dict(zip(TENANTS, (sequences, kept, state.expert_frames, state.free_frames), strict=True))

@@ -51,7 +51,7 @@ class ChatRequest(Fields, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new in one of the answers. A tool call is one `call`, whose text is the tool's name, then `arguments`,
+    """The new part of one of the answers. A tool call is one `call`, whose text is the tool's name, then `arguments`,
     pieces of one JSON object, then `end`. The last one of each answer is `finish`: stop, length or tool_calls."""
 
     index: int  # of the answer
@@ -300,7 +300,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def of_chat(error: UserError) -> ApiError:
-    """What is wrong with a conversation, by the field that is at fault."""
+    """The API's error for a wrong conversation, by the field that is at fault."""
     param, _, message = str(error).partition(": ")
     return invalid(param, message) if re.match(r"(messages|tools)\[", param) else ApiError(400, str(error), "messages")
 

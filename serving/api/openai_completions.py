@@ -31,7 +31,7 @@ class CompletionRequest(Fields, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What is new in one of the answers."""
+    """The new part of one of the answers."""
 
     index: int
     text: str
@@ -226,7 +226,7 @@ def salt_of(key: bytes, given: str | None) -> bytes:
 
 
 def offsets_of(ids: list[int], text: Text) -> list[int]:
-    """Where the text of each prompt token begins, in characters of the prompt's text."""
+    """Returns where the text of each prompt token begins, in characters of the prompt's text."""
     detokenizer, offsets, made = text.tokenizer.detokenizer(), [], 0
     for id in ids:
         offsets.append(made)

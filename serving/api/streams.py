@@ -61,7 +61,7 @@ class Stream:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     async def pieces(self, ticket: Ticket) -> AsyncGenerator[Piece, None]:
-        """What is certain, row by row; the last piece has a finish reason."""
+        """Yields what is certain, row by row; the last piece has a finish reason."""
         job = self.job
         ends = {*job.sampling.stop_token_ids, *(() if job.sampling.ignore_eos else self.ready.stop_ids)}
         detokenizer, stops = self.text.tokenizer.detokenizer(job.ids), Stops(job.stops)

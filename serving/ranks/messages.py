@@ -15,7 +15,8 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True,
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the text of an answer must match: a JSON schema, a regular expression, or a Lark grammar of llguidance."""
+    """A pattern that the text of an answer must match: a JSON schema, a regular expression, or a Lark grammar of
+    llguidance."""
 
     kind: str  # "json", "regex", "lark"
     text: str
@@ -72,7 +73,7 @@ class Ping(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """How far the start is, for those who ask meanwhile."""
+    """The progress of the start, for those who ask meanwhile."""
 
     stage: str
     share: float  # 0 to 1
@@ -103,7 +104,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step did for one request."""
+    """The result of one step for one request."""
 
     id: int
     tokens: list[int]
@@ -170,7 +171,8 @@ class State(Message, frozen=True):
 
 
 class Residency(Message, frozen=True):
-    """Which experts are resident, and how much they are used, on rank 0; at most once a second, if somebody watches."""
+    """The experts that are resident on rank 0, and how much they are used; at most once a second, if somebody
+    watches."""
 
     layers: int
     experts: int

@@ -70,7 +70,7 @@ QUEUE_SHOWN = 16  # waiting requests in a snapshot
 
 
 class FrontEnd(Protocol):
-    """What a worker asks of its connection to the front; `Channel` is one."""
+    """The interface of a worker's connection to the front; `Channel` is one."""
 
     @property
     def behind(self) -> bool: ...

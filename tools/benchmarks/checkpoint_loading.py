@@ -110,7 +110,7 @@ def loaded(folder: Path) -> tuple[float, int, int]:
     gc.collect()  # the model before
     runner = make_runner(load_case(str(folder / "case.yaml")), folder, RankEnv(0, 1, 0, 1, ""))
     runner.packed_cache = partial(PackedCache, root=folder.parent / "packed")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = peak_bytes()
     start = time.perf_counter()
     runner.setup()

@@ -8,7 +8,7 @@ The weights are random, with the shapes of the case's model, and written as GGUF
 (gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
 engines use the same number of threads. llama.cpp runs with or without flash attention, whichever is faster in a short
 trial of the row. Before anything is timed, both must give the same logits. Contexts of more than 1,024 tokens are not
-computed: their keys and values are made up, as in `umbra bench cpu decode`.
+computed: their keys and values are random, as in `umbra bench cpu decode`.
 
 A row, of the table and of `rows` in the JSON file:
   phase         decode or prefill
@@ -52,7 +52,7 @@ from umbra.errors import UserError, run_main
 
 DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192", "1x32768"), (128, 512, 2048, 8192)
 CHECKED = 64  # cached tokens of the sequences whose logits are compared
-COMPUTED = 1024  # cached tokens up to which a context is computed; those of longer ones are made up
+COMPUTED = 1024  # cached tokens up to which a context is computed; those of longer ones are random
 STEPS = 8  # decode steps of one turn
 LEAST = 3  # turns
 PAUSE = 0.02  # seconds; llama.cpp's OpenMP threads spin for up to 10 ms before they sleep

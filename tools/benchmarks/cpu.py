@@ -1,4 +1,5 @@
-"""Speed of the CPU beside the machine's limits, measured in the same run: decode, moe, attention, replay or steps.
+"""Speed of the CPU compared with the machine's limits, measured in the same run: decode, moe, attention, replay or
+steps.
 
     umbra bench cpu COMMAND [--threads 2] [--instruction-set SET] [--json FILE] [--plot FILE]; --help shows all
 
@@ -439,7 +440,7 @@ def step_rows(loop: Loop, clock: Clock, batch: int, steps: int) -> Iterator[Row]
 
 
 def steps(argv: list[str]) -> None:
-    """What a decode step costs beside the model: scheduling, packing, choosing tokens, bookkeeping.
+    """The cost of a decode step besides the model: scheduling, packing, choosing tokens, bookkeeping.
 
     Sequences of random tokens are decoded through the engine's loop; a batch of each kind takes its steps in turn with
     the others. A row, of the table and of `rows` in the JSON file:
@@ -470,7 +471,7 @@ def steps(argv: list[str]) -> None:
     rows = printed((row for batch in args.batches for row in rows_of(batch)), STEP_COLUMNS)
     write_rows(args.json, rows, case=args.case, threads=args.threads)
     lines = {kind: (args.batches, [r["rest_us"] for r in rows if r["tokens"] == kind]) for kind in KINDS}
-    plot(args.plot, {"sequences": lines}, "microseconds a step beside the model")
+    plot(args.plot, {"sequences": lines}, "microseconds a step besides the model")
 
 
 COMMANDS = {command.__name__: command for command in (decode, moe, attention, replay, steps)}

@@ -122,7 +122,7 @@ def entries(model: CausalLM, config: Config, format: str) -> Iterator[Entry]:
 
 
 def write_gguf(path: Path, model: CausalLM, config: Config, format: str, tokenizer: Path | None = None) -> None:
-    """Write the file tensor by tensor; at most one tensor is held in memory beside the model. `tokenizer` is a folder
+    """Write the file tensor by tensor; at most one tensor is held in memory besides the model. `tokenizer` is a folder
     with the tokenizer's files; without one the file has none."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 

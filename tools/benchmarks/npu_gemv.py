@@ -1,4 +1,4 @@
-"""The fused vector-core kernel of a 4-bit mixture of experts beside npu_grouped_matmul, on an NPU.
+"""The fused vector-core kernel of a 4-bit mixture of experts compared with npu_grouped_matmul, on an NPU.
 
     python -m tools.benchmarks.npu_gemv [--hidden 2048] [--inner 768] [--experts 128] [--top-k 8]
         [--group 32] [--layers 16] [--batches 1 2 4 8] [--dtype bfloat16] [--rounds 30] [--read-mb 1024] [--float-sums]

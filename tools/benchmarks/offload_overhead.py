@@ -2,7 +2,7 @@
 
     .venv/bin/python -m tools.benchmarks.offload_overhead [--steps N] [--json FILE]
 
-No model runs: made-up Zipf routing is added to the counts as a step's ops would do, and the CPU's caches are emptied
+No model runs: synthetic Zipf routing is added to the counts as a step's ops would do, and the CPU's caches are emptied
 before each step. A quarter of the experts is resident, each of a few KB. Medians of CPU time, without the first tenth.
 Columns, keys of `rows` in the JSON file:
   shape    layers x experts, of which `top_k` a token

@@ -3,12 +3,12 @@
     .venv/bin/python -m tools.benchmarks.offload_policy [--steps N] [--trace FILE | --record FILE]
         [--json FILE] [--plot FILE]
 
-Traces (routing_traces.py): the demo model on its held-out text, one sequence and four at once; made up, 32
+Traces (routing_traces.py): the demo model on its held-out text, one sequence and four at once; synthetic, 32
 layers x 128 experts, top 8. Slots, one pool for all layers, are a percentage of all experts and empty at the start. A
 use is an expert of a layer in a step; the first tenth of a trace, from which `static` learns, is not counted.
 
 Columns of the tables, keys of `rows` in the JSON file, `hits_`, `copies_` and `saved_` before each:
-  ours      where copies run beside the step and cost it nothing (swap_cost 0.02), up to 32 between two steps
+  ours      where copies run during the step and cost it nothing (swap_cost 0.02), up to 32 between two steps
   few       the same, up to 4 between two steps
   priced    where a copy costs 0.7 misses, as the planner measured for the demo on the CPU platform
   lru       least recently used, one pool
@@ -94,11 +94,11 @@ def decision_ms() -> float:
 def main(argv: list[str]) -> None:
     parser = flags(__doc__)
     parser.add_argument(
-        "--steps", type=int, help="of the demo trace, the whole text without; made up ones: at most 4000"
+        "--steps", type=int, help="of the demo trace, the whole text without; synthetic ones: at most 4000"
     )
     parser.add_argument("--trace", type=Path, help="a trace file instead of running the demo model")
     parser.add_argument("--record", type=Path, help="keep the demo model's trace here")
-    parser.add_argument("--demo-only", action="store_true", help="no made up traces")
+    parser.add_argument("--demo-only", action="store_true", help="no synthetic traces")
     args = parser.parse_args(argv)
     demo = demo_trace(args.trace, args.record, args.steps)
 

@@ -1,4 +1,4 @@
-"""Routing traces: which experts each decode step used in each layer; recorded from the demo model, or made up.
+"""Routing traces: which experts each decode step used in each layer; recorded from the demo model, or synthetic.
 
 A trace file is an .npz with `ids`, uint8 (steps, layers, k), and `experts`, the number of each layer's.
 """

@@ -1,4 +1,5 @@
-"""Umbra's server beside llama-server: the same weights, prompts and client, in turns, each time in fresh processes.
+"""Umbra's server compared with llama-server: the same weights, prompts and client, in turns, each time in fresh
+processes.
 
     .venv/bin/python -m tools.benchmarks.serving_files FOLDER  # once, some minutes and 4 GB
     .venv/bin/python -m tools.benchmarks.serving FOLDER [--llama-server PROGRAM] [--rounds 3]

@@ -1,4 +1,4 @@
-"""Published times beside the cycle model's: what it must reproduce before its times of our kernels are believed.
+"""Published times compared with the cycle model's: what it must reproduce before its times of our kernels are believed.
 
 Nothing in the model is fitted to an example; those that give one of its constants are marked and do not count. CANN's
 examples were measured on an Atlas A2 with 48 vector cores at 1.85 GHz. The seed's kernels
@@ -265,7 +265,7 @@ def examples() -> list[Example]:
 
 
 def print_examples() -> None:
-    print("published times beside the model's: low..high, their middle, and its error; * gives a constant of the model")
+    print("published times and the model's: low..high, their middle, and its error; * gives a constant of the model")
     for example in examples():
         low, high, error = example.predict(LOW), example.predict(HIGH), example.error()
         mark = "*" if example.gives else "" if abs(error) <= WITHIN else "misses"

@@ -1,10 +1,11 @@
 """A cycle model of the vector-core kernels: counts of the twin turned into microseconds. A model, not a measurement.
 
-    .venv/bin/python -m tools.benchmarks.vector_core_model               # beside the seed's measured table; two minutes
-    .venv/bin/python -m tools.benchmarks.vector_core_model traffic       # bytes of global memory, also with half sums
-    .venv/bin/python -m tools.benchmarks.vector_core_model unpack        # experts and dense matrices, for more tokens
-    .venv/bin/python -m tools.benchmarks.vector_core_model choice        # what choosing experts adds to the mixture
-    .venv/bin/python -m tools.benchmarks.vector_core_model validate      # the model beside published times
+    .venv/bin/python -m tools.benchmarks.vector_core_model               # compared with the seed's measured table; two
+    minutes .venv/bin/python -m tools.benchmarks.vector_core_model traffic       # bytes of global memory, also with
+    half sums .venv/bin/python -m tools.benchmarks.vector_core_model unpack        # experts and dense matrices, for
+    more tokens .venv/bin/python -m tools.benchmarks.vector_core_model choice        # what choosing experts adds to the
+    mixture .venv/bin/python -m tools.benchmarks.vector_core_model validate      # the model compared with published
+    times
 
 tools.benchmarks.vector_core_machine has the constants, tools.benchmarks.vector_core_examples the published times.
 """

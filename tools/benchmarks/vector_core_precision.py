@@ -1,4 +1,4 @@
-"""What sums of eight products in half cost a model, beside what 4 bits cost it.
+"""Measures what sums of eight products in half cost a model, compared with what 4 bits cost it.
 
     python -m tools.benchmarks.vector_core_precision [--case demo] [--tokens 512] [--text FILE] [--json FILE]
 

@@ -71,7 +71,7 @@ def check(selected: list[Stage] | None, path: Path) -> int:
     if fake:
         print(report.FAKE)
     if state.changed:
-        print(f"{state.changed} has changed since the last run: every stage runs anew")
+        print(f"{state.changed} has changed since the last run: every stage runs again")
     outcomes: list[Outcome] = []
     for stage in STAGES:
         found = state.stages.get(stage.name, [])

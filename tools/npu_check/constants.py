@@ -1,4 +1,4 @@
-"""Constants of the models and of the planner, fitted to what the stages measured, beside those that are assumed."""
+"""Constants of the models and of the planner, fitted to what the stages measured, next to those that are assumed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

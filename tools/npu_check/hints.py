@@ -49,7 +49,7 @@ HINTS = (
     (r"\bdiffers?\b|not finite", "wrong numbers: send the report; until then do not use this path"),
     (
         r"stream.{0,30}captur|captur.{0,60}not support|\b1070(?:2[4-9]|3\d|41)\b",
-        "this CANN does not capture that: use exe_mode eager or ge_graph until it is mended",
+        "this CANN does not capture that: use exe_mode eager or ge_graph until it is fixed",
     ),
     (r"g\+\+|cmake|no such file.*\.run", "install the tool that is named, then run this again"),
     (

@@ -1,1 +1,1 @@
-"""What commands of `umbra` do, where it is more than one call."""
+"""The commands of `umbra` that are more than one call."""

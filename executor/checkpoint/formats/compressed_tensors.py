@@ -55,14 +55,14 @@ class CompressedTensors(Scheme):
         self.title = f"compressed-tensors {', '.join(dict.fromkeys(e.title for e in encodings))}"
 
     def said(self, module: str) -> Encoding | None:
-        """What the first group says that names the module most exactly."""
+        """Returns the encoding of the first group that names the module most exactly."""
         if any(matches(module) for matches in self.ignored):
             return None
         return next((encoding for _, matches, encoding in self.rules if matches(module)), None)
 
 
 def _encoding(format: str, weights: HfConfig) -> Encoding:
-    """How a group of modules is stored in `format`."""
+    """Returns the encoding of a group of modules in `format`."""
     if format != "float-quantized":
         return Integers(format, weights)
     weights.one_of("num_bits", allowed=(8,))

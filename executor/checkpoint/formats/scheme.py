@@ -34,7 +34,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Stored:
-    """How the checkpoint stores one weight of the model: `read(fetch, *part)` returns a part of the weight."""
+    """The storage of one weight of the model in the checkpoint: `read(fetch, *part)` returns a part of the weight."""
 
     tensors: dict[str, Needed]
     read: Callable[..., Tensor | Quantised] = field(repr=False)
@@ -65,12 +65,12 @@ class Encoding(ABC):
 
     @abstractmethod
     def stored(self, module: str, rows: int, columns: int) -> Stored:
-        """How the weight (rows, columns) of a quantised module is stored."""
+        """Returns the storage of a quantised module's weight (rows, columns)."""
 
 
 class Scheme(ABC):
-    """How a checkpoint is quantised: which modules, and how each of them. A module here is a linear one, named by its
-    path in the model, such as "model.layers.0.self_attn.q_proj"."""
+    """The quantisation of a checkpoint: which modules, and how each of them. A module here is a linear one, named by
+    its path in the model, such as "model.layers.0.self_attn.q_proj"."""
 
     title: str  # name of the format in messages
     encodings: tuple[Encoding, ...]  # the ways in which modules are stored, the main one first
@@ -80,11 +80,11 @@ class Scheme(ABC):
 
     @abstractmethod
     def said(self, module: str) -> Encoding | None:
-        """How the config says that the module, named as in the files, is stored; None: in floats."""
+        """Returns the encoding that the config gives the module, named as in the files; None: floats."""
 
     def encoding(self, module: str) -> Encoding | None:
-        """How the module is stored; None: in floats. The names of the files' tensors decide. If there are no files, or
-        they do not hold the module, the config does."""
+        """Returns the encoding of the module; None: floats. The names of the files' tensors decide. If there are no
+        files, or they do not hold the module, the config does."""
         said = self.said(self._spelt(module))
         if self.names is None:
             return said

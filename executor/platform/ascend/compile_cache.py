@@ -171,7 +171,8 @@ def clear_cache(case_name: str, root: Path = CACHE) -> int:
 
 
 def _reason_to_compile(home: Path, facts: Facts) -> str:
-    """Why the graph in `home` cannot be used, empty if it can be; raises Untrusted if others could have changed it."""
+    """Returns why the graph in `home` cannot be used, empty if it can be; raises Untrusted if others could have changed
+    it."""
     if not os.path.lexists(home):
         return "no cache yet"
     check_own(home, home.lstat())

@@ -1,4 +1,5 @@
-"""When the experts' rows are exchanged (ops/ascend/exchange.py) and not gathered, and the memory that this takes.
+"""Decides when the experts' rows are exchanged (ops/ascend/exchange.py) and not gathered, and the memory that this
+takes.
 
 Limits are those of the operators' tilings for Atlas A3, the same in OT 8.5.0, 9.0.0 and 9.1.0; Atlas A2 has others.
 """
@@ -18,7 +19,7 @@ ONE_PLACE = ParallelSizes()  # each expert is on one rank
 
 
 def why_gathered(settings: PlatformSettings, config: ModelConfig) -> str:
-    """Why a case gathers the rows of all ranks whatever the device; empty if it may exchange them."""
+    """Returns why a case gathers the rows of all ranks on any device; empty if it may exchange them."""
     sizes = settings.sizes
     if not settings.ascend.exchange:
         return "ascend_config.exchange: false"
@@ -32,7 +33,7 @@ def why_gathered(settings: PlatformSettings, config: ModelConfig) -> str:
 
 
 def why_refused(soc: str, cann: str | None) -> str:
-    """Why this device has no operators to exchange rows; empty if it has."""
+    """Returns why this device has no operators to exchange rows; empty if it has."""
     if not soc.startswith(A3):
         return f"{soc} is no Atlas A3"
     series = ".".join(map(str, EXCHANGE_SINCE))

@@ -1,5 +1,5 @@
-"""Which of Ascend's kernels multiply with a model's weights: those of ops/ascend/vector_core where tokens are few and
-weights have 4 bits, else torch_npu's. Imports neither torch_npu nor torchair."""
+"""Tells which of Ascend's kernels multiply with a model's weights: those of ops/ascend/vector_core where tokens are few
+and weights have 4 bits, else torch_npu's. Imports neither torch_npu nor torchair."""
 
 import itertools
 import re

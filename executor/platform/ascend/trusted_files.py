@@ -12,7 +12,7 @@ CHUNK = 1 << 20
 
 
 class Untrusted(Exception):
-    """Why a path is not used."""
+    """The error of a path that is not used, with the reason."""
 
 
 def check_own(path: Path, status: os.stat_result) -> None:

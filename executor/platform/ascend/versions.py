@@ -1,4 +1,4 @@
-"""Which versions of torch, torch_npu, CANN and the driver belong together, and what is installed here.
+"""The versions of torch, torch_npu, CANN and the driver that belong together, and what is installed here.
 
 "claimed" are the pairs that the torch_npu wheels require and that the compatibility tables of torch_npu and CANN
 publish; "tested" are only those that the tests of this project run against.

@@ -142,8 +142,8 @@ def late() -> Passed:
         results = step.run()
         try:
             step.nodes.finish()
-        except BridgeError as told:
-            text = str(told)
+        except BridgeError as error:
+            text = str(error)
         else:
             raise RuntimeError("a host that was late raised no error")
         torch_npu.npu.synchronize()

@@ -40,10 +40,10 @@ def over(logs: Path, size: int, aiv: bool) -> Passed:
     way = f"all-reduce of {size} ranks{', AIV' if aiv else ''}"
     times = ("eager_us", "shares_us")
     measured = [{"way": way, "bytes": row["bytes"], "us": row["graph_us"]} | {t: row[t] for t in times} for row in rows]
-    told = ", ".join(
+    text = ", ".join(
         f"{row['bytes'] >> 10} KB {row['eager_us']:.0f}/{row['graph_us']:.0f}/{row['shares_us']:.0f}" for row in rows
     )
-    return Passed(f"us eager/in a graph/as reduce-scatter and all-gather: {told}", {"collectives": measured})
+    return Passed(f"us eager/in a graph/as reduce-scatter and all-gather: {text}", {"collectives": measured})
 
 
 def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:

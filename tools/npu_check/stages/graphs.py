@@ -89,4 +89,4 @@ def against_eager(logs: Path, mode: str) -> Passed:
     """The demo model's decode steps with the tokens of eager mode."""
     expected = eager_logits(logs)
     ours, measured = model.logits_of(ascend_overrides(f"exe_mode={mode}"), logs / mode, expected)
-    return Passed(f"{model.compare(ours, expected, TOLERANCE)}; {model.told(measured)}", measured)
+    return Passed(f"{model.compare(ours, expected, TOLERANCE)}; {model.summary(measured)}", measured)

@@ -68,8 +68,8 @@ def as_twin() -> Passed:
         except TwinError as error:
             raise Skipped(f"the twin does not run here: {str(error).splitlines()[0]}") from None
         changed += fused_values(f"{batch} tokens, zero points {zeros}, float sums {float_sums}", result, twin)
-    told = "equal" if not changed else f"equal but for {changed} values: this device fuses MulAddDst of floats"
-    return Passed(told, {"fused_values": changed})
+    text = "equal" if not changed else f"equal but for {changed} values: this device fuses MulAddDst of floats"
+    return Passed(text, {"fused_values": changed})
 
 
 def times() -> Passed:
@@ -78,8 +78,8 @@ def times() -> Passed:
     sizes = WHOLE.hidden, WHOLE.inner, WHOLE.experts, WHOLE.top_k
     shape = npu_layers.Shape(*sizes, group=32, layers=LAYERS, dtype="bfloat16")
     rows = list(npu_layers.measure(shape, BATCHES, ROUNDS, READ_BYTES))
-    told = ", ".join(f"{row['batch']}: {row['custom_us']:.1f} us ({row['speed_up']:.2f} x)" for row in rows)
-    return Passed(f"batch {told}; reads {max(row['limit_gbps'] for row in rows):.0f} GB/s", {"kernel_rows": rows})
+    text = ", ".join(f"{row['batch']}: {row['custom_us']:.1f} us ({row['speed_up']:.2f} x)" for row in rows)
+    return Passed(f"batch {text}; reads {max(row['limit_gbps'] for row in rows):.0f} GB/s", {"kernel_rows": rows})
 
 
 def gemv(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def against_cpu(logs: Path, size: int, overrides: tuple[str, ...]) -> Passed:
     require_dies(size)
     expected = on_cpu(logs)
     ours, measured = logits_of(ascend_overrides(f"world_size={size}", *overrides), logs / f"model{size}", expected)
-    return Passed(f"{compare(ours, expected, TOLERANCE)}; {told(measured)}", measured)
+    return Passed(f"{compare(ours, expected, TOLERANCE)}; {summary(measured)}", measured)
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def require_dies(count: int) -> None:
         raise Skipped(f"needs {count} dies, this machine has {devices}")
 
 
-def told(measured: dict[str, Any]) -> str:
+def summary(measured: dict[str, Any]) -> str:
     return f"{measured['step_ms']:.2f} ms a step, {measured['tokens_per_s']:.0f} tokens/s"
 
 
@@ -91,13 +91,13 @@ def compare(ours: Logits, expected: Logits, tolerance: float) -> str:
         raise Differs("the logits are not finite")
     errors = np.linalg.norm(mine - theirs, axis=1) / np.linalg.norm(theirs, axis=1)
     far, typical, rows = errors > FAR, float(np.median(errors)), np.arange(len(theirs))
-    told = f"median error {typical:.2g}, {far.sum()} of {len(rows)} tokens above {FAR}"
+    text = f"median error {typical:.2g}, {far.sum()} of {len(rows)} tokens above {FAR}"
     if typical > tolerance or far.mean() > MOST_FAR:
-        raise Differs(f"the logits differ: {told}; at most {tolerance} and {MOST_FAR:.0%} may be")
+        raise Differs(f"the logits differ: {text}; at most {tolerance} and {MOST_FAR:.0%} may be")
     gaps = theirs.max(1) - theirs[rows, mine.argmax(1)]
     if (gaps > NEAR * np.abs(theirs).max(1))[~far].any():
-        raise Differs(f"the most probable token differs where it is no near tie; {told}")
-    return f"{told}, {(gaps > 0).sum()} other choices"
+        raise Differs(f"the most probable token differs where it is no near tie; {text}")
+    return f"{text}, {(gaps > 0).sum()} other choices"
 
 
 def rank_logits(overrides: list[str], out: str, steps: int, tokens: list[list[int]] | None) -> dict[str, Any]:

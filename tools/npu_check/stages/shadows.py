@@ -27,4 +27,4 @@ def against_residents(logs: Path, mode: str) -> Passed:
     ours, measured = model.logits_of(ascend_overrides(f"exe_mode={mode}", *offload), logs / mode, expected)
     if not measured["missed"]:
         raise RuntimeError("no expert was computed on the CPU")
-    return Passed(f"{model.compare(ours, expected, TOLERANCE)}; {model.told(measured)}", measured)
+    return Passed(f"{model.compare(ours, expected, TOLERANCE)}; {model.summary(measured)}", measured)

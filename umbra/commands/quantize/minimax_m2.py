@@ -1,4 +1,4 @@
-"""What is particular to MiniMax-M2's layers and to its official quantised files."""
+"""The particulars of MiniMax-M2's layers and to its official quantised files."""
 
 from torch import Tensor
 

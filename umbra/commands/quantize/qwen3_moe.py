@@ -1,4 +1,4 @@
-"""What is particular to Qwen3-MoE's layers and to its official quantised files."""
+"""The particulars of Qwen3-MoE's layers and to its official quantised files."""
 
 from torch import Tensor
 

@@ -31,7 +31,7 @@ class Target(ABC):
 
     @abstractmethod
     def check_sizes(self, rows: int, columns: int) -> str:
-        """What is wrong with the sizes of a matrix; empty if it can be written."""
+        """Returns what is wrong with the sizes of a matrix; empty if it can be written."""
 
     @cached_property
     def quantisation(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Target(ABC):
 
     @cached_property
     def scheme(self) -> Scheme:
-        """What readers make of the config: it says which modules are quantised."""
+        """The scheme that readers make of the config: it says which modules are quantised."""
         return SCHEMES[self.quantisation["quant_method"]](HfConfig(self.quantisation, CONFIG))
 
     def quantised(self, module: str) -> bool:
