@@ -184,10 +184,10 @@ def test_good_bad_and_endless_grammars(compiler: Compiler) -> None:
 
 def test_its_process_is_started_again_and_ends_with_the_front(compiler: Compiler) -> None:
     assert compiler.problem("regex", "a") == ""
-    assert compiler.helper.process is not None
-    os.kill(compiler.helper.process.pid, signal.SIGKILL)
+    assert compiler.sandbox.process is not None
+    os.kill(compiler.sandbox.process.pid, signal.SIGKILL)
     assert compiler.problem("regex", "a") == ""
-    process = compiler.helper.process
+    process = compiler.sandbox.process
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=30) == 0
