@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.engine.request import SamplingParams
-    from executor.run.report import Completion
     from text.chat import Chat
-    from umbra.llm import LLM
+    from text.parser import Part
+    from umbra.llm import LLM, Reply
 
-__all__ = ["LLM", "Chat", "Completion", "SamplingParams"]
+__all__ = ["LLM", "Chat", "Part", "Reply", "SamplingParams"]
 HOMES = {
     "LLM": "umbra.llm",
     "Chat": "text.chat",
-    "Completion": "executor.run.report",
+    "Part": "text.parser",
+    "Reply": "umbra.llm",
     "SamplingParams": "executor.engine.request",
 }
 PACKAGES = ("executor", "models", "ops", "serving", "text", "cpu_offload", "planner")

@@ -1,48 +1,54 @@
-"""A chat at the terminal: `bash infer.sh --chat CASE`."""
+"""A chat at the terminal: `umbra chat CASE`."""
 
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from executor.run.defaults import open_case
 from text.chat import Message
 from text.parser import Answer, Part
-from umbra.session import Session
+from umbra.llm import LLM
 
-HELP = "Ctrl-C stops an answer; /new forgets the conversation; Ctrl-D or /quit ends."
+HELP = "Ctrl-C stops an answer; /new forgets the conversation; /help shows this line; Ctrl-D or /quit ends."
 
 
 def chat(case_name: str, overrides: list[str]) -> None:
     """Chat with the model of a case until the user ends the chat. Each answer sees the conversation so far."""
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys and history for `input`)
-    session = Session.open(case_name, {}, overrides)
-    session.check_chat()
+    llm = LLM(open_case(case_name, {}, overrides))
+    llm.check_chat()
     print(f"\n{HELP}\n")
     history: list[Message] = []
     while (line := _read()) is not None:
-        if line == "/new":
+        if line == "/help":
+            print(f"{HELP}\n")
+        elif line == "/new":
             history = []
         elif line:
-            history = session.shortened([*history, {"role": "user", "content": line}])
-            history.append(_answer(session, history))
+            history = llm.shortened([*history, {"role": "user", "content": line}])
+            history.append(_answer(llm, history))
 
 
 def _read() -> str | None:
-    """The user's next line; None if the user ends the chat."""
+    """The user's next line, empty after Ctrl-C; None if the user ends the chat."""
     try:
         line = input("> ").strip()
-    except (EOFError, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        print("\n(Ctrl-D or /quit ends)")
+        return ""
+    except EOFError:
         print()
         return None
     return None if line == "/quit" else line
 
 
-def _answer(session: Session, history: list[Message]) -> Message:
+def _answer(llm: LLM, history: list[Message]) -> Message:
     """Print the answer piece by piece while it is generated, its reasoning dimmed, and return it as a message."""
     shown: list[Part] = []
     with _interrupts() as interrupted:
-        parser, stream = session.parser(history), session.stream(history)
+        parser, stream = llm.parser(history), llm.stream(history)
         for piece in stream:
             _show(parser.push(piece), shown)
             if interrupted:

@@ -8,21 +8,62 @@ for piece in llm.stream("Emma was"):
     print(piece, end="")
 """
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
-from executor.engine.request import SamplingParams
-from text.parser import Part
-from umbra.answers import Reply
-from umbra.session import Prompt, Session
+from executor.config.case import Case
+from executor.config.env import rank_env
+from executor.config.load import model_folder
+from executor.engine.request import Event, Request, SamplingParams
+from executor.launch.preflight import check_ready
+from executor.model_runner import make_runner
+from executor.run.defaults import open_case
+from executor.run.report import Completion
+from text.chat import Chat, Message
+from text.formats import choose_format
+from text.parser import Answer, Parser, Part
+from text.stops import Stops
+from text.tokenizer import Tokenizer
+from umbra.errors import UserError
+from umbra.files import ROOT
+
+Prompt = str | Sequence[int] | Sequence[Message] | Chat
+
+
+@dataclass(frozen=True)
+class Reply(Completion):
+    """A completion that was read, in the format that the model's chat template speaks or the case names."""
+
+    answer: Answer
 
 
 class LLM:
-    def __init__(self, model: str | Path, **settings: object):
+    """Requests of several callers run together: the loop steps only while a caller waits for tokens."""
+
+    def __init__(self, model: str | Path | Case, **settings: object):
         """`model` is the name of a case in yaml_configs/, the path of a case, or the folder of a checkpoint, for which
         sensible settings are chosen and printed. `settings` override keys of the case (docs/config.md), by their names
         or as `**{"section.key": value}`."""
-        self.session = Session.open(str(model), settings)
+        case = model if isinstance(model, Case) else open_case(str(model), settings)
+        if case.world_size != 1:
+            raise UserError(
+                f"case {case.name}: world_size: {case.world_size}: this runs on one rank: choose another case, or "
+                f"start all ranks with bash infer.sh {case.name}"
+            )
+        check_ready(case)
+        self.case, self.runner = case, make_runner(case, ROOT / "results", rank_env())
+        self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size)
+        self.runner.setup()
+        self.loop = self.runner.loop
+        self._events: dict[int, deque[Event]] = {}  # request id -> events that its caller has not taken yet
+
+    def default_sampling(self, index: int = 0) -> SamplingParams:
+        """The sampling settings of the case for prompt `index`, each of which has its own seed."""
+        return self.runner.request(index, [], self.case.data_config.max_new_tokens).sampling
 
     def generate(
         self,
@@ -30,24 +71,147 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop: Sequence[str] = (),
     ) -> list[Reply]:
-        """Returns one reply for each prompt, in their order. At most `batch_size` prompts of the case run
-        together.
+        """Returns one reply for each prompt, in their order. At most `batch_size` prompts of the case run together.
 
         A prompt is a text, token ids, a chat as messages {"role": ..., "content": ...}, or a `Chat`, which may have
         tools. `sampling` is one for all prompts or one for each; None: as the case says. If any prompt cannot run, none
         is run. A text ends before the first of the strings `stop` (one or several), as it does in the other methods.
         """
-        return self.session.generate(prompts, sampling, stop)
+        if isinstance(prompts, str):
+            raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
+        stop = stop_strings(stop)
+        if sampling is None:
+            each = [self.default_sampling(i) for i in range(len(prompts))]
+        else:
+            each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(each) != len(prompts):
+            raise UserError(f"sampling: {len(each)} settings for {len(prompts)} prompts: give one for each, or one")
+        ids, encoded = [], []
+        try:
+            for prompt, params in zip(prompts, each, strict=True):
+                encoded.append(self.encode(prompt))
+                ids.append(self._submit(encoded[-1], params))
+        except UserError:
+            for id in ids:
+                self._end(id)
+            raise
+        replies = []
+        try:
+            for prompt, tokens, id in zip(prompts, encoded, ids, strict=True):
+                pieces, events = zip(*self._texts(id, stop), strict=True)
+                new = [token for event in events for token in event.tokens]
+                text, shown = "".join(pieces), prompt if isinstance(prompt, str) else ""
+                answer = self._parser(tokens, prompt).whole(text)
+                replies.append(Reply(shown, text, new, events[-1].finish_reason, answer))
+        finally:
+            for id in ids:
+                self._end(id)
+        return replies
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()
     ) -> Generator[str, None, None]:
-        """Yields the text piece by piece, as its tokens are made. Closing the iterator ends the request. Several
+        """Yields the text piece by piece, as its tokens are made. Closing the iterator aborts the request. Several
         streams of one LLM run together."""
-        return self.session.stream(prompt, sampling, stop)
+        stops = stop_strings(stop)
+        return self._pieces(self._submit(self.encode(prompt), sampling or self.default_sampling()), stops)
 
     def parts(
         self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()
     ) -> Generator[Part, None, None]:
-        """Like `stream`, but yields reasoning, content and tool calls (docs/text.md)."""
-        return self.session.parts(prompt, sampling, stop)
+        """Like `stream`, but yields reasoning, content and tool calls as they become certain (docs/text.md)."""
+        ids, stops = self.encode(prompt), stop_strings(stop)
+        pieces = self._pieces(self._submit(ids, sampling or self.default_sampling()), stops)
+        return _read(pieces, self._parser(ids, prompt))
+
+    def parser(self, prompt: Prompt) -> Parser:
+        """The parser of the answer to `prompt`."""
+        return self._parser(self.encode(prompt), prompt)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text or a chat; token ids are returned as they are."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, self.case.model_config.tokenizer_mode == "chat")
+        if isinstance(prompt, Chat):
+            return self.tokenizer.encode_chat(prompt)
+        if all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
+            return list(cast(Sequence[int], prompt))
+        if all(isinstance(part, dict) for part in prompt):
+            return self.tokenizer.encode_chat(Chat(cast(Sequence[Message], prompt)))
+        raise UserError(f"prompt: {prompt!r:.60} is neither a text nor token ids nor a list of messages")
+
+    def check_chat(self) -> None:
+        """Refuses a model without a chat template."""
+        self.tokenizer.encode("Hello", chat=True)
+
+    def shortened(self, messages: list[Message]) -> list[Message]:
+        """The messages without the oldest turns that do not fit `input_max_len`; the last one always stays."""
+        while len(messages) > 1 and len(self.encode(messages)) > self.case.data_config.input_max_len:
+            print("(the oldest turn is forgotten: the conversation is longer than input_max_len)")
+            messages = messages[2:]
+        return messages
+
+    def _parser(self, ids: list[int], prompt: Prompt) -> Parser:
+        settings, tools = self.case.model_config, prompt.tools if isinstance(prompt, Chat) else ()
+        format = choose_format(settings.output_format, self.tokenizer.template)
+        return Parser(format, tools, self.tokenizer.opens_reasoning(ids), settings.reasoning == "split")
+
+    def _submit(self, ids: list[int], sampling: SamplingParams) -> int:
+        room = self.case.max_sequence_length - len(ids)
+        if 0 < room < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
+        id = self.loop.submit(Request(tuple(ids), sampling)).id
+        self._events[id] = deque()
+        return id
+
+    def _follow(self, id: int) -> Iterator[Event]:
+        """Yields the events of a request until it has ended; steps the loop while there are none."""
+        events = self._events[id]
+        while True:
+            while not events:
+                for event in self.loop.step():
+                    if event.id in self._events:
+                        self._events[event.id].append(event)
+            event = events.popleft()
+            yield event
+            if event.finish_reason:
+                return
+
+    def _texts(self, id: int, stop: Sequence[str]) -> Iterator[tuple[str, Event]]:
+        """Yields the text and the event of each step of a request, up to the first of the strings `stop`."""
+        detokenizer, stops = self.tokenizer.detokenizer(), Stops(stop)
+        for event in self._follow(id):
+            text = stops.push(detokenizer.push(event.tokens))
+            if event.finish_reason:
+                text += stops.push(detokenizer.rest()) + stops.finish()
+            yield text, event._replace(finish_reason="stop") if stops.found else event
+            if stops.found:
+                return
+
+    def _pieces(self, id: int, stop: Sequence[str]) -> Generator[str, None, None]:
+        try:
+            for text, _ in self._texts(id, stop):
+                if text:
+                    yield text
+        finally:
+            self._end(id)
+
+    def _end(self, id: int) -> None:
+        """Abort the request if it still runs, and drop its events."""
+        self.loop.abort(id)
+        self._events.pop(id, None)
+
+
+def stop_strings(stop: Sequence[str]) -> Sequence[str]:
+    """`stop`, which is one string or several. Raises UserError for others."""
+    found = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(text, str) and text for text in found):
+        raise UserError(f"stop: {stop!r:.60} must be a string or several, none of them empty")
+    return found
+
+
+def _read(pieces: Generator[str, None, None], parser: Parser) -> Generator[Part, None, None]:
+    with closing(pieces):
+        for piece in pieces:
+            yield from parser.push(piece)
+        yield from parser.finish()

@@ -1,4 +1,4 @@
-"""Chooses settings for a checkpoint that is run without a case file."""
+"""Opens a case, or chooses settings for a checkpoint that is run without a case file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,12 +8,19 @@ import yaml
 
 from executor.checkpoint.formats.detect import read_scheme
 from executor.config.case import Case
-from executor.config.load import make_case
+from executor.config.load import load_case, make_case
 from executor.run.host_memory import memory_limit
 from models.registry import family_in, read_config
 
 SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # sequences at once; tokens of each, if the model has enough positions
 SHARE = 0.7  # share of the machine's free memory that weights may take; the rest is for the KV cache and activations
+
+
+def open_case(model: str, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:
+    """The case for `model`: the name or path of a case, or the folder of a checkpoint."""
+    if not model.endswith(".yaml") and Path(model).expanduser().is_dir():
+        return case_of_checkpoint(Path(model).expanduser(), settings, overrides)
+    return load_case(model, overrides, settings)
 
 
 def case_of_checkpoint(folder: Path, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:

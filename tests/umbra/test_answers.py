@@ -70,6 +70,6 @@ def test_a_request_ends_when_its_parts_are_closed(tmp_path: Path) -> None:
     llm = open_llm(tmp_path, "qwen3")
     parts = llm.parts("hi", SamplingParams(max_tokens=40, ignore_eos=True))
     next(parts)
-    assert len(llm.session.loop.scheduler.running) == 1
+    assert len(llm.loop.scheduler.running) == 1
     parts.close()
-    assert not llm.session.loop.scheduler.running
+    assert not llm.loop.scheduler.running

@@ -12,13 +12,19 @@ from pathlib import Path
 import pytest
 
 from text.chat import Message
+from umbra import LLM
+from umbra.chat import chat
 from umbra.errors import UserError
 from umbra.files import ROOT
-from umbra.session import Session
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = "import sys; from umbra.chat import chat; chat(sys.argv[1], sys.argv[2:])"
+PROGRAM = """
+import signal, sys
+from umbra.chat import chat
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without it
+chat(sys.argv[1], sys.argv[2:])
+"""
 
 
 class Terminal:
@@ -63,6 +69,13 @@ def test_answers_come_piece_by_piece_with_history_and_ctrl_c_stops_one() -> None
         user.process.send_signal(signal.SIGINT)
         user.until(" [stopped]")
         user.until("> ")
+        user.process.send_signal(signal.SIGINT)  # at the prompt it ends nothing
+        user.say("")  # wakes a read that has begun just behind the signal
+        user.until("(Ctrl-D or /quit ends)")
+        user.until("> ")
+        user.say("/help")
+        user.until("Ctrl-C stops an answer")
+        user.until("> ")
         user.say("/new")
         user.until("> ")
         user.say("And Mr. Darcy?")
@@ -73,13 +86,13 @@ def test_answers_come_piece_by_piece_with_history_and_ctrl_c_stops_one() -> None
 
 
 def test_the_conversation_so_far_is_given_and_shortened(capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session.open("demo_chat", {"input_max_len": 60, "max_new_tokens": 20, "keep_packed": False})
+    llm = LLM("demo_chat", input_max_len=60, max_new_tokens=20, keep_packed=False)
     history: list[Message] = []
     lengths = []
     for _ in range(6):
-        history = session.shortened([*history, {"role": "user", "content": "Who is Emma Woodhouse?"}])
-        lengths.append(len(session.encode(history)))
-        history.append({"role": "assistant", "content": "".join(session.stream(history)) or "Nobody."})
+        history = llm.shortened([*history, {"role": "user", "content": "Who is Emma Woodhouse?"}])
+        lengths.append(len(llm.encode(history)))
+        history.append({"role": "assistant", "content": "".join(llm.stream(history)) or "Nobody."})
     assert lengths[1] > lengths[0]
     assert max(lengths) <= 60
     assert "the oldest turn is forgotten" in capsys.readouterr().out
@@ -94,6 +107,5 @@ def test_a_model_without_a_chat_template_is_refused_before_the_first_line(tmp_pa
             (tmp_path / path.name).write_text(json.dumps(settings))
         elif path.name != "chat_template.jinja":
             (tmp_path / path.name).symlink_to(path)
-    session = Session.open(str(tmp_path), {})
     with pytest.raises(UserError, match="this checkpoint's tokenizer has no chat template"):
-        session.check_chat()
+        chat(str(tmp_path), [])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra import LLM, Completion, SamplingParams
+from umbra import LLM, Reply, SamplingParams
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -25,7 +25,7 @@ def llm() -> LLM:
 def test_generate_answers_in_order_and_again_the_same(llm: LLM) -> None:
     outs = llm.generate(PROMPTS, DRAWN)
     assert [out.prompt for out in outs] == PROMPTS
-    assert all(isinstance(out, Completion) and 0 < len(out.tokens) <= 20 for out in outs)
+    assert all(isinstance(out, Reply) and 0 < len(out.tokens) <= 20 for out in outs)
     assert [llm.generate([prompt], DRAWN)[0] for prompt in PROMPTS] == outs  # alone as together
     many = llm.generate(PROMPTS * 3, DRAWN)  # more than run at once
     assert many == outs * 3
@@ -48,13 +48,13 @@ def test_streams_run_together_and_end_when_closed(llm: LLM) -> None:
     for _ in range(4):
         for i, stream in enumerate(streams):
             texts[i] += next(stream)
-    assert len(llm.session.loop.scheduler.running) == 3
+    assert len(llm.loop.scheduler.running) == 3
     streams[0].close()
-    assert len(llm.session.loop.scheduler.running) == 2
+    assert len(llm.loop.scheduler.running) == 2
     assert [text + "".join(rest) for text, rest in zip(texts[1:], streams[1:], strict=True)] == expected[1:]
     assert expected[0].startswith(texts[0])
-    llm.session.loop.step()  # returns the event of the abort
-    assert llm.session.loop.idle
+    llm.loop.step()  # returns the event of the abort
+    assert llm.loop.idle
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
@@ -68,32 +68,32 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert second == llm.generate([PROMPTS[1]], DRAWN)[0]
     assert "".join(llm.stream(PROMPTS[0], DRAWN, stop)) == before
     assert "".join(part.text for part in llm.parts(PROMPTS[0], DRAWN, [stop])) == before
-    llm.session.loop.step()  # returns the events of the aborts
-    assert llm.session.loop.idle
+    llm.loop.step()  # returns the events of the aborts
+    assert llm.loop.idle
     for wrong in ("", [""], [3]):
         with pytest.raises(UserError, match="must be a string or several"):
             llm.generate(PROMPTS[:1], DRAWN, wrong)  # type: ignore[arg-type]
 
 
 def test_prompts_may_be_ids_or_a_chat(llm: LLM) -> None:
-    ids = llm.session.tokenizer.encode(PROMPTS[0], chat=False)
+    ids = llm.tokenizer.encode(PROMPTS[0], chat=False)
     assert llm.generate([ids], DRAWN)[0].tokens == llm.generate(PROMPTS[:1], DRAWN)[0].tokens
     messages = [{"role": "user", "content": "Who is Emma?"}]
     (chat,) = llm.generate([messages], DRAWN)
-    assert chat.tokens == llm.generate([llm.session.encode(messages)], DRAWN)[0].tokens
+    assert chat.tokens == llm.generate([llm.encode(messages)], DRAWN)[0].tokens
     assert chat.tokens != llm.generate(["Who is Emma?"], DRAWN)[0].tokens
 
 
 def test_text_of_several_bytes_comes_whole(llm: LLM) -> None:
     """Pieces never end within a character; half of a character at the end of the text is returned as well."""
     text = "naïve — déjà vu “Ω” 你好 🙂"
-    ids = llm.session.tokenizer.encode(text, chat=False)
+    ids = llm.tokenizer.encode(text, chat=False)
     assert len(ids) > len(text.encode()) / 4
     for end in range(1, len(ids) + 1):
-        detokenizer = llm.session.tokenizer.detokenizer()
+        detokenizer = llm.tokenizer.detokenizer()
         pieces = [detokenizer.push([token]) for token in ids[:end]]
         assert not any("\ufffd" in piece for piece in pieces)
-        assert "".join(pieces) + detokenizer.rest() == llm.session.tokenizer.decode(ids[:end])
+        assert "".join(pieces) + detokenizer.rest() == llm.tokenizer.decode(ids[:end])
 
 
 def test_a_prompt_that_cannot_run_stops_all_of_its_call_and_nothing_else(llm: LLM) -> None:
@@ -115,7 +115,7 @@ def test_a_prompt_that_cannot_run_stops_all_of_its_call_and_nothing_else(llm: LL
 
 
 def test_a_request_ends_where_the_context_does(llm: LLM) -> None:
-    most = llm.session.case.max_sequence_length
+    most = llm.case.max_sequence_length
     (out,) = llm.generate([[5] * (most - 3)], SamplingParams(max_tokens=1000, ignore_eos=True))
     assert (len(out.tokens), out.finish_reason) == (3, "length")
 
@@ -126,15 +126,15 @@ def test_a_checkpoint_without_a_case_gets_settings_and_says_which(capsys: pytest
     assert "no case for" in out
     for setting in ("platform: cpu", "exe_mode: graph", "batch_size: 2", "method: none", "input_max_len: "):
         assert setting in out
-    assert llm.session.case.data_config.batch_size == 2
-    assert llm.session.case.name == "austen_moe"
+    assert llm.case.data_config.batch_size == 2
+    assert llm.case.name == "austen_moe"
     assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4))[0].text
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "complaint"),
     [
-        ("demo", {"batchsize": 3}, "unknown key, did you mean 'batch_size'"),
+        ("demo", {"batchsize": 3}, "^batchsize: unknown key, did you mean 'batch_size'"),
         ("demo", {"batch_size": "x"}, "batch_size: 'x' is not an integer"),
         ("demo_tp8", {}, "world_size: 8: this runs on one rank"),
         ("dmo", {}, "no case 'dmo'"),
