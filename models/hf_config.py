@@ -88,5 +88,7 @@ class HfConfig:
 def read_hf_config(folder: Path) -> HfConfig:
     """The config.json in `folder`."""
     if not folder.is_dir():
-        raise UserError(f"model_path: {folder} is not a folder: put the checkpoint there, or --set model_path=FOLDER")
+        raise UserError(
+            f"model_path: {folder} is not a folder: put the checkpoint there, or set model_path to its folder"
+        )
     return HfConfig(read_json(folder / "config.json"), str(folder / "config.json"))

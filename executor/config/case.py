@@ -54,16 +54,21 @@ class DataSettings:
     prompts: tuple[str, ...] = key(
         (), "the prompts; may be empty only with `with_ckpt: false`, then `batch_size` random ones are made"
     )
-    input_max_len: int = key(1024, "most tokens of a prompt", minimum=1, maximum=1 << 20)
+    input_max_len: int = key(
+        1024, "most tokens of a prompt", minimum=1, maximum=1 << 20,
+        elsewhere=("max_model_len", "context_length", "n_ctx", "ctx_size"),
+    )  # fmt: skip
     long_prompts: str = key(
         "error",
         "what to do with a prompt longer than `input_max_len`: refuse it, or keep its last `input_max_len` tokens",
         choices=("error", "truncate"),
     )
-    max_new_tokens: int = key(32, "most tokens generated for a prompt", minimum=1, maximum=1 << 20)
+    max_new_tokens: int = key(
+        32, "most tokens generated for a prompt", minimum=1, maximum=1 << 20, elsewhere=("max_tokens", "n_predict")
+    )
     batch_size: int = key(
         1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
-        maximum=4096,
+        maximum=4096, elsewhere=("max_num_seqs", "max_running_requests"),
     )  # fmt: skip
     chunked_prefill_size: int | None = key(
         None,

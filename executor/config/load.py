@@ -105,7 +105,7 @@ def set_keys(kind: type, data: dict[str, Any], overrides: Sequence[str], docs: s
         key, equals, value = pair.partition("=")
         if not equals:
             raise UserError(f"--set {pair}: write key=value or section.key=value")
-        override(kind, data, key, _parse(value, f"--set {pair}"), docs)
+        override(kind, data, key, _parse(value, f"--set {pair}"), docs, flag="--set ")
 
 
 def list_cases() -> list[tuple[str, str]]:

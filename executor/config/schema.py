@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ class Leaf:
     minimum: float | None
     maximum: float | None
     means: Mapping[int, int | None]
+    elsewhere: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -51,12 +52,16 @@ def key(
     minimum: float | None = None,
     maximum: float | None = None,
     means: Mapping[int, int | None] = types.MappingProxyType({}),
+    elsewhere: Sequence[str] = (),
 ) -> Any:
     """A leaf. `means` has the numbers that stand for something else in a file, and the values that they become:
-    `{0: None, -1: 0}` for "0: chosen for you, -1: none"."""
+    `{0: None, -1: 0}` for "0: chosen for you, -1: none". `elsewhere` has the key's names in other engines, for
+    suggestions."""
     return dataclasses.field(
         default=default,
-        metadata=dict(doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum, means=means),
+        metadata=dict(
+            doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum, means=means, elsewhere=tuple(elsewhere)
+        ),
     )
 
 
@@ -81,16 +86,20 @@ def read(kind: type[T], data: object, where: str, docs: str = "docs/config.md") 
     return _read(kind, data, where, "", docs)
 
 
-def override(kind: type, data: dict[str, Any], name: str, value: object, docs: str = "docs/config.md") -> None:
-    """Set one key of `data` by its full path, or by its bare name if only one section has it."""
-    paths = [leaf.path for leaf in leaves(kind)]
+def override(
+    kind: type, data: dict[str, Any], name: str, value: object, docs: str = "docs/config.md", flag: str = ""
+) -> None:
+    """Set one key of `data` by its full path, or by its bare name if only one section has it. `flag` is the option that
+    the user has given it with, for errors: `--set `, or none."""
+    keys = list(leaves(kind))
+    paths = [leaf.path for leaf in keys]
     if name not in paths:
         named = [p for p in paths if p.rpartition(".")[2] == name]
         if len(named) > 1:
-            raise UserError(f"--set {name}: ambiguous, give one of {', '.join(named)}")
+            raise UserError(f"{flag}{name}: ambiguous, give one of {', '.join(named)}")
         if not named:
-            candidates = {p: p for p in paths} | {p.rpartition(".")[2]: p for p in paths}
-            raise UserError(f"--set {name}: unknown key{_nearest(name, list(candidates))}; all keys: {docs}")
+            options = list(dict.fromkeys([*paths, *(leaf.name for leaf in keys)]))
+            raise UserError(f"{flag}{name}: unknown key{_nearest_key(name, keys, options)}; all keys: {docs}")
         name = named[0]
     *sections, last = name.split(".")
     for part in sections:
@@ -118,7 +127,7 @@ def _read(kind: type[T], data: object, where: str, prefix: str, docs: str) -> T:
             values[name] = _leaf(known[path], value, where)
         else:
             options = [p[len(prefix) :] for p in known if "." not in p[len(prefix) :]] + list(sections)
-            near = _nearest(str(name), options)
+            near = _nearest_key(str(name), leaves(kind, prefix), options)
             raise UserError(f"{where}: unknown key {path!r:.200}{near}; all keys: {docs}")
     return kind(**values)
 
@@ -168,6 +177,12 @@ def type_name(wanted: Any) -> str:
     if isinstance(wanted, types.UnionType):
         return f"{type_name(typing.get_args(wanted)[0])} or null"
     return names[wanted]
+
+
+def _nearest_key(name: str, keys: Iterable[Leaf], options: list[str]) -> str:
+    """The key that `name` may mean: the one that other engines call so, or else the most similar of `options`."""
+    meant = next((leaf.path for leaf in keys if name in leaf.elsewhere), None)
+    return f", did you mean {meant!r}?" if meant else _nearest(name, options)
 
 
 def _nearest(name: str, options: list[str]) -> str:

@@ -16,7 +16,7 @@ def check_ready(case: Case) -> None:
     if case.model_config.with_ckpt and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         raise UserError(
             f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read): put the "
-            "checkpoint's files there, or --set model_path=FOLDER"
+            "checkpoint's files there, or set model_path to their folder"
         )
     if plugin and not find_spec(plugin):
         release = version("torch").partition("+")[0]

@@ -27,7 +27,7 @@ def check_host_memory(case: Case, local_ranks: int) -> None:
         raise UserError(
             f"case {case.name}: {weights / GB:.2f} GB of weights, {cache / GB:.2f} GB of KV cache and "
             f"{_program_bytes() / GB:.2f} GB of program on each of {local_ranks} rank(s) do not fit into the "
-            f"{room / GB:.2f} GB of {of}: --set quantization.method=q4, or lower batch_size or input_max_len"
+            f"{room / GB:.2f} GB of {of}: set quantization.method: q4, or lower batch_size or input_max_len"
         )
 
 

@@ -7,7 +7,7 @@ from executor.run.ascend_memory_plan import CACHE, GRAPHS, HCCL, PREFILL, REST, 
 from umbra.errors import UserError
 
 REMEDIES = {
-    WEIGHTS: "raise world_size, or --set quantization.method=q4",
+    WEIGHTS: "raise world_size, or set quantization.method: q4",
     CACHE: "lower batch_size, input_max_len or max_new_tokens",
     PREFILL: "lower chunked_prefill_size (0: no limit)",
     GRAPHS: "lower batch_size",

@@ -97,7 +97,7 @@ class MatrixView:
             keep=keep,
         )  # fmt: skip
         if flags & LARGE_SCALE:
-            raise UserError("quantization: a scale is beyond float16's range: --set quantization.method=none")
+            raise UserError("quantization: a scale is beyond float16's range: set quantization.method: none")
         return not flags & STRANGE
 
     def dequantised(self, index: int, rows: int, row: int = 0, step: int = 1) -> Tensor:

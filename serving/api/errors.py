@@ -9,6 +9,11 @@ import msgspec
 from umbra.errors import one_line
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean", "array": "a list",
+    "object": "an object",
+}  # fmt: skip
+KIND = re.compile("Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
 EXPECTED = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`")
 
 
@@ -43,10 +48,16 @@ def unavailable(message: str, code: str, retry_s: int = 1) -> ApiError:
 
 def of_validation(error: msgspec.ValidationError) -> ApiError:
     """A field of the wrong type, named by its path."""
-    found = EXPECTED.fullmatch(str(error))
+    text = KIND.sub(lambda found: f"must be {_kinds(found['wanted'])}, not {_kinds(found['got'])}", str(error))
+    found = EXPECTED.fullmatch(text)
     if not found or not found["where"]:
-        return ApiError(400, f"the request's body: {error}")
+        return ApiError(400, f"the request's body: {text}")
     return invalid(found["where"], found["what"].replace("`", ""))
+
+
+def _kinds(names: str) -> str:
+    """msgspec's names of types, `float | null`, in words."""
+    return " or ".join(KINDS.get(name, name) for name in names.split(" | "))
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:

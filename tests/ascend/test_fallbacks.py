@@ -51,5 +51,5 @@ def test_what_torchair_warns_of(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(UserError, match="strict: true: The static_capture_size_limit"), loud_fallbacks(strict=True):
             warnings.warn(said, stacklevel=1)
         warnings.warn(said, stacklevel=1)  # nothing watches any more
-    assert capsys.readouterr().out == f"WARNING: {said} (--set strict=true makes this an error)\n"
+    assert capsys.readouterr().out == f"WARNING: {said} (strict: true makes this an error)\n"
     assert [str(warning.message) for warning in shown] == ["something else", said]

@@ -61,7 +61,7 @@ def test_a_graph_that_is_made_again_is_said(tmp_path: Path, strict: bool, capsys
                 runner.loop.step()
         else:
             runner.loop.step()
-            said = "WARNING: the graph of 4 sequences was compiled again (--set strict=true makes this an error)\n"
+            said = "WARNING: the graph of 4 sequences was compiled again (strict: true makes this an error)\n"
             assert said in capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)

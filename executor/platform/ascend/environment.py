@@ -56,7 +56,7 @@ def _refuse_contradictions(settings: PlatformSettings, given: Mapping[str, str])
     if deterministic in ("true", "strict") and aiv:
         raise UserError(
             f"environment variable HCCL_DETERMINISTIC={given['HCCL_DETERMINISTIC']} switches off the vector cores "
-            f"that hccl_config.aiv_group: {hccl.aiv_group} asks for: unset it, or --set aiv_group=none"
+            f"that hccl_config.aiv_group: {hccl.aiv_group} asks for: unset it, or set aiv_group: none"
         )
     refused = given.get("TORCH_NPU_FALLBACK_CPU_DISABLE", "1")
     if settings.strict and refused != "1":

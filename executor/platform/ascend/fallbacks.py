@@ -17,7 +17,7 @@ from umbra.errors import UserError
 FALLBACK = re.compile(r"fall(?:ing)? ?back", re.IGNORECASE)
 # "The operator 'aten::x' would execute ... on CPU ..., but CPU fallback is disabled by TORCH_NPU_..."
 REFUSED = re.compile(r"operator '([\w:.]+)'.*CPU fallback is disabled", re.DOTALL)
-ABOUT_STRICT = "--set strict=true makes this an error"
+ABOUT_STRICT = "strict: true makes this an error"
 
 
 def report(fallback: str, strict: bool) -> None:

@@ -69,8 +69,8 @@ def check_offsets(model: nn.Module, settings: PlatformSettings, cann: str | None
         if plane and plane.planes is None and plane.scales is not None and plane.offsets is None:
             raise UserError(
                 f"case {settings.case}: quantization.zero_points: false: {path}: npu_grouped_matmul of CANN {cann} "
-                "needs a zero point for each group of 4-bit weights: --set method=q4 zero_points=true, or install CANN "
-                f"{'.'.join(map(str, OPTIONAL_OFFSETS_SINCE))} or later"
+                "needs a zero point for each group of 4-bit weights: set method: q4 and zero_points: true, or install "
+                f"CANN {'.'.join(map(str, OPTIONAL_OFFSETS_SINCE))} or later"
             )
 
 

@@ -66,7 +66,7 @@ def check_versions(found: Versions, strict: bool) -> list[str]:
         tested = ", ".join(r.release for r in ROWS if r.status == "tested")
         untested = f"torch_npu {found.torch_npu} with torch {found.torch} is untested: tested is {tested} with {tested}"
         if strict:
-            raise UserError(f"{untested}; install that, or --set strict=false")
+            raise UserError(f"{untested}; install that, or set strict: false")
         warnings.append(untested)
     return warnings
 

@@ -66,7 +66,7 @@ def test_keys_are_set_by_full_and_by_bare_names() -> None:
     for name, near in (("sizes", ", did you mean 'size'?"), ("inner.sizes", ", did you mean 'inner.size'?"), ("q", "")):
         with pytest.raises(UserError) as caught:
             override(Outer, data, name, 1, "docs/other.md")
-        assert str(caught.value) == f"--set {name}: unknown key{near}; all keys: docs/other.md"
+        assert str(caught.value) == f"{name}: unknown key{near}; all keys: docs/other.md"
     with pytest.raises(UserError, match=r"all keys: docs/config\.md$"):
         override(Outer, data, "q", 1)
     odd: dict[str, Any] = {"inner": 5}

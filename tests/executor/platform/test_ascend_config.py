@@ -150,7 +150,7 @@ def test_what_the_user_has_set_stays() -> None:
     ("overrides", "own", "complaint"),
     [
         ([], {"HCCL_DETERMINISTIC": "true"}, "HCCL_DETERMINISTIC=true switches off the vector cores that hccl_config"),
-        ([], {"HCCL_DETERMINISTIC": "STRICT"}, "aiv_group: attn_tp asks for: unset it, or --set aiv_group=none"),
+        ([], {"HCCL_DETERMINISTIC": "STRICT"}, "aiv_group: attn_tp asks for: unset it, or set aiv_group: none"),
         (["aiv_group=none", "deterministic=true"], {"HCCL_DETERMINISTIC": "false"}, "HCCL_DETERMINISTIC=false contra"),
         ([], {"HCCL_OP_EXPANSION_MODE": "HOST"}, "HCCL_OP_EXPANSION_MODE=HOST contradicts hccl_config.aiv_group: attn"),
         (["strict=true"], {"TORCH_NPU_FALLBACK_CPU_DISABLE": "0"}, "DISABLE=0 lets ops run on the CPU, which strict"),

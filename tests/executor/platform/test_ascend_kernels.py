@@ -77,7 +77,7 @@ def test_four_bits_without_zero_points_need_a_newer_cann(offload: list[str]) -> 
     model = sketch_of(case).model
     complaint = (
         r"zero_points: false: model\.layers\.0\.mlp\.experts: npu_grouped_matmul of CANN 8\.5\.0 needs "
-        r"a zero point .*: --set method=q4 zero_points=true, or install CANN 9\.0 or later$"
+        r"a zero point .*: set method: q4 and zero_points: true, or install CANN 9\.0 or later$"
     )
     with pytest.raises(UserError, match=complaint):
         check_offsets(model, platform_settings(case), "8.5.0")

@@ -37,7 +37,7 @@ def test_what_does_not_belong_together_is_refused(found: Versions, complaint: st
 def test_an_untested_pair_is_a_warning_and_strictly_an_error() -> None:
     (warning,) = check_versions(CLAIMED, strict=False)
     assert warning.startswith("torch_npu 2.10.0.post4 with torch 2.10.0 is untested: tested is 2.13.0 with 2.13.0")
-    with pytest.raises(UserError, match=r"2\.10\.0 is untested: .*; install that, or --set strict=false"):
+    with pytest.raises(UserError, match=r"2\.10\.0 is untested: .*; install that, or set strict: false"):
         check_versions(CLAIMED, strict=True)
 
 
