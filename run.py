@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 
 from executor.config import env
+from executor.config.case import Case
 from executor.config.load import load_case, load_model_config
+from executor.config.resolved import read_resolved
 from executor.launch.platform_settings import platform_settings
 from executor.launch.preflight import check_ready
 from executor.launch.rank import run_rank
@@ -24,7 +26,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--results", type=Path, help="folder of this run (default: results/CASE/TIME)")
     parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
     parser.add_argument("--plan", action="store_true", help="count memory, with shadow experts predict times, and stop")
+    parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)  # from a launcher, which has checked the case
     args = parser.parse_args(argv)
+    if args.resolved:
+        return generate(read_resolved(args.resolved), args.results, own_results=True)
     name = env.case_name()
     if not name:
         raise UserError("CASE_NAME is not set: CASE_NAME=demo .venv/bin/python run.py, or bash infer.sh demo")
@@ -38,20 +43,24 @@ def main(argv: list[str]) -> None:
 
         return show_plan(case)
     check_ready(case)
-    # If the launcher has started this rank, this changes nothing.
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
+    generate(case, args.results, own_results=False)
 
-    def generate(results: Path, ranks: env.RankEnv) -> None:
+
+def generate(case: Case, results: Path | None, own_results: bool) -> None:
+    """Runs the case's prompts on this rank; the first one reports."""
+
+    def body(folder: Path, ranks: env.RankEnv) -> None:
         from executor.model_runner import make_runner
         from executor.run.report import print_report
 
-        report = make_runner(case, results, ranks).run()
+        report = make_runner(case, folder, ranks).run()
         if ranks.rank == 0:
-            path = results / "report.json"
+            path = folder / "report.json"
             print_report(report, path)
             write_json(path, report)
 
-    run_rank(case, args.results, generate)
+    run_rank(case, results, body, own_results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from executor.config.case import Case
 from executor.config.load import list_cases, load_case, load_model_config
+from executor.config.resolved import read_resolved
 from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
 from ops.format import GROUP_SIZES
@@ -69,13 +71,8 @@ def make_parser() -> Parser:
         return added
 
     add = command("run", run, "run a case on all its ranks", "demo_tp8 --set max_new_tokens=40 temperature=0.9")
-    add.add_argument("case", nargs="?", help=f"{CASE} (default: demo; with --chat demo_chat)")
+    add.add_argument("case", nargs="?", default="demo", help=f"{CASE} (default: demo)")
     overrides(add)
-    instead = add.add_mutually_exclusive_group()
-    instead.add_argument("--list", action="store_true", help="only show the cases, as `umbra list` does")
-    instead.add_argument("--plan", action="store_true", help="only plan, as `umbra plan` does")
-    instead.add_argument("--chat", action="store_true", help="talk to the model instead, as `umbra chat` does")
-    instead.add_argument("--clear-cache", action="store_true", help="only remove the case's compiled graphs")
 
     add = command("chat", talk, "talk to a case's model at the terminal", "demo_chat --set temperature=0.7")
     add.add_argument("case", nargs="?", default="demo_chat", help=f"{CASE} (default: demo_chat)")
@@ -101,6 +98,10 @@ def make_parser() -> Parser:
     add.add_argument("--plot", type=Path, metavar="FILE", help="--cluster: also draw them here, as PNG")
 
     command("list", show_cases, "show the cases in yaml_configs/", "")
+
+    add = command("clear-cache", clear, "remove a case's compiled graphs", "qwen3_30b_a3b_bf16_tp8")
+    add.add_argument("case", nargs="?", default="demo", help=f"{CASE} (default: demo)")
+    overrides(add)
 
     add = command(
         "inspect",
@@ -144,7 +145,7 @@ def make_parser() -> Parser:
     add.add_argument("--window", type=int, default=256, help="tokens of one window (default 256)")
     add.add_argument("--batch", type=int, default=8, help="windows that run together (default 8)")
     add.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    add.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
+    by_ranks(add)
     # Set for the two passes of a comparison: the first writes its logits into this folder, the second reads them.
     add.add_argument("--logits", type=Path, help=argparse.SUPPRESS)
 
@@ -159,7 +160,7 @@ def make_parser() -> Parser:
     add.add_argument("--ids", required=True, help='token ids of each sequence: "1,2,3;7,8"')
     add.add_argument("--steps", type=int, default=0, help="greedy steps after the prefill (default 0)")
     add.add_argument("--out", type=Path, required=True, help="the .npz to write (docs/commands.md has its arrays)")
-    add.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
+    by_ranks(add)
 
     add = command("bench", bench, "run a benchmark; without a name, list them", "cpu decode --json rows.json")
     add.add_argument("name", nargs="?", help="one of those listed")
@@ -171,19 +172,18 @@ def overrides(parser: Parser, flag: str = "--set", text: str = "override keys (d
     parser.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
 
 
+def by_ranks(parser: Parser) -> None:
+    """For a command whose ranks or passes are started as the same command."""
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
+    parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)  # from who has started this one: its case
+
+
+def case_of(args: argparse.Namespace) -> Case:
+    return read_resolved(args.resolved) if args.resolved else load_case(args.case, args.set)
+
+
 def run(args: argparse.Namespace) -> None:
-    args.case = args.case or ("demo_chat" if args.chat else "demo")
-    if args.list:
-        return show_cases(args)
-    if args.plan:
-        return plan(args)
-    if args.chat:
-        return talk(args)
-    if args.clear_cache:
-        case = load_case(args.case, args.set)
-        print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
-        return
-    run_case(args.case, args.set)
+    run_case(load_case(args.case, args.set))
 
 
 def talk(args: argparse.Namespace) -> None:
@@ -196,11 +196,11 @@ def serve_case(args: argparse.Namespace) -> None:
     from serving.api.server import serve
 
     restarts = [] if args.restarts is None else [f"serve_config.restarts={args.restarts}"]
-    serve(args.case, [*args.set, *restarts])
+    serve(load_case(args.case, [*args.set, *restarts]))
 
 
 def plan(args: argparse.Namespace) -> None:
-    if getattr(args, "cluster", None):
+    if args.cluster:
         if args.case:
             raise UserError("--cluster FILE: the file names the case; give none")
         if args.simulate:
@@ -223,6 +223,11 @@ def show_cases(args: argparse.Namespace) -> None:
     cases = list_cases()
     for name, description in cases:
         print(f"{name:<{max(len(n) for n, _ in cases)}}  {description}")
+
+
+def clear(args: argparse.Namespace) -> None:
+    case = load_case(args.case, args.set)
+    print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
 
 
 def inspect(args: argparse.Namespace) -> None:
@@ -250,9 +255,12 @@ def quantize(args: argparse.Namespace) -> None:
 def evaluate(args: argparse.Namespace) -> None:
     from umbra.commands.evaluate import Evaluation, evaluate_case
 
+    if args.against_set and not args.against:
+        raise UserError("--against-set: belongs to --against CASE, which is missing")
+    against = load_case(args.against, args.against_set) if args.against else None
     asked = Evaluation(
-        case=args.case, overrides=args.set, text=args.text, against=args.against, against_overrides=args.against_set,
-        window=args.window, batch=args.batch, json=args.json, results=args.results, logits=args.logits,
+        case=case_of(args), text=args.text, against=against, window=args.window, batch=args.batch, json=args.json,
+        results=args.results, logits=args.logits,
     )  # fmt: skip
     evaluate_case(asked, ["-m", "umbra", "evaluate"])
 
@@ -260,9 +268,9 @@ def evaluate(args: argparse.Namespace) -> None:
 def logits(args: argparse.Namespace) -> None:
     from umbra.commands.logits import write_logits
 
-    again = ["-m", "umbra", "logits", f"--case={args.case}", *(f"--set={pair}" for pair in args.set)]
+    again = ["-m", "umbra", "logits", f"--case={args.case}"]
     again += [f"--ids={args.ids}", f"--steps={args.steps}", f"--out={args.out}"]
-    write_logits(args.case, args.set, args.ids, args.steps, args.out, args.results, again)
+    write_logits(case_of(args), args.ids, args.steps, args.out, args.results, again)
 
 
 def bench(args: argparse.Namespace) -> None:

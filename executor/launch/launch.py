@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from executor.config.case import Case
-from executor.config.env import NodeEnv, node_env
-from executor.config.load import load_case, load_model_config
+from executor.config.env import NodeEnv, node_env, rank_env
+from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
+from executor.config.resolved import write_resolved
 from executor.launch.causes import Cause, cause_of
 from executor.launch.halts import Halts
 from executor.launch.platform_settings import platform_settings
@@ -37,17 +38,16 @@ END_S = 5  # seconds that ranks have to end before they are killed
 SIOCGIFADDR = 0x8915
 
 
-def run_case(name: str, overrides: list[str]) -> None:
-    """Check the case `name` with its `overrides`, then generate with it on all its ranks."""
-    case = load_case(name, overrides)
+def run_case(case: Case) -> None:
+    """Check the case, then generate with it on all its ranks."""
     load_model_config(case)  # refuse before a single rank is started
     check_ready(case)
-    os.environ["CASE_NAME"] = name
-    launch(case, [str(ROOT / "run.py"), *(f"--set={pair}" for pair in overrides)])
+    launch(case, [str(ROOT / "run.py")])
 
 
 def launch(case: Case, program: list[str]) -> None:
-    """Run `program`, a script or `-m` and a module with their arguments, as every rank of `case`.
+    """Run `program`, a script or `-m` and a module with their arguments, as every rank of `case`. Ranks get two more
+    arguments: `--results FOLDER`, new for this run, and `--resolved FILE`, the case, written once by each launcher.
 
     Returns only when all ranks have succeeded; otherwise this process ends with the job's exit status.
     """
@@ -56,10 +56,25 @@ def launch(case: Case, program: list[str]) -> None:
         raise UserError(f"NNODES={here.nnodes} does not divide world_size: {case.world_size} of case {case.name}")
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
     if case.world_size == 1:
+        rank_env()  # refused before there is a folder
+        results = create_results(case.name)
+        try:
+            command = [sys.executable, *program, *_given(case, here, results)]
+        except UserError:
+            discard_results(results)
+            raise
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *program])
+        os.execv(sys.executable, command)
     with tempfile.TemporaryDirectory(prefix="umbra_") as words:  # where ranks leave the reasons of their failures
         _launch_ranks(case, program, here, words)
+
+
+def _given(case: Case, here: NodeEnv, results: Path) -> list[str]:
+    """The arguments that ranks get from this launcher, whose case is written into `results`. Launchers of several nodes
+    may have one file system and settings of their own, so each has a file of its own."""
+    path = results / (f"case{here.node_rank}.json" if here.node_rank else "case.json")
+    write_resolved(case, path)
+    return ["--results", str(results), "--resolved", str(path)]
 
 
 def _launch_ranks(case: Case, program: list[str], here: NodeEnv, words: str) -> None:
@@ -77,8 +92,13 @@ def _launch_ranks(case: Case, program: list[str], here: NodeEnv, words: str) -> 
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # warnings of ranks matter there, such as that an op falls back
     logging.disable(logging.ERROR)  # torchrun's own messages; a failure is reported once, below
     results, nodes = _meet(case, here) if here.nnodes > 1 else (create_results(case.name), None)
-    command = [sys.executable, "-u", *program, "--results", str(results)]
-    cause = run_ranks(command, case.world_size // here.nnodes, words, results, nodes)
+    try:
+        command = [sys.executable, "-u", *program, *_given(case, here, results)]
+    except UserError as error:
+        cause: Cause | None = Cause(str(error), EXIT_STATUS)
+        cause = nodes.end(cause) if nodes else cause
+    else:
+        cause = run_ranks(command, case.world_size // here.nnodes, words, results, nodes)
     if not cause:
         return
     if nodes or cause.status < 128:

@@ -19,8 +19,9 @@ from umbra.files import write_json
 Body = Callable[[Path, RankEnv], None]
 
 
-def run_rank(case: Case, results: Path | None, body: Body) -> None:
-    """Run `body(folder, ranks)` as this process's rank; `results` is None when no launcher made the folder."""
+def run_rank(case: Case, results: Path | None, body: Body, own_results: bool = False) -> None:
+    """Run `body(folder, ranks)` as this process's rank. The folder is `results`, or a new one. `own_results`: a
+    launcher has made `results` for this run alone."""
     ranks = rank_env()
     folder = results or create_results(case.name)
     log = open_log(folder, ranks.rank)
@@ -29,7 +30,7 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
         try:
             body(folder, ranks)
         except UserError:
-            if results is None:
+            if own_results or results is None:
                 discard_results(folder)
             raise
         except Exception as error:

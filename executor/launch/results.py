@@ -39,9 +39,9 @@ def share_results(case_name: str, name: str, root: Path | None = None) -> Path:
 
 
 def discard_results(folder: Path) -> None:
-    """Remove the folder after bad input, unless it contains more than logs. Other nodes may do the same."""
+    """Remove the folder after bad input, unless it contains more than logs and cases. Other nodes may do the same."""
     with contextlib.suppress(FileNotFoundError):
-        if all(p.suffix == ".log" for p in folder.iterdir()):
+        if all(p.suffix == ".log" or p.match("case*.json") for p in folder.iterdir()):
             shutil.rmtree(folder)
 
 

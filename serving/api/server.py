@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from executor.config.case import Case
 from executor.config.env import node_env
-from executor.config.load import load_case, load_model_config
+from executor.config.load import load_model_config
 from executor.launch.preflight import check_ready
 from serving.api.app import App
 from serving.api.auth import Keys, check_address
@@ -44,20 +44,20 @@ ACCEPTED = 32  # connections that are accepted before others are served
 FILES = 4 * MOST_CONNECTIONS
 
 
-def serve(case_name: str, overrides: list[str]) -> None:
+def serve(case: Case) -> None:
     """Serves a case until a signal asks it to end; the process then ends with the right status. On other nodes than the
     first, it only runs ranks."""
-    case = load_case(case_name, overrides)
     load_model_config(case)  # refuse a wrong case before a port is opened
     check_ready(case)
     settings = case.serve_config
     if node_env().node_rank:
-        sys.exit(keep_ranks(launcher_of(case_name, overrides), settings.restarts))
+        with tempfile.TemporaryDirectory(prefix="umbra-") as folder:
+            sys.exit(keep_ranks(launcher_of(case, Path(folder)), settings.restarts))
     sys.setswitchinterval(SWITCH_S)
     keys = Keys.read(settings.api_key_file)
     check_address(settings.host, keys)
     with listening(settings.host, settings.port) as listener:
-        status = asyncio.run(Run(case, case_name, overrides, keys).run(listener))
+        status = asyncio.run(Run(case, keys).run(listener))
     sys.exit(status)
 
 
@@ -82,14 +82,15 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 class Run:
     """One server from its start to its end."""
 
-    def __init__(self, case: Case, case_name: str, overrides: list[str], keys: Keys):
+    def __init__(self, case: Case, keys: Keys):
         self.case = case
         self.signals: list[int] = []
         self.asked = asyncio.Event()  # at the first signal
         self.forced = asyncio.Event()  # at the second
         self.folder = tempfile.TemporaryDirectory(prefix="umbra-")  # only this user may enter it
-        self.client = EngineClient(Path(self.folder.name) / "engine", self._changed)
-        self.supervisor = Supervisor(case, launcher_of(case_name, overrides), self.client)
+        folder = Path(self.folder.name)
+        self.client = EngineClient(folder / "engine", self._changed)
+        self.supervisor = Supervisor(case, launcher_of(case, folder), self.client)
         self.front = Front(case, keys, self.client, self.supervisor)
 
     async def run(self, listener: socket.socket) -> int:

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+from executor.config.case import Case
 from executor.config.env import node_env
-from executor.config.load import load_case
+from executor.config.resolved import read_resolved, write_resolved
 from executor.launch.launch import launch
 from executor.launch.processes import end_with
 from serving.ranks.processes import run_and_leave, signal_name
@@ -21,27 +23,22 @@ WORKER = ["-m", "serving.ranks.worker"]  # the program of each rank
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Starts the ranks of a server that belong to this node.")
-    parser.add_argument("case")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("resolved", type=Path, help="the case, as the front has written it")
     parser.add_argument("--front", type=int, metavar="PID", help="the process that these ranks end with")
     args = parser.parse_args(argv)
     if args.front:
         end_with(args.front)
-    start_ranks(args.case, args.set)
-
-
-def launcher_of(case_name: str, overrides: list[str]) -> list[str]:
-    """The arguments of Python that run this program for a case, whose ranks end with this process."""
-    settings = [f"--set={pair}" for pair in overrides]
-    return ["-m", "serving.ranks.launcher", case_name, f"--front={os.getpid()}", *settings]
-
-
-def start_ranks(case_name: str, overrides: list[str]) -> None:
-    """Returns when all ranks have left together; if they have failed, the process ends with a line that says why."""
-    os.environ["CASE_NAME"] = case_name
-    launch(load_case(case_name, overrides), [*WORKER, *(f"--set={pair}" for pair in overrides)])
+    launch(read_resolved(args.resolved), WORKER)  # returns when all ranks have left together
     if node_env().node_rank:
         print("the server has ended")
+
+
+def launcher_of(case: Case, folder: Path) -> list[str]:
+    """Writes the case into `folder`. -> the arguments of Python that run this program for it; its ranks end with this
+    process"""
+    path = folder / "case.json"
+    write_resolved(case, path)
+    return ["-m", "serving.ranks.launcher", str(path), f"--front={os.getpid()}"]
 
 
 def keep_ranks(arguments: list[str], restarts: int) -> int:

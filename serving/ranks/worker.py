@@ -6,6 +6,7 @@ few seconds, so that a dead rank is noticed and no collective waits for long.
 
 import argparse
 import faulthandler
+import functools
 import gc
 import itertools
 import os
@@ -19,7 +20,8 @@ from msgspec.structs import replace
 
 from executor.checkpoint.stop_ids import stop_ids
 from executor.config import env
-from executor.config.load import load_case
+from executor.config.case import Case
+from executor.config.resolved import read_resolved
 from executor.engine import request
 from executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
 from executor.engine.drafts import SIZES
@@ -383,7 +385,7 @@ def running_of(sequence: Sequence) -> Running:
     )
 
 
-def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[str]) -> None:
+def serve(case: Case, results: Path, ranks: env.RankEnv) -> None:
     """The body of one rank: connects, loads, serves."""
     stacks = open(results / f"stacks{ranks.rank}.log", "w")  # noqa: SIM115 (until the end)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -392,7 +394,7 @@ def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[s
     try:
         if channel:
             channel.send(Progress("loading weights", 0.0))
-        runner = make_runner(load_case(case_name, list(overrides)), results, ranks)
+        runner = make_runner(case, results, ranks)
         with readable_connection_errors():
             runner.setup()
             Worker(runner, channel).run()
@@ -416,15 +418,12 @@ def open_channel() -> Channel:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Runs one rank of a server; the front starts all of them.")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
-    parser.add_argument("--results", type=Path, help="folder of this run")
+    parser.add_argument("--results", type=Path, required=True, help="folder of this run")
+    parser.add_argument("--resolved", type=Path, required=True, help="the case, as its launcher has written it")
     args = parser.parse_args(argv)
-    name = env.case_name()
-    if not name:
-        raise UserError("CASE_NAME is not set: the server's front starts its ranks: bash serve.sh CASE")
-    case = load_case(name, args.set)
+    case = read_resolved(args.resolved)
     os.environ.setdefault("TQDM_DISABLE", "1")
-    run_rank(case, args.results, lambda results, ranks: serve(results, ranks, name, args.set))
+    run_rank(case, args.results, functools.partial(serve, case), own_results=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import run
 from executor import model_runner as runner
 from executor.checkpoint.packed import PackedCache
+from executor.config.load import load_case
+from executor.config.resolved import write_resolved
 from executor.launch import results
 from executor.launch.causes import cause_of
 from serving.api.server import serve
@@ -158,7 +160,10 @@ class Rank(Scenario):
     sections: ClassVar[dict[str, object]] = {"offload_config": {"mode": "elastic", "arena_mb": 1}}
 
     def run(self) -> Outcome:
-        path = self.root / "tmp" / "engine"
+        path, launched = self.root / "tmp" / "engine", self.root / "results" / "tiny" / "20260101-000000"
+        launched.mkdir(parents=True, exist_ok=True)
+        write_resolved(load_case(str(self.case)), launched / "case.json")
+        self.arguments = ["--results", str(launched), "--resolved", str(launched / "case.json")]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
@@ -197,7 +202,7 @@ class Front(Scenario):
 
     def program(self) -> None:
         Supervisor.launcher = ["tests/faults/fake_rank.py"]
-        run_main(lambda argv: serve(str(self.case), [f"serve_config.port={self.port}"]))
+        run_main(lambda argv: serve(load_case(str(self.case), [f"serve_config.port={self.port}"])))
 
 
 def ask(port: int, server: int) -> None:

@@ -11,7 +11,7 @@ from tests.command import umbra
 from umbra.cli import benchmarks
 from umbra.files import ROOT
 
-COMMANDS = ["run", "chat", "serve", "plan", "list", "inspect", "quantize", "evaluate", "logits", "bench"]
+COMMANDS = ["run", "chat", "serve", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate", "logits", "bench"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: " ".join(command) or "-")
@@ -23,10 +23,10 @@ def test_help_fits_a_screen_and_starts_with_an_example(command: list[str]) -> No
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
     if not command:
-        assert [line.split()[0] for line in lines if line.startswith("    ")] == COMMANDS
+        assert [line.split()[0] for line in lines if re.match(r"    \S", line)] == COMMANDS
 
 
-@pytest.mark.parametrize("command", [["list"], ["run", "--list"], ["plan", "--help"], ["bench"], ["run", "demmo"]])
+@pytest.mark.parametrize("command", [["list"], ["plan", "--help"], ["bench"], ["run", "demmo"]])
 def test_light_commands_import_no_torch(command: list[str]) -> None:
     code = f"""
 import sys
@@ -45,15 +45,9 @@ def test_chat_gets_the_case_and_its_overrides(monkeypatch: pytest.MonkeyPatch) -
     module = ModuleType("umbra.chat")
     module.chat = lambda case_name, overrides: calls.append((case_name, overrides))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "umbra.chat", module)
-    for command in (
-        ["chat", "demo"],
-        ["run", "--chat", "demo"],
-        ["run", "demo", "--chat"],
-        ["chat"],
-        ["run", "--chat"],
-    ):
+    for command in (["chat", "demo"], ["chat"]):
         assert umbra(*command, "--set", "threads=1", "seed=3").returncode == 0
-    assert calls == [(case, ["threads=1", "seed=3"]) for case in ("demo", "demo", "demo", "demo_chat", "demo_chat")]
+    assert calls == [(case, ["threads=1", "seed=3"]) for case in ("demo", "demo_chat")]
 
 
 def test_bench_lists_what_can_run_and_passes_arguments_on() -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch
 
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
-from executor.config.load import load_case, load_model_config, model_folder
+from executor.config.load import load_model_config, model_folder
+from executor.config.resolved import write_resolved
 from executor.launch.launch import launch
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner
@@ -34,7 +35,7 @@ from umbra.errors import UserError
 from umbra.files import write_json
 
 LOGITS, FIGURES = "logits.f32", "figures.json"  # what the first pass leaves in the temporary folder
-COLUMNS = ("case", "quantization", "tokens", "loss", "perplexity", "KL (nats)", "top-1 (%)")
+COLUMNS = ("case", "quantization", "dtype", "tokens", "loss", "perplexity", "KL (nats)", "top-1 (%)")
 
 Figures = dict[str, Any]
 
@@ -43,23 +44,19 @@ Figures = dict[str, Any]
 class Evaluation:
     """The arguments of an evaluation; `against`, if given, is the case to compare with."""
 
-    case: str
-    overrides: list[str]
+    case: Case
     text: Path
-    against: str | None = None
-    against_overrides: list[str] = field(default_factory=list)
+    against: Case | None = None
     window: int = 256  # tokens of a window; they attend only to each other
     batch: int = 8  # windows that run together
     json: Path | None = None  # a file for the figures
     results: Path | None = None  # a folder for the ranks' logs
-    logits: Path | None = None  # set only in the passes of a comparison: the folder for the first pass's logits
+    logits: Path | None = None  # set only in the passes of a comparison: the folder of the first one's logits, figures
 
     def arguments(self) -> list[str]:
-        """The command-line arguments that are parsed into an equal Evaluation."""
-        pairs = [f"--case={self.case}", *(f"--set={pair}" for pair in self.overrides), f"--text={self.text}"]
-        pairs += [f"--window={self.window}", f"--batch={self.batch}"]
-        pairs += [f"--against-set={pair}" for pair in self.against_overrides]
-        options = dict(against=self.against, json=self.json, results=self.results, logits=self.logits)
+        """The command-line arguments of one pass or rank, which gets the case by `--resolved`."""
+        pairs = [f"--case={self.case.name}", f"--text={self.text}", f"--window={self.window}", f"--batch={self.batch}"]
+        options = dict(json=self.json, results=self.results, logits=self.logits)
         return pairs + [f"--{name}={value}" for name, value in options.items() if value]
 
 
@@ -100,18 +97,17 @@ def evaluate_case(asked: Evaluation, program: list[str]) -> None:
     arguments."""
     if asked.window < 2 or asked.batch < 1:
         raise UserError(f"--window {asked.window} must be at least 2, --batch {asked.batch} at least 1")
-    if asked.against_overrides and not asked.against:
-        raise UserError("--against-set: belongs to --against CASE, which is missing")
-    case = load(asked, asked.case, asked.overrides)
-    if asked.against and not asked.logits:
-        return compare(case, load(asked, asked.against, asked.against_overrides), asked, program)
+    case = fitted(asked.case, asked)
+    if asked.against:
+        return compare(case, fitted(asked.against, asked), asked, program)
     if case.world_size > 1 and not rank_env().launched:
         return launch(case, [*program, *asked.arguments()])
     run_pass(case, asked)
 
 
-def load(asked: Evaluation, name: str, overrides: list[str]) -> Case:
-    case = with_room(load_case(name, overrides), asked.batch, asked.window, new_tokens=1)
+def fitted(case: Case, asked: Evaluation) -> Case:
+    """The case with room for the batch and its windows."""
+    case = with_room(case, asked.batch, asked.window, new_tokens=1)
     load_model_config(case)
     return case
 
@@ -122,7 +118,7 @@ def compare(case: Case, other: Case, asked: Evaluation, program: list[str]) -> N
     sizes = {load_model_config(c).vocab_size for c in (case, other)}
     if len(sizes) > 1 or read_windows(other, asked.text, asked.window) != windows:
         raise UserError(
-            f"--against {asked.against}: its vocabulary is not that of {asked.case}: the tokenizer and vocab_size of "
+            f"--against {other.name}: its vocabulary is not that of {case.name}: the tokenizer and vocab_size of "
             f"{model_folder(other)} and {model_folder(case)} must be the same"
         )
     needed = sum(map(len, windows)) * sizes.pop() * torch.float32.itemsize
@@ -132,16 +128,14 @@ def compare(case: Case, other: Case, asked: Evaluation, program: list[str]) -> N
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise UserError(
-                f"--against {asked.against}: its logits take {needed / 1e9:.2f} GB, {folder} has {free / 1e9:.2f} GB "
+                f"--against {other.name}: its logits take {needed / 1e9:.2f} GB, {folder} has {free / 1e9:.2f} GB "
                 "free: shorten --text, or set TMPDIR to a folder on a larger disk"
             )
         print(f"first {other.name}: its logits take {needed / 1e9:.2f} GB in {folder} until the end", flush=True)
-        first = Evaluation(
-            case=str(asked.against), overrides=asked.against_overrides, text=asked.text, window=asked.window,
-            batch=asked.batch, json=folder / FIGURES, logits=folder,
-        )  # fmt: skip
-        for each in (first, replace(asked, logits=folder)):
-            start_pass([*program, *each.arguments()])
+        first = Evaluation(other, asked.text, None, asked.window, asked.batch, folder / FIGURES, logits=folder)
+        for each in (first, replace(asked, case=case, logits=folder)):
+            write_resolved(each.case, folder / "case.json")
+            start_pass([*program, *each.arguments(), f"--resolved={folder / 'case.json'}"])
 
 
 def start_pass(program: list[str]) -> None:
@@ -161,13 +155,14 @@ def table(rows: list[Figures]) -> str:
     """The figures as a table: the other case first, then the case that was compared with it."""
     lines = [COLUMNS]
     for row in rows:
-        line = (row["case"], row["quantization"], str(row["tokens"]), f"{row['loss']:.4f}", f"{row['perplexity']:.3f}")
+        what = (row["case"], row["quantization"], row["dtype"], str(row["tokens"]))
+        loss = (f"{row['loss']:.4f}", f"{row['perplexity']:.3f}")
         both = (f"{row['kl_divergence']:.6f}", f"{row['top1_agreement']:.2f}") if "against" in row else ("-", "-")
-        lines.append(line + both)
+        lines.append(what + loss + both)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     )
@@ -182,8 +177,10 @@ def run_pass(case: Case, asked: Evaluation) -> None:
         runner.setup()
         visit: LogitsWriter | Divergence | None = None
         if asked.logits and ranks.rank == 0:
-            visit = Divergence(asked.logits / LOGITS) if asked.against else LogitsWriter(asked.logits / LOGITS)
-        figures = {"case": case.name, "quantization": case.quantization.method, **evaluate(runner, windows, visit)}
+            second = (asked.logits / FIGURES).exists()
+            visit = Divergence(asked.logits / LOGITS) if second else LogitsWriter(asked.logits / LOGITS)
+        kept = {"quantization": case.quantization.method, "dtype": case.model_config.dtype}
+        figures = {"case": case.name, **kept, **evaluate(runner, windows, visit)}
         if ranks.rank > 0:
             return
         if asked.logits and isinstance(visit, Divergence):

@@ -12,7 +12,7 @@ import torch
 
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
-from executor.config.load import load_case, load_model_config
+from executor.config.load import load_model_config
 from executor.engine.teacher_forcing import ForcedRun
 from executor.launch.launch import launch
 from executor.launch.rank import run_rank
@@ -75,16 +75,14 @@ def prefill_logits(runner: ModelRunner, ids: list[list[int]]) -> list[torch.Tens
     return logits
 
 
-def write_logits(
-    case_name: str, overrides: list[str], ids: str, steps: int, out: Path, results: Path | None, program: list[str]
-) -> None:
+def write_logits(case: Case, ids: str, steps: int, out: Path, results: Path | None, program: list[str]) -> None:
     """Write the logits of `ids` and of `steps` greedy steps to `out`.
 
-    With several ranks, every rank is started as `program`, which must call this with the same arguments.
+    With several ranks, every rank is started as `program`, which must call this with the case of its launcher and the
+    same other arguments.
     """
     if steps < 0:
         raise UserError(f"--steps {steps}: must not be negative")
-    case = load_case(case_name, overrides)
     rows = parse_ids(ids, load_model_config(case).vocab_size)
     case = sized_for(case, rows, steps)
     load_model_config(case)  # checked again, since the lengths have changed

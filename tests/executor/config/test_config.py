@@ -1,5 +1,6 @@
 """Configuration: every mistake is one line that names the rule and the nearest valid key or value."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import pytest
 
 from executor.config.case import Case
 from executor.config.load import CASES, list_cases, load_case, load_model_config
+from executor.config.resolved import read_resolved, write_resolved
 from executor.config.schema import key, leaves, override, section
 from tools.config_docs import config_docs
 from umbra.errors import UserError
@@ -31,6 +33,7 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
     ("overrides", "complaint"),
     [
         (["max_new_token=8"], "--set max_new_token: unknown key, did you mean 'max_new_tokens'?"),
+        (["max_model_len=8"], "--set max_model_len: unknown key, did you mean 'data_config.input_max_len'?"),
         (["data.max_new_tokens=8"], "--set data.max_new_tokens: unknown key, did you mean"),
         (["max_new_tokens"], "--set max_new_tokens: write key=value"),
         (["max_new_tokens=0"], "data_config.max_new_tokens: 0 must be at least 1"),
@@ -133,7 +136,7 @@ class Whole:
 
 
 def test_a_bare_name_of_two_sections_is_ambiguous() -> None:
-    with pytest.raises(UserError, match=r"--set size: ambiguous, give one of first\.size, second\.size"):
+    with pytest.raises(UserError, match=r"^size: ambiguous, give one of first\.size, second\.size"):
         override(Whole, {}, "size", 2)
     data: dict[str, Any] = {}
     override(Whole, data, "second.size", 2)
@@ -177,6 +180,38 @@ def test_every_shipped_case_is_valid() -> None:
         assert not description.startswith("(broken")
 
 
+def test_a_resolved_case_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    for name, _ in list_cases():
+        case = load_case(name, ["drain_s=.inf", 'prompts=["naïve 你好"]'])
+        write_resolved(case, path)
+        assert read_resolved(path) == case
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "not a resolved case: "),
+        ('{"threads": "x"}', "not a resolved case: Expected `int | null`, got `str`"),
+        ("[" * 100_000, "not a resolved case: "),
+        (" " * ((24 << 20) + 1), "larger than 24 MB, not a resolved case"),
+    ],
+)
+def test_what_is_no_resolved_case_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "case.json").write_text(text)
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/case.json: {complaint}")):
+        read_resolved(tmp_path / "case.json")
+
+
+def test_aliases_that_would_make_a_huge_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "case.yaml"
+    path.write_text(f"model_path: x\ndata_config: {{prompts: [&a {'x' * (1 << 20)}{', *a' * 30}]}}")
+    with pytest.raises(UserError, match="case case: its prompts have more than 24 MB together"):
+        write_resolved(load_case(str(path)), tmp_path / "case.json")
+    assert not (tmp_path / "case.json").exists()
+
+
 def test_bare_key_names_are_unambiguous_so_far() -> None:
     names = [leaf.name for leaf in leaves(Case)]
     assert len(names) == len(set(names))
@@ -191,7 +226,7 @@ def test_config_needs_no_torch() -> None:
     """The launcher checks a case in milliseconds."""
     code = """
 import sys, run, executor.launch.launch as launch
-launch.load_model_config(launch.load_case("demo"))
+launch.load_model_config(run.load_case("demo"))
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

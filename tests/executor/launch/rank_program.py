@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from executor.config.env import RankEnv
-from executor.config.load import load_case
+from executor.config.resolved import read_resolved
 from executor.launch.join import init_parallel
 from executor.launch.platform_settings import platform_settings
 from executor.launch.rank import run_rank
@@ -18,11 +18,11 @@ from umbra.errors import UserError
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("case")
     parser.add_argument("how", choices=("raise", "kill", "user_error"))
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--resolved", type=Path)
     args = parser.parse_args()
-    case = load_case(args.case, ["world_size=2", "exe_mode=eager"])
+    case = read_resolved(args.resolved)
 
     def body(results: Path, ranks: RankEnv) -> None:
         platform = load_platform(case.platform)(platform_settings(case), ranks)

@@ -169,7 +169,7 @@ def test_clearing_removes_only_what_is_ours(tmp_path: Path, capsys: pytest.Captu
     assert compile_once(tmp_path) == "no cache yet"
 
 
-@pytest.mark.parametrize("command", [["-m", "umbra", "run", "demo", "--clear-cache"], ["run.py", "--clear-cache"]])
+@pytest.mark.parametrize("command", [["-m", "umbra", "clear-cache", "demo"], ["run.py", "--clear-cache"]])
 def test_the_commands_clear_and_stop(command: list[str]) -> None:
     environment = os.environ | {"CASE_NAME": "demo"}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)

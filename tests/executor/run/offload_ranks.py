@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--stop", action="store_true", help="rank 1's shadow pool before the first step")
     parser.add_argument("--graph", action="store_true", help="not op by op as well")
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--resolved", help="the launcher's case, which this one sets otherwise for each of its runs")
     args = parser.parse_args()
     case = load_case(args.case, args.overrides)
     # Where the pool is stopped nothing is streamed, so that the first step needs it.

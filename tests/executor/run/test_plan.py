@@ -174,7 +174,7 @@ def start(command: list[str], **environment: str) -> subprocess.CompletedProcess
 
 def test_the_command_prints_the_plan_and_starts_no_rank() -> None:
     name = "qwen3_235b_a22b_bf16_tp16"
-    planned = umbra("run", name, "--plan")
+    planned = umbra("plan", name)
     assert planned.returncode == 0, planned.stderr
     assert f"{CASES[name]['tp']} rank(s)" in planned.stdout
     assert f"{make_plan(load_case(name)).total:,}" in planned.stdout

@@ -16,9 +16,9 @@ from serving.ranks.supervisor import Supervisor
 async def main(case: str, path: Path, phase: str) -> None:
     client = EngineClient(path)
     await client.listen()
-    supervisor = Supervisor(
-        load_case(case), ["tests/serving/ranks/faulty_ranks.py", *launcher_of(case, [])[2:]], client
-    )
+    made = load_case(case)
+    launcher = ["tests/serving/ranks/faulty_ranks.py", *launcher_of(made, path.parent)[2:]]
+    supervisor = Supervisor(made, launcher, client)
     running = asyncio.create_task(supervisor.run())
     while not (client.alive if phase == "load" else client.ready):
         await asyncio.sleep(0.05)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from executor.config.case import Case
 from executor.config.load import load_case
 from executor.launch.processes import rank_of
 from serving.ranks.client import EngineClient, EngineGone
@@ -55,8 +56,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     asyncio.run(until(lambda: not list(folder.iterdir()), 30))
 
 
-def launcher(case: str, *overrides: str, faulty: bool) -> list[str]:
-    usual = launcher_of(case, [*overrides])
+def launcher(case: Case, folder: Path, faulty: bool) -> list[str]:
+    usual = launcher_of(case, folder)
     return ["tests/serving/ranks/faulty_ranks.py", *usual[2:]] if faulty else usual
 
 
@@ -65,7 +66,8 @@ async def served(folder: Path, case: str, *overrides: str, faulty: bool = False)
     """A supervisor whose ranks take requests, or have failed. Whatever happens, none of them is left."""
     client = EngineClient(folder / "socket")
     await client.listen()
-    supervisor = Supervisor(load_case(case, [*overrides]), launcher(case, *overrides, faulty=faulty), client)
+    made = load_case(case, [*overrides])
+    supervisor = Supervisor(made, launcher(made, folder, faulty), client)
     running = asyncio.create_task(supervisor.run())
     try:
         await until(lambda: client.serving or bool(supervisor.failed), 120)

@@ -211,6 +211,6 @@ def test_other_vocabularies_are_refused(tiny: str, tmp_path: Path, size: int, le
     other = str(write_case(tmp_path / "other.yaml", tmp_path / "other"))
     done = run_against(tmp_path, tiny, ["method=none"], other)
     assert done.returncode == 2
-    assert f"error: --against {other}: its vocabulary is not that of {tiny}" in done.stderr
+    assert "error: --against other: its vocabulary is not that of tiny" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list((tmp_path / "scratch").iterdir())
