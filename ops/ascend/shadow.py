@@ -80,9 +80,10 @@ class ShadowNodes:
         """Allocates the buffers of steps of `tokens` tokens, which cannot be allocated while a graph is captured."""
         for layer in self.slots:
             if (tokens, layer) not in self.nodes:
-                self.nodes[tokens, layer] = self._node(tokens, layer)
+                self.nodes[tokens, layer] = self.make_node(tokens, layer)
 
-    def _node(self, tokens: int, layer: int) -> Node:
+    def make_node(self, tokens: int, layer: int) -> Node:
+        """Allocates one layer's buffers and registers them with the bridge."""
         wide, narrow = (tokens, self.hidden), (tokens, self.top_k)
         x, sums = (pinned(wide, self.dtype, f"layer {layer}") for _ in range(2))
         ids, weights = (pinned(narrow, dtype, f"layer {layer}") for dtype in (torch.int32, self.dtype))

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -47,9 +47,17 @@ class Job:
 
 
 class Front:
-    """`client` listens for rank 0; `supervisor` starts the ranks, or None where somebody else does."""
+    """`client` listens for rank 0; `supervisor` starts the ranks, or None where somebody else does; `threads` do what
+    would hold up the event loop."""
 
-    def __init__(self, case: Case, keys: Keys, client: EngineClient, supervisor: Supervisor | None = None):
+    def __init__(
+        self,
+        case: Case,
+        keys: Keys,
+        client: EngineClient,
+        supervisor: Supervisor | None = None,
+        threads: Executor | None = None,
+    ):
         self.case, self.keys, self.client, self.supervisor = case, keys, client, supervisor
         self.limits = Admission(case.serve_config)
         self.metrics = Metrics(self.name)
@@ -59,8 +67,8 @@ class Front:
         self.unknown: Counter[str] = Counter()  # names of fields that requests had and nothing reads
         self.text: Text | None = None  # when it is loaded
         self.open = 0  # HTTP requests that are answered, other than GET
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="front")
-        self._busy = 0
+        self._threads = threads or ThreadPoolExecutor(THREADS, thread_name_prefix="front")
+        self.busy = 0  # jobs that the threads have
         self._turn = asyncio.Lock()
         self._in_line = 0  # large requests that have the turn or wait for it
 
@@ -114,13 +122,13 @@ class Front:
 
     async def work(self, call: Callable[[], Result]) -> Result:
         """Runs `call` in one of few threads, so that the event loop goes on."""
-        if self._busy >= MOST_JOBS:
+        if self.busy >= MOST_JOBS:
             raise _too_many()
-        self._busy += 1
+        self.busy += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         finally:
-            self._busy -= 1
+            self.busy -= 1
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -98,7 +98,7 @@ class Worker:
         elastic = case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes
         if self.experts and runner.planned and elastic:
             self.memory_split = MemorySplit(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
-        self.steps = self.preemptions = self.drafted = self.accepted = 0
+        self.steps = self.preemptions = self.drafted = self.accepted = self.generated = 0
         self.prefill_rate = PrefillRate(case.cache_config.page_size)
         self.chunk_size = ChunkSize()
         self.stopping = False
@@ -106,7 +106,6 @@ class Worker:
         self._reported = 0.0  # time of the last State
         self._shown = 0.0  # time of the last Residency
         self._since = (time.perf_counter(), 0)  # time and tokens at the last State
-        self._generated = 0
         self._step_tokens: list[int] = []  # since the last State
         self._arrived: dict[int, float] = {}  # id -> time, of requests that have not begun
         self._queued_s: dict[int, float] = {}  # id -> how long it waited, of requests without a first row
@@ -210,7 +209,7 @@ class Worker:
         self.prefill_rate.learn(tokens, seconds)
         if self.experts:
             self.experts.prefilled(tokens)
-        self._generated += sum(len(event.tokens) for event in events)
+        self.generated += sum(len(event.tokens) for event in events)
         if tokens + decoded:
             self._step_tokens.append(tokens + decoded)
         if self.channel:
@@ -293,7 +292,7 @@ class Worker:
             cache.trim(0)
         self.forget()
         self._step_tokens = []
-        self.steps = self.preemptions = self.drafted = self.accepted = self._generated = 0
+        self.steps = self.preemptions = self.drafted = self.accepted = self.generated = 0
         if self.experts:
             self.experts.restart()
             if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
@@ -319,7 +318,7 @@ class Worker:
         if now - self._reported < STATE_S or channel.behind:
             return
         since, generated = self._since
-        self._reported, self._since = now, (now, self._generated)
+        self._reported, self._since = now, (now, self.generated)
         self.forget()
         scheduler, pages = self.loop.scheduler, self.loop.scheduler.pools[0]
         groups = [
@@ -337,7 +336,7 @@ class Worker:
             accepted=self.accepted,
             step_tokens=self._step_tokens,
             prefill_rate=self.prefill_rate.value,
-            decode_rate=(self._generated - generated) / (now - since),
+            decode_rate=(self.generated - generated) / (now - since),
             arena_frames=pages.pages,
             free_frames=pages.pages - groups[0].held - groups[0].kept,
         )

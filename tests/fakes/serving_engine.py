@@ -104,6 +104,11 @@ class FakeEngine:
         self._writer.close()
 
     @property
+    def left(self) -> bool:
+        """Whether the front has closed the connection."""
+        return self._tasks[0].done()
+
+    @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 

@@ -15,7 +15,7 @@ sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (what it finds when the front
 async def main() -> None:
     engine = FakeEngine(Path(os.environ["UMBRA_SERVE_SOCKET"]), lambda submit: [5, 6, 7, 8], vocabulary=4096)
     await engine.connect()
-    while not engine.stopped and not engine._tasks[0].done():
+    while not engine.stopped and not engine.left:
         await asyncio.sleep(0.01)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Engine(EngineClient):
         return True
 
 
-class AtOnce(ThreadPoolExecutor):
+class AtOnce(Executor):
     """Without threads, of which handing over takes longer than most of the work does."""
 
     def submit(self, call: Any, /, *given: Any, **named: Any) -> Future[Any]:
@@ -73,16 +73,15 @@ class Api:
         size = write_tokenizer(model, family)
         tokenizer = Tokenizer(model, size)
         case = load_case("demo_chat")
-        self.front = Front(case, Keys(), Engine(folder, size, tokenizer.hf.eos_token_id))
+        self.front = Front(case, Keys(), Engine(folder, size, tokenizer.hf.eos_token_id), threads=AtOnce())
         self.front.text = Text(case, tokenizer)
-        self.front._threads = AtOnce()
         self.app = App(self.front)
 
     def ask(self, path: str, body: bytes) -> None:
         """Raises Violation for an answer that is neither good nor one line of error."""
         status, answer, kind = self.loop.run_until_complete(self._ask(path, body))
         check_answer(status, answer, kind)
-        if self.front.open or self.front.limits.open or self.front.limits.waiting_tokens or self.front._busy:
+        if self.front.open or self.front.limits.open or self.front.limits.waiting_tokens or self.front.busy:
             raise Violation("the request is still counted")
 
     async def _ask(self, path: str, body: bytes) -> tuple[int, bytes, str]:

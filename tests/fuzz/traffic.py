@@ -64,7 +64,7 @@ def http(folder: Path) -> Target:
         for _ in range(ROUNDS):
             if not state.tasks:
                 break
-            await asyncio.sleep(0 if not api.front._busy else 0.001)
+            await asyncio.sleep(0 if not api.front.busy else 0.001)
         transport.close()
         await asyncio.sleep(0)
         if state.tasks:
