@@ -94,9 +94,9 @@ def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[S
     return running
 
 
-def node(nodes: ShadowNodes, tokens: int, layer: int, make: Any = ShadowNodes._node) -> Node:
-    """In place of `ShadowNodes._node`: the fake device's memory has no routing, so it is copied beside the buffer that
-    the jobs read, in which each token goes to experts 0, 1, 2, ..."""
+def node(nodes: ShadowNodes, tokens: int, layer: int, make: Any = ShadowNodes.make_node) -> Node:
+    """In place of `ShadowNodes.make_node`: the fake device's memory has no routing, so it is copied beside the buffer
+    that the jobs read, in which each token goes to experts 0, 1, 2, ..."""
     made = make(nodes, tokens, layer)
     made.read = made.ids
     made.read.copy_(torch.arange(nodes.top_k, dtype=torch.int32).expand(tokens, -1))

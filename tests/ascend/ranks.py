@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 import torch_npu
 
+from executor.config.env import RankEnv
 from tests.ranks import free_port
 
 multiprocessing.get_context("forkserver").set_forkserver_preload([
@@ -81,6 +82,13 @@ def run_gloo_ranks(body: Callable[..., None], ranks: int, *args: Any) -> None:
 def run_gloo_rank(rank: int, body: Callable[..., None], port: int, args: Any) -> None:
     gc.freeze()  # a rank neither looks through what it shares nor copies its pages
     body(rank, port, *args)
+
+
+def gloo_ranks(rank: int, port: int, ranks: int) -> RankEnv:
+    """What a body of `run_gloo_ranks` gives a runner, whose process group then forms."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    return RankEnv(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, error_file="")
 
 
 def receive(rank: int, receiver: Connection, child: multiprocessing.process.BaseProcess) -> Any:

@@ -45,10 +45,6 @@ M2_FUSED = (
     )
 )
 OF_FAMILY = {QWEN3: FUSED, M2: dict(M2_FUSED)}
-VIEWS = {"Reshape": 4, "Squeeze": 1, "Unsqueeze": 1}  # no kernels
-# Each of a grouped product's absent lists is an empty tensor that torchair makes in place: constants, folded by GE.
-FOLDED = {"Cast": 10, "Const": 26, "Fill": 10}
-DATA = 12  # weights, caches, the place of the queries
 
 
 @pytest.fixture(autouse=True)
@@ -116,11 +112,6 @@ def test_experts_in_a_super_kernel(tmp_path: Path) -> None:
     assert not set(kernels) & set(scopes[""])
 
 
-def test_nodes_of_one_layer_more(tmp_path: Path) -> None:
-    three = decode_program(tmp_path, layers=3).count()
-    assert three - two_layers(QWEN3).count() == Counter(FUSED | VIEWS | FOLDED | {"Data": DATA})
-
-
 def test_the_router_of_minimax_m2_is_in_float32() -> None:
     program = two_layers(M2)
     types = {out.source: out.dtype for node in program.nodes for out in node.outputs}
@@ -134,9 +125,8 @@ def test_the_router_of_minimax_m2_is_in_float32() -> None:
     assert options["ge.exec.allow_hf32"][1] == "0"  # of products; the first digit is of convolutions
 
 
-@pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
-def test_four_bit_experts(tmp_path: Path, family: Family) -> None:
-    program = decode_program(tmp_path, "method=q4", family=family)
+def test_four_bit_experts(tmp_path: Path) -> None:
+    program = decode_program(tmp_path, "method=q4")
     assert program.count()["WeightQuantBatchMatmulV2"] == 2 * 2  # qkv and o of two layers
     assert program.count()["GroupedMatmul"] == 2 * 2
     assert not program.of("TensorMove")

@@ -20,12 +20,10 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import pack, quantise
 from ops.format import Format
-from ops.interface import Scores
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
-from tests.ascend.ranks import run_gloo_ranks
-from tests.ascend.stored import values_of
+from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 from umbra.commands.logits import collect_logits
@@ -60,12 +58,7 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        (QWEN3, {}),
-        (QWEN3, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)),
-        (M2, {}),
-        (M2, dict(rotary_dim=64)),
-    ],
+    [(QWEN3, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)), (M2, {})],
     ids=str,
 )
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -94,9 +87,8 @@ def test_counts_of_older_releases_are_converted(tmp_path: Path, monkeypatch: pyt
     assert_same(logits(tmp_path, ascend_on_cpu("fusion_v2")), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_bfloat16_stays_close(tmp_path: Path, family: Family) -> None:
-    save(family, tmp_path, initializer_range=0.1)
+def test_bfloat16_stays_close(tmp_path: Path) -> None:
+    save(M2, tmp_path, initializer_range=0.1)
     low: dict[str, Any] = {"model_config": {"dtype": "bfloat16"}}
     ours, expected = logits(tmp_path, ascend_on_cpu("fusion_v2"), **low), logits(tmp_path, ReferenceOnCpu)
     for name in ("prefill_0", "prefill_2"):
@@ -105,11 +97,7 @@ def test_bfloat16_stays_close(tmp_path: Path, family: Family) -> None:
 
 
 def rank_logits(rank: int, port: int, folder: Path, world_size: int, split: dict[str, int], routing: str) -> None:
-    import os
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)
-    ranks = RankEnv(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, error_file="")
+    ranks = gloo_ranks(rank, port, world_size)
     arrays: dict[str, Any] = logits(folder, ascend_on_cpu(routing), ranks, world_size=world_size, parallel_config=split)
     np.savez(folder / f"rank{rank}.npz", **arrays)
     torch.distributed.destroy_process_group()
@@ -128,10 +116,9 @@ def exchanging_rank(rank: int, port: int, folder: Path) -> None:
     np.save(folder / f"calls{rank}.npy", calls)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_exchanged_rows_equal_the_reference(tmp_path: Path, family: Family) -> None:
+def test_exchanged_rows_equal_the_reference(tmp_path: Path) -> None:
     """In every layer of every decode step, of which there are five, and in no prefill, whose groups differ."""
-    save(family, tmp_path)
+    save(M2, tmp_path)
     run_gloo_ranks(exchanging_rank, 2, tmp_path)
     assert_ranks(tmp_path, 2)
     for rank in range(2):
@@ -157,25 +144,19 @@ def test_placed_experts_equal_the_reference(tmp_path: Path) -> None:
 
 
 TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "dp2": {"attn_tp_size": 1}}
-# Each routing with each split, and each family with all routings and all splits.
-PAIRS = [
-    pytest.param(
-        FAMILIES[i // 3 % 2], list(TWO_RANKS)[i % 3], list(ROUTINGS)[(i + i // 3) % 3],
-        marks=[pytest.mark.thorough] * (i % 4 > 0),
-    )
-    for i in range(9)
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "split", "routing"), PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "split", "routing"),
+    [(M2, "tp2", "fusion_v2"), (QWEN3, "ep2", "tp"), (QWEN3, "dp2", "fusion_v1")],
+    ids=str,
+)
 def test_two_ranks_equal_the_reference(tmp_path: Path, family: Family, split: str, routing: str) -> None:
     save(family, tmp_path)
     check_ranks(tmp_path, 2, TWO_RANKS[split], routing)
 
 
-@pytest.mark.parametrize(
-    "split", [{}, {"moe_tp_size": 2}, {"sequence_parallel_tokens": 1}], ids=["tp4", "ep2tp2", "tp4_sp"]
-)
+@pytest.mark.parametrize("split", [{"moe_tp_size": 2}, {"sequence_parallel_tokens": 1}], ids=["ep2tp2", "tp4_sp"])
 def test_ranks_with_copies_of_a_head_equal_the_reference(tmp_path: Path, split: dict[str, int]) -> None:
     """Two ranks hold each KV head, and its part of the weight of the norm over all heads."""
     save(M2, tmp_path)
@@ -196,15 +177,12 @@ def assert_ranks(folder: Path, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("format", "group", "symmetric"),
-    [("awq", 32, False), ("awq", 64, False), ("gptq", 32, True), ("pack-quantized", 64, True), ("fp8", 0, True)],
+    [("awq", 32, False), ("gptq", 32, True), ("pack-quantized", 64, True), ("fp8", 0, True)],
 )
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_a_quantised_checkpoint_equals_its_floats(
-    tmp_path: Path, family: Family, format: str, group: int, symmetric: bool
-) -> None:
+def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, group: int, symmetric: bool) -> None:
     """4-bit checkpoints keep their levels in the NPU's layout, so the weights are equal to the last bit. FP8 becomes
     floats, as `auto` means on Ascend; the platform that this case names, the CPU, would keep it."""
-    save(family, tmp_path, inner=64)
+    save(QWEN3, tmp_path, inner=64)
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", format, group, 4, symmetric)
     method: dict[str, Any] = {"quantization": {"method": "none" if format == "fp8" else "auto"}}
     ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised", **method)
@@ -225,46 +203,10 @@ def test_four_bits_come_back(group: int, zeros: bool) -> None:
     assert len(nibbles.unique()) == (16 if zeros else 15)
 
 
-def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor, Tensor]:
-    """Results of a linear layer and a mixture in `format`, and the reference's results with the dequantised values."""
-    ops: Any = ascend_on_cpu(routing, gemv_tokens)(tiny_stub(), ONE_RANK).ops
-    reference: Any = ReferenceOnCpu(None, ONE_RANK).ops  # type: ignore[arg-type]
-    cpu, dense = torch.device("cpu"), Format("float32")
-    matrix, plain = ops.matrix(48, 64, format, cpu), reference.matrix(48, 64, dense, cpu)
-    matrix.fill(0, torch.randn(32, 64))
-    matrix.fill(32, torch.randn(16, 64))
-    plain.fill(0, values_of(matrix))
-    experts, wide = ops.expert_matrices(4, 32, 64, format, cpu), reference.expert_matrices(4, 32, 64, dense, cpu)
-    for e in range(4):
-        for which, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
-            experts.fill(e, which, torch.randn(shape))
-    for e in range(4):
-        w13, w2 = values_of(experts.w13, e), values_of(experts.w2, e)
-        for which, part in (("gate", w13[:32]), ("up", w13[32:]), ("down", w2)):
-            wide.fill(e, which, part)
-    x = torch.randn(5, 64)
-    scores = torch.randn(5, 8)
-    routed = ops.route_softmax(scores, 3, True)
-    weights, ids = routed.choose(scores) if isinstance(routed, Scores) else routed
-    mixtures = [ops.moe(x, weights, ids, experts, 2)]
-    if isinstance(routed, Scores):
-        mixtures.append(routed.moe(x, scores, experts, 2))
-    ours = ops.linear(x, matrix, None), *mixtures
-    theirs = reference.linear(x, plain, None), *([reference.moe(x, weights, ids.long(), wide, 2)] * len(mixtures))
-    return torch.cat([t.flatten() for t in ours]), torch.cat([t.flatten() for t in theirs])
-
-
 def tiny_stub() -> PlatformSettings:
     return platform_settings(
         Case(model_config=ModelSettings(dtype="float32"), parallel_config=ParallelSettings(attn_tp_size=1))
     )
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("format", [Format("q4", 32), Format("q4", 32, zeros=True)], ids=["q4", "q4_zeros"])
-def test_four_bit_products(format: Format, routing: str) -> None:
-    ours, theirs = products(format, routing)
-    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

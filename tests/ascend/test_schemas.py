@@ -9,8 +9,7 @@ import torch
 import torch_npu
 
 from executor.platform.ascend.versions import ROWS
-from tests.ascend.calls import Call, all_calls
-from tests.ascend.record_schemas import RECORD, schemas_in
+from tests.ascend.schemas import RECORD, Call, all_calls, schemas_in
 
 RECORDED: dict[str, list[str]] = json.loads(RECORD.read_text())  # schema -> the releases that have it
 RELEASES = [row.release for row in ROWS]

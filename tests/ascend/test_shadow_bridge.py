@@ -90,6 +90,9 @@ def test_captured_once_and_replayed(make: Callable[..., ShadowNodes], workers: W
     assert not workers.seen
     for step in range(4):
         wanted = inputs.fill(step)
+        for layer, row in nodes.slots.items():  # tables are read at each replay
+            row.add_(step)
+            wanted[layer] += K * sum(range(step + 1))
         nodes.begin(step, T)
         check_order(graph.replay, nodes, workers)
         for sums, right in zip(inputs.sums, wanted, strict=True):
@@ -97,55 +100,27 @@ def test_captured_once_and_replayed(make: Callable[..., ShadowNodes], workers: W
     assert [seen[:2] for seen in workers.seen] == [(layer, step) for step in range(4) for layer in range(LAYERS)]
 
 
-def test_tables_are_read_at_each_replay(make: Callable[..., ShadowNodes], workers: Workers) -> None:
-    nodes, inputs, graph = make(), Inputs(), torch.npu.NPUGraph()
-    workers.gate.set()
-    with torch.npu.graph(graph):
-        inputs.step(nodes)
-    for step, slot in enumerate((5, 900)):
-        for row in nodes.slots.values():
-            row.fill_(slot)
-        nodes.begin(step, T)
-        graph.replay()
-        nodes.finish()
-        assert [float(sums[0, 0]) for sums in inputs.sums] == [K * slot, K * slot]
-
-
-@pytest.mark.parametrize("captured", [False, True])
 def test_a_callback_that_never_fires(
-    make: Callable[..., ShadowNodes], monkeypatch: pytest.MonkeyPatch, workers: Workers, captured: bool
+    make: Callable[..., ShadowNodes], monkeypatch: pytest.MonkeyPatch, workers: Workers
 ) -> None:
     """No thread is subscribed to the stream."""
     monkeypatch.setattr(Bridge, "subscribe", lambda *_: None)
-    nodes, inputs, graph = make(timeout_s=0.4), Inputs(), torch.npu.NPUGraph()
+    nodes, inputs = make(timeout_s=0.4), Inputs()
     workers.gate.set()
-    if captured:
-        with torch.npu.graph(graph):
-            inputs.step(nodes)
     nodes.begin(7, T)
-    start = time.monotonic()
-    graph.replay() if captured else inputs.step(nodes)
+    inputs.step(nodes)
     with pytest.raises(BridgeError, match=r"layer 0, step 7: its callback has not come, or not returned, within 0.4 s"):
         nodes.finish()
-    assert time.monotonic() - start >= 0.4
     assert not workers.seen
 
 
-@BOTH
-def test_a_worker_that_stalls(make: Callable[..., ShadowNodes], workers: Workers, cann: str) -> None:
+def test_a_worker_that_stalls(make: Callable[..., ShadowNodes], workers: Workers) -> None:
     """The stream continues with NaN sums, and later layers do not wait again."""
-    nodes, inputs = make(cann, timeout_s=0.4), Inputs()
-    workers.gate.set()
-    nodes.begin(0, T)
-    inputs.step(nodes)
-    nodes.finish()
-    workers.gate.clear()
+    nodes, inputs = make(timeout_s=0.4), Inputs()
     nodes.begin(1, T)
-    start = time.monotonic()
     inputs.step(nodes)
     with pytest.raises(BridgeError, match=r"layer 0, step 1: the shadow pool was not done within 400 ms"):
         nodes.finish()
-    assert time.monotonic() - start >= 0.4
     assert all(sums.cpu().isnan().all() for sums in inputs.sums)
     workers.gate.set()  # comes late
     nodes.begin(2, T)
@@ -166,17 +141,14 @@ def test_a_worker_that_fails(make: Callable[..., ShadowNodes], workers: Workers,
     assert inputs.sums[0].cpu().isnan().all()
 
 
-@BOTH
-def test_closed_while_a_callback_waits(make: Callable[..., ShadowNodes], workers: Workers, cann: str) -> None:
+def test_closed_while_a_callback_waits(make: Callable[..., ShadowNodes], workers: Workers) -> None:
     """The other layer's callback is still pending. The buffers of the late worker are not freed."""
-    nodes, inputs = make(cann, timeout_s=2), Inputs()
+    nodes, inputs = make(timeout_s=0.5), Inputs()
     nodes.begin(0, T)
     with device_log():
         inputs.step(nodes)
         until([], "callback begin")
-        start = time.monotonic()
-        nodes.close()
-        assert time.monotonic() - start >= 2  # for the worker
+        nodes.close()  # gives the worker its time
         assert [line for _, line in ran() if line.startswith("callback")] == [
             "callback end", "callback begin", "callback end",
         ]  # fmt: skip

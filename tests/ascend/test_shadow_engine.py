@@ -19,8 +19,6 @@ from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 from tests.ascend.workers import close_nodes
-from tests.tiny import TINY_AS_M2, save_tiny_m2, write_case
-from tests.variants import thorough_but
 from umbra.errors import UserError
 
 SLOT = 3 * 128 * 64 * 2  # bytes
@@ -33,19 +31,6 @@ def fresh() -> Iterator[None]:
     yield
     close_nodes()
     assert not violations()
-
-
-@pytest.fixture(params=thorough_but(["qwen3_moe", "minimax_m2"], "qwen3_moe"))
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder for a case of either family; `ascend_case` writes that of Qwen3-MoE if it finds none."""
-    if request.param == "minimax_m2":
-        sizes = dict(hidden_size=128, head_dim=64, rotary_dim=32, num_attention_heads=4, intermediate_size=64)
-        save_tiny_m2(tmp_path / "model", **TINY_AS_M2 | sizes)
-        write_case(
-            tmp_path / f"{tmp_path.name}.yaml", tmp_path / "model", model_name=request.param, platform="ascend",
-            model_config={"dtype": "bfloat16"}, cache_config={"page_size": 128}, data_config={"max_new_tokens": 6},
-        )  # fmt: skip
-    return tmp_path
 
 
 def runner_of(folder: Path, *overrides: str, mode: str = "fixed") -> ModelRunner:
@@ -103,9 +88,9 @@ def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
-def test_residents_change_under_one_capture(folder: Path, mode: str) -> None:
+def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     """Between replays an expert's planes are copied on the side stream and then the table is updated."""
-    runner = runner_of(folder, f"exe_mode={mode}", "slots=5", "max_swaps=-1")
+    runner = runner_of(tmp_path, f"exe_mode={mode}", "slots=5", "max_swaps=-1")
     shadows, device = parts(runner)
     running = prefilled(runner)
     first = step_log(runner, running)
@@ -129,11 +114,11 @@ def test_residents_change_under_one_capture(folder: Path, mode: str) -> None:
     assert runner.engine.decode_step.compiles == 1
 
 
-def test_four_bits_are_read_out_of_their_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel finds residents through the table: no bank, no routing."""
     monkeypatch.setattr(vector_core, "built", lambda: 1)
     monkeypatch.setattr(vector_core, "load", load_extension)
-    runner = runner_of(folder, "exe_mode=acl_graph", "slots=5", "quantization.method=q4", "decode_gemv=on")
+    runner = runner_of(tmp_path, "exe_mode=acl_graph", "slots=5", "quantization.method=q4", "decode_gemv=on")
     lines = step_log(runner, prefilled(runner))
     start = lines.index("captured memcpy async H2D 1024") + 1
     assert lines[start].startswith("captured aclnnUmbraFusedMoeSlotsW4a16 (4,128)bfloat16 (")
@@ -143,18 +128,16 @@ def test_four_bits_are_read_out_of_their_slots(folder: Path, monkeypatch: pytest
 def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces routing by tensors with fixed addresses and values; the fake device would leave uninitialised memory."""
     weights = torch.nn.Parameter(torch.zeros(512, 3, dtype=torch.bfloat16).npu(), requires_grad=False)
-    ids = torch.arange(512 * 3, dtype=torch.int32).view(512, 3) % 8
-    ids = torch.nn.Parameter(ids.npu(), requires_grad=False)
-    for route in ("route_softmax", "route_sigmoid"):
-        monkeypatch.setattr(AscendOps, route, lambda _, x, *__, **___: (weights[: len(x)], ids[: len(x)]))
+    spread = torch.arange(512 * 3, dtype=torch.int32).view(512, 3) % 8
+    ids = torch.nn.Parameter(spread.npu(), requires_grad=False)
+    monkeypatch.setattr(AscendOps, "route_softmax", lambda _, x, *__, **___: (weights[: len(x)], ids[: len(x)]))
 
 
-@pytest.mark.parametrize("folder", thorough_but(["qwen3_moe", "minimax_m2"], "qwen3_moe"), indirect=True)
-def test_experts_leave_for_the_cache_and_return(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_leave_for_the_cache_and_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena with room for all experts or for all pages, but not for both. No graph is captured again."""
     spread_evenly(monkeypatch)
     sizes = ("exe_mode=acl_graph", f"arena_mb={(14 * 128 + 1) / 1024}", "page_size=128", "max_new_tokens=90")
-    runner = runner_of(folder, *sizes, "input_max_len=150", "max_swaps=4", mode="elastic")
+    runner = runner_of(tmp_path, *sizes, "input_max_len=150", "max_swaps=4", mode="elastic")
     shadows, _ = parts(runner)
     at_first = len(shadows.slots)
     sequences = generate(runner, [[5] * 150, [7] * 140, [9] * 100, [3] * 50])

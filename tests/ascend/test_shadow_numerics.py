@@ -1,6 +1,5 @@
 """Experts on the CPU beside the Ascend model code, which runs in plain CPU code under the real schemas."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,26 @@ import torch
 from cpu_offload.ascend import NpuExperts
 from executor.config.env import RankEnv
 from executor.model_runner import ModelRunner, make_runner
+from tests.ascend.engine import M2, QWEN3, Family
 from tests.ascend.on_cpu import ascend_on_cpu
-from tests.ascend.ranks import run_gloo_ranks
+from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.ascend.stored import values_of
+from tests.ascend.test_numerics import IDS, save
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
-from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
+from tests.tiny import ONE_RANK, tiny_case
 from umbra.commands.logits import collect_logits
 
-IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
-SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
-SIZES_M2 = TINY_AS_M2 | dict(hidden_size=128, head_dim=64, rotary_dim=32, num_attention_heads=4, intermediate_size=64)
-FAMILIES = ["qwen3_moe", "minimax_m2"]
-ELASTIC = {"mode": "elastic", "arena_mb": 400 / 1024}
+WIDE: dict[str, Any] = {"hidden_size": 128, "inner": 64}
+ELASTIC: dict[str, Any] = {"mode": "elastic", "arena_mb": 400 / 1024}
+FIVE: dict[str, Any] = {"mode": "fixed", "slots": 5}
 
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
     close_nodes()
-
-
-def save_family(folder: Path, family: str) -> None:
-    if family == "minimax_m2":
-        save_tiny_m2(folder, **SIZES_M2)
-    else:
-        save_tiny(folder, **SIZES)
 
 
 def runner_of(
@@ -61,15 +53,18 @@ def used(runner: ModelRunner) -> tuple[int, int]:
     return int(counts.sum()), int(counts[~runner.engine.shadows.published].sum())
 
 
-PLACEMENTS: list[dict[str, Any]] = [ELASTIC, {"mode": "fixed", "slots": -1}, {"mode": "fixed", "slots": 5}]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("offload", [*PLACEMENTS, {"mode": "resident"}], ids=["elastic", "none", "5", "all"])
-def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], family: str) -> None:
-    save_family(tmp_path / "model", family)
-    expected = collect_logits(runner_of(tmp_path, model_name=family), IDS, steps=5)
-    runner = runner_of(tmp_path, model_name=family, offload_config=offload)
+@pytest.mark.parametrize(
+    ("family", "offload"),
+    [
+        (QWEN3, ELASTIC), (QWEN3, {"mode": "fixed", "slots": -1}), (M2, FIVE),
+        (QWEN3, {"mode": "resident"}),
+    ],
+    ids=["elastic", "none", "5", "all"],
+)  # fmt: skip
+def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], family: Family) -> None:
+    save(family, tmp_path, **WIDE)
+    expected = collect_logits(runner_of(tmp_path, model_name=family.name), IDS, steps=5)
+    runner = runner_of(tmp_path, model_name=family.name, offload_config=offload)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
         if name.startswith("prefill"):  # streamed: the same products of the same weights
@@ -82,11 +77,10 @@ def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], famil
     assert missed > 0 or offload["mode"] == "resident"
 
 
-@pytest.mark.parametrize("gemv_tokens", [0, 8])
-@pytest.mark.parametrize("offload", PLACEMENTS, ids=["elastic", "none", "5"])
+@pytest.mark.parametrize(("offload", "gemv_tokens"), [(ELASTIC, 0), (FIVE, 8)], ids=["elastic", "5 slots"])
 def test_four_bits_stay_close(tmp_path: Path, offload: dict[str, Any], gemv_tokens: int) -> None:
     """The host's kernels round activations to 8 bits; the weights are the same."""
-    save_tiny(tmp_path / "model", **SIZES)
+    save(QWEN3, tmp_path, **WIDE)
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32, 4, symmetric=False)
     expected = collect_logits(runner_of(tmp_path, "quantised", gemv_tokens), IDS, steps=5)
     CALLS.clear()
@@ -101,14 +95,14 @@ def test_four_bits_stay_close(tmp_path: Path, offload: dict[str, Any], gemv_toke
     assert used(runner)[1] > 0
 
 
-@pytest.mark.parametrize("gemv_tokens", [0, 8])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: str, gemv_tokens: int) -> None:
-    save_family(tmp_path / "model", family)
-    sections: dict[str, Any] = {"model_name": family, "quantization": {"method": "q4", "zero_points": gemv_tokens > 0}}
+@pytest.mark.parametrize(("family", "gemv_tokens"), [(QWEN3, 0), (M2, 8)])
+def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: Family, gemv_tokens: int) -> None:
+    save(family, tmp_path, **WIDE)
+    how = {"method": "q4", "zero_points": gemv_tokens > 0}
+    sections: dict[str, Any] = {"model_name": family.name, "quantization": how}
     expected = collect_logits(runner_of(tmp_path, "model", gemv_tokens, **sections), IDS, steps=5)
     CALLS.clear()
-    runner = runner_of(tmp_path, "model", gemv_tokens, **sections, offload_config={"mode": "fixed", "slots": 5})
+    runner = runner_of(tmp_path, "model", gemv_tokens, **sections, offload_config=FIVE)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
         if not name.startswith("ids") and array.size:
@@ -125,10 +119,8 @@ def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: str, 
 
 
 def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_tokens: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
-    sections = dict(world_size=2, parallel_config=split, offload_config={"mode": "fixed", "slots": 5})
+    ranks = gloo_ranks(rank, port, 2)
+    sections = dict(world_size=2, parallel_config=split, offload_config=FIVE)
     runner = runner_of(folder, "quantised" if gemv_tokens else "model", gemv_tokens, ranks, **sections)
     arrays: dict[str, Any] = collect_logits(runner, IDS, steps=5)
     np.savez(folder / f"rank{rank}.npz", used=used(runner), calls=CALLS["fused_moe_slots_w4a16"], **arrays)
@@ -136,13 +128,11 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_
 
 
 @pytest.mark.parametrize(
-    ("split", "gemv_tokens"),
-    [({}, 0), ({"moe_tp_size": 1}, 0), ({"attn_tp_size": 1}, 0), ({}, 8), ({"moe_tp_size": 1}, 8)],
-    ids=["tp2", "ep2", "dp2", "tp2-q4", "ep2-q4"],
+    ("split", "gemv_tokens"), [({"moe_tp_size": 1}, 0), ({"attn_tp_size": 1}, 0), ({}, 8)], ids=["ep2", "dp2", "tp2-q4"]
 )
 def test_two_ranks(tmp_path: Path, split: dict[str, int], gemv_tokens: int) -> None:
     """Each rank keeps shadows of its own part of the experts; floats, then four bits."""
-    save_tiny(tmp_path / "model", **SIZES)
+    save(QWEN3, tmp_path, **WIDE)
     if gemv_tokens:
         quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32, 4, symmetric=False)
     run_gloo_ranks(rank_logits, 2, tmp_path, split, gemv_tokens)

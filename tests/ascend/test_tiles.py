@@ -4,17 +4,14 @@ whom."""
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 import torch_npu
 
-from ops.ascend import vector_core
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts
 from ops.format import Format
-from tests.ascend.engine import ascend_case, ascend_runner, prefilled
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, ran, violations
 
@@ -127,18 +124,3 @@ def test_products_wait_for_their_values_and_attention_does_not() -> None:
 
 def test_a_bank_is_not_overwritten_before_the_product_that_reads_it() -> None:
     assert while_the_main_stream_stalls() == []
-
-
-def test_a_prefill_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_core, "built", lambda: 1)
-    monkeypatch.setattr(vector_core, "load", load_extension)
-    case = ascend_case(tmp_path, "exe_mode=eager", "method=q4", "decode_gemv=on", "strict=true")
-    runner = ascend_runner(case, tmp_path)
-    with device_log() as log:
-        prefilled(runner)
-    words = {"aclnnFusedInferAttention": "attention", "GroupedMatmul": "product", " true true (": "unpack"}
-    words["aclnnUmbraFusedMoe"] = "gemv"
-    found = [told for line in log.lines for word, told in words.items() if word in line]
-    first = ["attention", "unpack", "product", "unpack", "unpack", "product", "unpack"]
-    assert found == [*first, "attention", "gemv"]  # behind its attention the last layer has three rows
-    assert not violations()

@@ -1,6 +1,5 @@
 """The vector-core ops on the fake NPU: the calls that the torch extension makes to the device, and its refusals."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from ops.ascend.vector_core.planes import planes_of
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
-from tests.variants import thorough_but
 
 FUSED, SLOTS, GEMV, UNPACK = "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16"
 SCORES = "fused_moe_scores_w4a16"
@@ -128,34 +126,19 @@ def test_a_captured_op_is_replayed_without_the_host(op: str) -> None:
     assert [text.split()[0] for text in log.lines] == ["replay"]
 
 
-def run_each(rank: int) -> list[str]:
+def fused_alone(rank: int) -> None:
     load_extension()
-    with device_log() as log:
-        for op, (make, _, _) in OPS.items():
-            call(op, make(True))
-    return log.kernels()
-
-
-# The other tests run in mode 1, the default.
-@pytest.mark.parametrize("mode", thorough_but(["0", "2"], "0"))
-def test_every_mode_of_the_task_queue(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TASK_QUEUE_ENABLE", mode)
-    (kernels,) = run_ranks(run_each, 1, fresh=True)
-    assert [name for name in kernels if "Umbra" in name] == [kernel for _, kernel, _ in OPS.values()]
+    call(FUSED, fused())
 
 
 def test_without_the_package_of_operators_the_op_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH")
     with pytest.raises(AssertionError, match=r"aclnnUmbraFusedMoeW4a16.* not in"):
-        run_ranks(run_each, 1, fresh=True)
+        run_ranks(fused_alone, 1, fresh=True)
 
 
 def other(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
-    return functools.partial(_other, name, change)
-
-
-def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arguments:
-    return {**arguments, name: change(arguments[name])}
+    return lambda arguments: {**arguments, name: change(arguments[name])}
 
 
 @pytest.mark.parametrize(
@@ -163,61 +146,34 @@ def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arg
     [
         (GEMV, other("x", lambda x: x.float()), "x: Float: must be float16 or bfloat16"),
         (GEMV, other("x", lambda x: x[0]), r"x: \[128\]: must be \(tokens, K\)"),
-        (GEMV, other("x", lambda x: x[:0]), r"x: \[0, 128\]: must be \(tokens, K\) with a token or more"),
         (GEMV, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
-        (FUSED, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
         (GEMV, other("x", lambda x: x[:, :120]), r"x: \[2, 120\]: K must be a multiple of 32"),
-        (GEMV, other("x", lambda x: x[:, :96]), "group: 128: must be 32, 64 or 128, and divide 96"),
-        (GEMV, other("group", lambda _: 96), "group: 96: must be 32, 64 or 128, and divide 128"),
         (GEMV, other("x", lambda x: npu(T, 8224)), r"x: \[2, 8224\]: K must be 8192 at most"),
-        (GEMV, other("x", lambda x: npu(T, 256)), r"w: \[1, 64, 64\]: must have 3 dimensions, ending in \(2, N, 64\)"),
         (GEMV, other("w", lambda w: w.long()), "w: Long: must be Byte"),
         (GEMV, other("w", lambda w: w.mT.contiguous().mT), r"w: \[1, 64, 64\] of strides \[4096, 1, 64\]: must be co"),
         (GEMV, other("w", lambda w: w[:, :60].contiguous()), r"w: \[1, 60, 64\]: N must be a multiple of 8"),
         (GEMV, other("scales", lambda s: s.half()), "scales: Half: must be BFloat16"),
-        (GEMV, other("scales", lambda s: s[:, :56].contiguous()), r"scales: \[1, 56, 8\]: must be as w \[1, 64, 64\]"),
         (GEMV, other("scales", lambda s: npu(1, 64, 16)), r"scales: \[1, 64, 16\]: .*, ending in \(1, 64, 8\)"),
         (GEMV, lambda a: {**a, "zeros": npu(2, 64)}, r"zeros: \[2, 64\]: must be as scales \[1, 64, 8\]"),
-        (FUSED, other("s13", lambda s: s[:3]), r"s13: \[3, 1, 192, 8\]: must be as w13 \[4, 1, 192, 64\]"),
-        (FUSED, other("w13", lambda w: w[0]), r"w13: \[1, 192, 64\]: must have 4 dimensions"),
         (FUSED, other("ids", lambda i: i.long()), "ids: Long: must be int32"),
-        (FUSED, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
-        (FUSED, other("ids", lambda i: i[:, :0]), r"ids: \[2, 0\]: must be \(2, k\) with k of 1 or more"),
         (FUSED, other("ids", lambda i: i[:, :1].expand(T, 129)), r"ids: \[2, 129\]: must be 256 at most"),
         (FUSED, other("w13", lambda w: npu(8193, 1, 8, 64, dtype=BYTE)), r"w13: \[8193, 1, 8, 64\]: must be 8192 "),
         (FUSED, other("weights", lambda w: w.float()), "weights: Float: must be BFloat16"),
-        (FUSED, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
-        (SLOTS, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
         (SLOTS, other("arena", lambda a: a.int()), "arena: Int: must be Byte"),
         (SLOTS, other("arena", lambda a: a[::2]), r"arena: \[5000\] of strides \[2\]: must be contiguous"),
-        (SLOTS, other("arena", lambda a: a.view(11, 909)), r"arena: \[11, 909\]: must have one dimension"),
         (SLOTS, other("places", lambda p: p.long()), "places: Long: must be Int"),
-        (SLOTS, other("places", lambda p: p[:0]), r"places: \[0\]: must have one dimension, of 1 to 8192 experts"),
         (SLOTS, other("places", lambda p: npu(8193, dtype=INT)), r"places: \[8193\]: must have one dimension"),
-        (SLOTS, other("inner", lambda _: 48), "inner: 48: must be a multiple of 32"),
         (SLOTS, other("inner", lambda _: 4128), "inner: 4128: must be a multiple of 32, 4096 at most"),
-        (SLOTS, other("inner", lambda _: 0), "inner: 0: must be a multiple of 32"),
         (SLOTS, other("group", lambda _: 256), "group: 256: must be 32, 64 or 128, and divide 128"),
-        (SLOTS, other("group2", lambda _: 64), "group2: 64: must be 32, 64 or 128, and divide 96"),
-        (SLOTS, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
-        (SLOTS, other("weights", lambda w: w.half()), "weights: Half: must be BFloat16"),
-        (SLOTS, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (SCORES, other("scores", lambda s: s.half()), "scores: Half: must be float32 or BFloat16"),
-        (SCORES, other("scores", lambda s: s[:1]), r"scores: \[1, 40\]: must be \(2, experts\)"),
         (SCORES, other("scores", lambda s: npu(T, 513)), r"scores: \[2, 513\]: .* with 512 experts at most"),
         (SCORES, other("top_k", lambda _: 9), "top_k: 9: must be 1 to 8"),
         (SCORES, lambda a: a | dict(scores=npu(T, 4), top_k=5, first_expert=0), "top_k: 5: .* at most the 4 experts"),
         (SCORES, other("first_expert", lambda _: 37), "first_expert: 37: this and the 3 experts after it"),
-        (SCORES, other("first_expert", lambda _: -1), "first_expert: -1: this and the 3 experts after it"),
         (SCORES, other("bias", lambda _: npu(40, dtype=torch.float32)), "bias: must be absent where scores do not"),
         (SCORES, lambda a: a | dict(bias=npu(40), sigmoid=True), "bias: BFloat16: must be Float"),
-        (SCORES, lambda a: a | dict(bias=npu(9, dtype=torch.float32), sigmoid=True), r"bias: \[9\]: must be \(40\)"),
-        (SCORES, other("w13", lambda w: w[0]), r"w13: \[1, 192, 64\]: must have 4 dimensions"),
         (FUSED, lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),
         (FUSED, lambda a: a | dict(zip(("w2", "s2"), matrix(INNER, H, 32, 3), strict=True)), r"w2: \[3, 1, 128, 48\]"),
-        (FUSED, lambda a: a | dict(zip(("w2", "s2"), matrix(INNER, 64, 32, E), strict=True)), r"w2: \[4, 1, 64, 48\]"),
-        (UNPACK, other("w", lambda w: w[0]), r"w: \[1, 64, 48\]: must have 4 dimensions"),
-        (UNPACK, other("group", lambda _: 64), "group: 64: must be 32, 64 or 128, and divide 96"),
         (UNPACK, lambda a: a | dict(pairs=True, w=npu(E, 1, 40, 48, dtype=BYTE), scales=npu(E, 1, 40, 8)), "of 32"),
     ],
 )  # fmt: skip
@@ -233,7 +189,7 @@ def test_what_the_kernel_cannot_take_is_refused(
 
 def test_weights_on_the_host_are_refused() -> None:
     with pytest.raises(RuntimeError, match="Expected NPU tensor"):
-        call(GEMV, _other("w", lambda w: w.cpu(), gemv()))
+        call(GEMV, other("w", lambda w: w.cpu())(gemv()))
 
 
 def test_the_backend_gives_the_layout_of_a_block() -> None:

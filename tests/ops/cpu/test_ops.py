@@ -3,7 +3,7 @@
 import inspect
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from ops.format import FORMATS, GROUP_SIZES, Format
 from ops.interface import Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
+from tools.native_stub import STUB, native_stub
 from umbra.errors import UserError
 
 CPU = torch.device("cpu")
@@ -167,9 +168,9 @@ def test_moe(format: Format) -> None:
             assert bool(((actual - expected).abs() <= max(tolerance, 1e-4)).all()), what
 
 
-@pytest.mark.parametrize("inner", [2, 16, 33])
 @pytest.mark.usefixtures("kernels")
-def test_moe_of_any_inner_size_in_float(inner: int) -> None:
+def test_moe_of_any_inner_size_in_float() -> None:
+    inner = 33
     packed, dense = experts_of(FORMATS["float32"], 4, inner, 20)
     weights, ids = reference.route_softmax(torch.randn(9, 4), 2, False)
     x = torch.randn(9, 20)
@@ -204,7 +205,7 @@ def test_embedding_of_a_middle_shard(dtype: torch.dtype) -> None:
     close(cpu.embedding(ids, table, 5), reference.embedding(ids, table, 5).float())
 
 
-@pytest.mark.parametrize("shape", [(5, 64), (1, 7), (300, 256), (5, 3, 16), (40, 8, 128)])
+@pytest.mark.parametrize("shape", [(1, 7), (300, 256), (40, 8, 128)])
 @pytest.mark.usefixtures("kernels")
 def test_norms(shape: tuple[int, ...]) -> None:
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
@@ -213,7 +214,7 @@ def test_norms(shape: tuple[int, ...]) -> None:
         close(cpu.add_rms_norm(x, residual, weight, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5))
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(1, 96), (5, 40), (300, 256)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 96), (300, 40)])
 @pytest.mark.usefixtures("kernels")
 def test_norms_of_vectors_split_over_ranks(tokens: int, width: int) -> None:
     """With the sums of squares of all ranks, each rank's part is that part of the whole vector's norm."""
@@ -305,21 +306,15 @@ def paged(
 @pytest.mark.parametrize(
     ("lens", "new", "kv_heads", "heads", "dim", "page_size"),
     [
-        ([9, 1, 16], [1, 1, 1], 2, 8, 16, 4),
-        ([9, 1, 16], [9, 1, 16], 2, 8, 16, 4),
-        ([9, 13], [4, 7], 1, 3, 8, 6),
-        ([200, 65], [3, 65], 2, 4, 24, 16),
-        ([300, 17, 64], [1, 1, 1], 1, 16, 128, 16),
-        ([130], [70], 1, 1, 256, 128),
-        ([2300, 5, 1024], [1, 1, 1], 2, 6, 32, 16),
-        ([1100], [90], 1, 2, 32, 32),
-        ([1030], [2], 1, 70, 8, 16),
+        pytest.param([9, 1, 16], [9, 1, 16], 2, 8, 16, 4, id="prefill"),
+        pytest.param([9, 13], [4, 7], 1, 3, 8, 6, id="later chunk"),
+        pytest.param([300, 17, 64], [1, 1, 1], 1, 16, 128, 16, id="as in practice"),
+        pytest.param([130], [70], 1, 1, 256, 128, id="wide heads, large pages, longer than a tile"),
+        pytest.param([2300, 5, 1024], [1, 1, 1], 2, 6, 32, 16, id="several sections"),
+        pytest.param([1100], [90], 1, 2, 32, 32, id="prefill over sections"),
+        pytest.param([1030], [2], 1, 70, 8, 16, id="more heads than rows of a block"),
     ],
-    ids=[
-        "decode", "prefill", "later chunk", "longer than a tile", "as in practice", "wide heads, large pages",
-        "several sections", "prefill over sections", "more heads than rows of a block",
-    ],
-)  # fmt: skip
+)
 def test_attention(
     lens: list[int], new: list[int], kv_heads: int, heads: int, dim: int, page_size: int, dtype: torch.dtype,
     kernels: str,
@@ -330,10 +325,7 @@ def test_attention(
     actual = cpu.attention(q, *caches, seen, dim**-0.5)
     # The reference sees the very values that were rounded into the native cache.
     k_seen, v_seen = (c.float() for c in cached(*caches))
-    if kernels in ("avx512_bf16", "amx") and dtype in (
-        torch.bfloat16,
-        torch.int8,
-    ):  # queries and weights are rounded too
+    if kernels in ("avx512_bf16", "amx") and dtype in (torch.bfloat16, torch.int8):  # queries and weights are rounded
         expected = reference.attention((q * dim**-0.5).bfloat16().float(), k_seen, v_seen, seen, 1.0)
         torch.testing.assert_close(actual, expected, atol=2**-8 * float(v.abs().max()), rtol=0)
     else:
@@ -364,10 +356,8 @@ def test_attention_does_not_depend_on_threads_company_or_chunks(instruction_set:
 @pytest.mark.usefixtures("kernels")
 def test_attention_of_no_sequence() -> None:
     """A data-parallel group may have none in a step."""
-    caches, of_none = (
-        caches_of(cpu, (2, 4, 1, 8), torch.float32),
-        Paged(NONE, NONE.view(0, 1), torch.zeros_like(NONE), NONE),
-    )
+    caches = caches_of(cpu, (2, 4, 1, 8), torch.float32)
+    of_none = Paged(NONE, NONE.view(0, 1), torch.zeros_like(NONE), NONE)
     assert cpu.attention(torch.empty(0, 2, 8), *caches, of_none, 1.0).shape == (0, 2, 8)
 
 
@@ -390,27 +380,20 @@ def test_silu_mul() -> None:
     close(cpu.silu_mul(x), reference.silu_mul(x))
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(6, 16, 4), (1, 128, 8), (600, 64, 2), (3, 5, 5), (0, 4, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 256, 8), (600, 64, 2), (3, 5, 5), (0, 4, 2)])
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.usefixtures("kernels")
-def test_route_softmax(tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
+def test_routing(tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
     logits = torch.randn(tokens, experts) * 4
-    weights, ids = cpu.route_softmax(logits, top_k, renormalise)
-    expected_weights, expected_ids = reference.route_softmax(logits, top_k, renormalise)
-    assert torch.equal(ids, expected_ids)
-    close(weights, expected_weights)
-
-
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(6, 16, 4), (1, 256, 8), (600, 64, 2)])
-@pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.usefixtures("kernels")
-def test_route_sigmoid(tokens: int, experts: int, top_k: int, renormalise: bool, biased: bool) -> None:
-    logits, bias = torch.randn(tokens, experts) * 4, torch.randn(experts) if biased else None
-    weights, ids = cpu.route_sigmoid(logits, bias, top_k, renormalise)
-    expected_weights, expected_ids = reference.route_sigmoid(logits, bias, top_k, renormalise)
-    assert torch.equal(ids, expected_ids)
-    close(weights, expected_weights)
+    ways: list[Callable[[Any], tuple[Tensor, Tensor]]] = [
+        lambda ops: ops.route_softmax(logits, top_k, renormalise),
+        lambda ops: ops.route_sigmoid(logits, torch.ones(experts).cumsum(0) / 99, top_k, renormalise),
+        lambda ops: ops.route_sigmoid(logits, None, top_k, renormalise),
+    ]
+    for route in ways:
+        (weights, ids), (expected, expected_ids) = route(cpu), route(reference)
+        assert torch.equal(ids, expected_ids)
+        close(weights, expected)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -422,7 +405,7 @@ def test_of_equal_scores_the_smaller_ids_are_chosen() -> None:
     assert reference.route_sigmoid(logits * 0, None, 8, True)[1].tolist() == [list(range(8))] * 40
 
 
-@pytest.mark.parametrize("width", [1, 5, 8192, 30000])
+@pytest.mark.parametrize("width", [1, 5, 30000])
 @pytest.mark.usefixtures("kernels")
 def test_argmax_takes_the_first_of_the_largest(width: int) -> None:
     x = torch.randint(-40, 3, (5, width)).float()  # with many ties
@@ -520,3 +503,8 @@ def test_impossible_shapes_and_sets_are_named() -> None:
             engine.start(1, name)
     with pytest.raises(TypeError, match=r"torch.float64 cpu .* where torch.float32 on the cpu is needed"):
         cpu.rms_norm(torch.ones(2, 4, dtype=torch.float64), torch.ones(4), 1e-6)
+
+
+def test_the_stub_is_fresh() -> None:
+    """The committed signatures of the native module are those of the built one."""
+    assert STUB.read_text() == native_stub(), "run .venv/bin/python -m tools.native_stub"

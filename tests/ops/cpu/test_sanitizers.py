@@ -1,8 +1,9 @@
-"""The native code under sanitizers: pool and tape for data races, every op for memory errors and undefined
-behaviour."""
+"""The native code under sanitizers, a fuzzer and a machine that tries every order of memory: data races, memory errors,
+undefined behaviour, hostile input. docs/reliability.md has the long runs."""
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,26 @@ from tests.ops.cpu.native.build import (
     project_with,
     run,
     sanitized,
-)
+)  # fmt: skip
+from tests.ops.cpu.native.fuzzing import TARGETS, compiler, fuzz
+from tests.ops.cpu.native.ordering import PROGRAMS, explore, weakened
+from tests.ops.cpu.traffic import DONE, MODES, built, under_sanitizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+
+SCENARIO = re.compile(r"^(.*): (\d+) executions, (\d+) cut short(.*)$", re.MULTILINE)
+OUTCOMES = {  # of the machine itself; what C++ forbids is missing
+    "store buffers, relaxed": {0, 1, 10, 11},
+    "store buffers, release and acquire": {0, 1, 10, 11},
+    "store buffers, seq_cst": {1, 10, 11},
+    "message, relaxed": {0, 1, 10, 11},
+    "message, release alone": {0, 1, 10, 11},
+    "message, release and acquire": {0, 1, 11},
+    "two writers": {11, 12, 21, 22},
+    "release sequence": {0, 1, 2, 3},
+    "counted": {0, 1},
+}
+RUNS = {"dispatch": 400, "jobs": 4000, "pack": 2500, "sampling": 1500, "tape": 1200, "tiling": 20000}  # 3 s each
 
 
 @pytest.mark.parametrize(
@@ -70,3 +88,49 @@ def test_ops_touch_only_their_memory(tmp_path: Path, files: list[str]) -> None:
     done = run(*tests, cwd=tree, env=environment)
     assert " passed" in done.stdout
     assert "runtime error" not in done.stdout + done.stderr
+
+
+def test_traffic_has_no_race(tmp_path: Path) -> None:
+    done = under_sanitizer(built(), tmp_path / "tree", "--steps", "25")
+    assert done.returncode == 0, done.stderr[-8000:]
+    assert len(DONE.findall(done.stdout)) == len(MODES), done.stdout
+
+
+def test_a_planted_race_is_found(tmp_path: Path) -> None:
+    done = under_sanitizer(built(racy=True), tmp_path / "tree", "--steps", "3")
+    assert done.returncode == 66
+    assert "WARNING: ThreadSanitizer: data race" in done.stderr
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_hostile_input(tmp_path: Path, target: str) -> None:
+    if compiler() is None:
+        pytest.skip("no Clang with libFuzzer: apt-get install clang-19 libclang-rt-19-dev")
+    assert "executions" in fuzz(target, RUNS[target], tmp_path)
+
+
+def test_the_machine_has_the_outcomes_of_the_memory_model() -> None:
+    found = {
+        name: set(map(int, re.findall(r"\| (\d+):", rest))) for name, _, _, rest in SCENARIO.findall(explore("litmus"))
+    }
+    assert {name: found[name] for name in OUTCOMES} == OUTCOMES
+    assert 1010 in found["four threads, release and acquire"]
+    assert 1010 not in found["four threads, seq_cst"]
+    assert len(found["four threads, seq_cst"]) == 15
+
+
+def test_reduction_loses_no_outcome() -> None:
+    assert explore("litmus", "--random", "40") == "40 programs\n"
+
+
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "litmus"])
+def test_every_order_is_right(program: str) -> None:
+    printed = explore(program)
+    assert "not all" not in printed
+    assert all(int(count) > 0 for _, count, _, _ in SCENARIO.findall(printed))
+
+
+def test_each_memory_order_of_the_pool_is_needed() -> None:
+    found = weakened("pool", "--most", "6000")
+    assert len(found) > 20
+    assert [one for one in found if one[2].startswith("not")] == []

@@ -33,7 +33,7 @@ def teams(*threads: int) -> list[native.Team]:
     return [native.Team(-1, count, []) for count in threads]
 
 
-@pytest.fixture(params=[((1,), (1,)), ((2,), (3,)), ((1, 2), (2, 1, 1))], ids=["1 1", "2 3", "1+2 2+1+1"])
+@pytest.fixture(params=[((1,), (1,)), ((1, 2), (2, 1, 1))], ids=["1 1", "1+2 2+1+1"])
 def pool(request: pytest.FixtureRequest) -> Iterator[shadow.ShadowPool]:
     device, other = request.param
     engine.start_teams(teams(*device), "auto")
@@ -91,7 +91,7 @@ def routing(tokens: int, top_k: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.rand(tokens, top_k), ids
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 8), (2, 3), (7, 8), (40, 4), (40, 8)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (2, 3), (40, 4), (40, 8)])
 @pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 def test_any_placement_gives_the_same_bits(format: Format, tokens: int, top_k: int, pool: shadow.ShadowPool) -> None:
     torch.manual_seed(tokens)

@@ -18,7 +18,7 @@ KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
     "q4 zeros": Format("q4", 64, zeros=True),
     "f8": Format("f8", 32),
 }
-TEAMS = [(1,), (1, 1), (2, 1, 3), (1,) * 12]  # threads of each; the last are more than w2 has row blocks
+TEAMS = [(1,), (2, 1, 3), (1,) * 12]  # threads of each; the last are more than w2 has row blocks
 
 
 def filled(format: Format, teams: tuple[int, ...]) -> tuple[ExpertStore, shadow.ShadowPool, NativeExperts]:

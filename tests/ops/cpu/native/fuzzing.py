@@ -1,9 +1,8 @@
 """Fuzzes the native code with libFuzzer under AddressSanitizer and UBSan: fuzz/*.cpp are the targets, fuzz/*.corpus the
 inputs that they begin with, one in base64 a line.
 
-    .venv/bin/python -m tests.ops.cpu.native.fuzzing [--runs N] [--keep] [target ...]
-
---keep writes the smallest inputs that cover what was covered back to fuzz/*.corpus."""
+    .venv/bin/python -m tests.ops.cpu.native.fuzzing [--runs N] [target ...]
+"""
 
 import argparse
 import base64
@@ -27,12 +26,10 @@ from tests.ops.cpu.native.build import (
     compile_all,
     core_sources,
     made_once,
-    run,
 )
 
 FUZZ = TESTS / "fuzz"
 TARGETS = sorted(path.stem for path in FUZZ.glob("*.cpp"))
-MOST_KEPT, LONGEST_KEPT = 60, 400  # inputs of a corpus; bytes of one
 STATS = re.compile(r"^#(\d+)\s.* cov: (\d+) ft: (\d+)", re.MULTILINE)
 
 
@@ -62,43 +59,28 @@ def beside(target: str) -> list[Path]:
     return [SOURCES / f"{part}.cpp" for part in parts]
 
 
-def built(target: str, *instrumented: str) -> Path:
-    """The program that fuzzes `target`; `instrumented` are flags for what else it is to record."""
+def built(target: str) -> Path:
+    """The program that fuzzes `target`."""
     clang = compiler()
     assert clang is not None
     sanitizers = "address,undefined"
     # Kernels read packed rows through wider types on purpose; x86 and ARM allow any alignment there.
     flags = ["-O1", "-g", "-w", "-pthread", f"-fsanitize=fuzzer-no-link,{sanitizers}", "-fno-sanitize=alignment"]
-    flags += ["-fno-sanitize-recover=undefined", "-include", str(FUZZ / "clang.h"), *instrumented]
+    flags += ["-fno-sanitize-recover=undefined", "-include", str(FUZZ / "clang.h")]
     flags.append("-DCLONES=")  # Clang cannot clone functions whose templates the sets would share
     own = [f"-I{TWIN_HOST}", f"-I{OP_HOST}", f"-I{FUZZ}"]
     host = sorted(OP_HOST.glob("*.cpp")) if target == "tiling" else []
     objects = compile_all(clang, [*flags, *own], [FUZZ / f"{target}.cpp", *host])
     objects += compile_all(clang, flags, beside(target))
-    link = [f"-fsanitize=fuzzer,{sanitizers}", "-rdynamic", "-pthread", "-ldl", *instrumented]
+    link = [f"-fsanitize=fuzzer,{sanitizers}", "-rdynamic", "-pthread", "-ldl"]
     return made_once(f"fuzz_{target}", [clang, *link, *objects])
-
-
-def unpack(target: str, folder: Path) -> None:
-    """Writes the inputs of `target`'s corpus to `folder`."""
-    for number, line in enumerate((FUZZ / f"{target}.corpus").read_text().split()):
-        (folder / f"{number:03}").write_bytes(base64.b64decode(line))
-
-
-def keep(target: str, program: Path, folder: Path) -> None:
-    """Makes `target`'s corpus the smallest of the inputs in `folder` that together cover what all of them cover."""
-    with tempfile.TemporaryDirectory() as to:
-        run(str(program), "-merge=1", "-close_fd_mask=3", to, str(folder))
-        inputs = sorted((path.read_bytes() for path in Path(to).iterdir()), key=len)
-    small = [data for data in inputs if len(data) <= LONGEST_KEPT]
-    chosen = small[:: max(1, -(-len(small) // MOST_KEPT))]
-    (FUZZ / f"{target}.corpus").write_text("".join(f"{base64.b64encode(data).decode()}\n" for data in chosen))
 
 
 def fuzz(target: str, runs: int, folder: Path) -> str:
     """Runs `target` on its corpus and on `runs` inputs altogether; `folder` receives those that covered more. Returns
     what was run and covered, and raises where an input failed."""
-    unpack(target, folder)
+    for number, line in enumerate((FUZZ / f"{target}.corpus").read_text().split()):
+        (folder / f"{number:03}").write_bytes(base64.b64decode(line))
     # libFuzzer would take the peak memory of the process that started it for its own (getrusage), so one allocation is
     # bounded and not all of them together.
     limits = ["-timeout=10", "-rss_limit_mb=0", "-malloc_limit_mb=1500", "-max_len=1024"]
@@ -119,13 +101,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", default=TARGETS)
     parser.add_argument("--runs", type=int, default=1_000_000)
-    parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
     for target in args.targets:
         with tempfile.TemporaryDirectory() as folder:
             print(fuzz(target, args.runs, Path(folder)), flush=True)
-            if args.keep:
-                keep(target, built(target), Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,74 @@
-"""What the processes of tools/npu_check have in tests: small sizes, and one fault at a time."""
+"""The processes of tools/npu_check in tests: forked from one that has imported what they need, with a device that
+computes (computing.py), small sizes, and one fault at a time."""
 
+import multiprocessing
+import multiprocessing.process
 import os
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch_npu
 
+import tests.ascend.ranks  # noqa: F401 (says what the processes are forked from has imported)
 from ops.ascend import vector_core
 from tests.ascend.extension import load_extension
-from tools.npu_check import environment, numbers
+from tools.npu_check import environment, numbers, processes
 
 NEW = 1 << 62  # a time of building after every source
+
+
+@dataclass
+class Forked:
+    """Implements tools.npu_check.processes.Process."""
+
+    process: multiprocessing.process.BaseProcess
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+
+def forked(case: Path, fault: str) -> Callable[..., Forked]:
+    """Takes the place of `processes.start`. `case` is the demo's, `fault` a function of this module or empty."""
+
+    def start(arguments: list[str], environment: dict[str, str], log: Path, group: bool) -> Forked:
+        process = multiprocessing.get_context("forkserver").Process(
+            target=become, args=(arguments, environment, str(log), 0 if group else os.getpgrp(), case, fault)
+        )
+        process.start()
+        return Forked(process)
+
+    return start
+
+
+def become(arguments: list[str], variables: dict[str, str], log: str, group: int, case: Path, fault: str) -> None:
+    """This process is one of the tool's from here on."""
+    os.setpgid(0, group)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.environ.pop("CPU_AFFINITY_CONF", None)  # it needs a library of the driver
+    torch.set_num_threads(1)
+    from tests.ascend import computing
+    from tools.npu_check.__main__ import main
+
+    put(processes, start=forked(case, fault))
+    small(str(case))
+    computing.start()
+    if fault:
+        FAULTS[fault]()
+    main(arguments)
 
 
 def small(case: str) -> None:
@@ -44,27 +101,6 @@ def keep(module: Any, *names: str) -> None:
     module.checks = lambda logs: [check for check in every(logs) if check.name in names]
 
 
-def spoil(op: str, where: Callable[[], bool] = lambda: True) -> None:
-    """The op's first result is wrong."""
-    from tests.ascend import computing
-
-    def wrong(work: Any) -> None:
-        values = computing.tree_leaves(work.compute())
-        computing.put(work.outs[0], values[0] * (1.5 if where() else 1))
-
-    computing.SPECIAL[op] = wrong
-
-
-def no_device() -> None:
-    torch_npu.npu.device_count = lambda: 0
-
-
-def not_built() -> None:
-    """CANN's compiler is not there."""
-    put(vector_core, built=lambda *_: 0)
-    os.environ.pop("ASCEND_HOME_PATH", None)
-
-
 def refused_operator() -> None:
     """Groups that are one too few: a rule of CANN's sources that the fake CANN enforces."""
     from tools.npu_check.stages import operators
@@ -72,13 +108,6 @@ def refused_operator() -> None:
     keep(operators, "moe fusion_v2, tiled bfloat16, small", "moe fusion_v2, tiled bfloat16, 30B")
     real = torch_npu.npu_grouped_matmul
     torch_npu.npu_grouped_matmul = lambda **given: real(**{**given, "group_list": given["group_list"][1:]})
-
-
-def wrong_operator() -> None:
-    from tools.npu_check.stages import operators
-
-    keep(operators, "silu_mul, small", "argmax, small")
-    spoil("npu_swiglu")
 
 
 def broken_device() -> None:
@@ -90,13 +119,6 @@ def broken_device() -> None:
 
     operators.OPERATORS["rms_norm"] = raises
     keep(operators, "rms_norm, small", "argmax, small", "rms_norm, 30B", "argmax, 30B")
-
-
-def wrong_kernel() -> None:
-    from tools.npu_check.stages import kernels
-
-    keep(kernels, "gemv_w4a16, small, float sums", "fused_moe_w4a16, small, float sums")
-    spoil("fused_moe_w4a16")
 
 
 def stale_replay() -> None:
@@ -119,25 +141,6 @@ def killed_rank() -> None:
     keep(collectives, "2 ranks")
 
 
-def no_callback() -> None:
-    """Nobody is subscribed to the stream, as an older CANN needs it."""
-    from executor.platform.ascend.versions import Versions
-    from ops.ascend.bridge import Bridge
-    from tests.ascend import computing
-    from tools.npu_check.stages import bridge
-
-    put(bridge, read_versions=lambda *_: Versions(None, None, "8.3", None))
-    put(Bridge, subscribe=lambda self, stream: None)
-    bridge.LIMIT_S, computing.SYNC_MS = 0.2, 50
-    keep(bridge, "eager")
-
-
-def hang() -> None:
-    from tools.npu_check.stages import overlap
-
-    put(overlap, rank_body=lambda **given: time.sleep(600))
-
-
 def lost_shadows() -> None:
     """What the CPU computed is not added."""
     from tests.ascend import computing
@@ -145,3 +148,6 @@ def lost_shadows() -> None:
 
     computing.SPECIAL["shadow_join"] = lambda work: computing.put(work.outs[0], computing.on_cpu(work.args[1]))
     keep(shadows, "eager")
+
+
+FAULTS = {f.__name__: f for f in (refused_operator, broken_device, stale_replay, killed_rank, lost_shadows)}

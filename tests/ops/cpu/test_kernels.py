@@ -145,6 +145,7 @@ def counter() -> str:
     return str(made_once("icount.so", ["gcc", *flags, str(TESTS / "icount.c")]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("instruction_set", "format"), COUNTS)
 def test_instructions_per_weight(arm: str, counter: str, instruction_set: str, format: str) -> None:
     version = run(COMPILER, "-dumpversion").stdout.split(".")[0].strip()
@@ -163,3 +164,28 @@ def test_instructions_per_weight(arm: str, counter: str, instruction_set: str, f
         at = f"{instruction_set}, {format}, {rows} rows: {count:.4f} instructions per weight, recorded {recorded}"
         assert count <= 1.03 * recorded, f"{at}: worse"
         assert count >= 0.9 * recorded, f"{at}: record the new value"
+
+
+WITH_TILES = {"dispatch", "amx", "probe"}
+
+
+@pytest.fixture(scope="module")
+def twin() -> str:
+    """The program compiled against `native/twin`, with which it has AMX on a CPU that has only AVX512-BF16."""
+    flags = [*WARNINGS, *OF_MACHINE["x86_64"]]
+    sets = engine.module.instruction_sets()
+    if "amx" in sets:
+        pytest.skip("this CPU has tiles of its own, with which the test above runs the same program")
+    if "avx512_bf16" not in sets:
+        pytest.skip("this CPU has no AVX512-BF16, which the kernels with AMX use beside it")
+    sources = [*core_sources("x86_64"), TESTS / "kernels.cpp"]
+    tiled = [path for path in sources if path.stem in WITH_TILES]
+    objects = compile_all("g++", flags, [path for path in sources if path not in tiled])
+    objects += compile_all("g++", [f"-iquote{TESTS / 'twin'}", *flags], tiled)
+    return str(made_once("kernels", ["g++", *flags, *objects, "-pthread"]))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these kernels are for x86-64")
+def test_parity_on_a_twin_of_the_tiles(twin: str) -> None:
+    assert parity(twin, "auto") == "amx"
