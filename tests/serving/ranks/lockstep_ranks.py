@@ -1,12 +1,10 @@
 """A job whose ranks serve random traffic in lockstep while each rank moves experts at random: requests come, are
-aborted, preempted, and find prefixes of others. Rank 0 writes the tokens of every request, and those that some requests
-get alone."""
+aborted, preempted, and find prefixes of others. Rank 0 compares answers with those that the same requests get alone,
+and writes what it has counted."""
 
-import argparse
 import json
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +55,7 @@ class Traffic:
         self.submitted: list[Submit] = []
         self.rows: dict[int, list[Row]] = {}
         self.refused = 0
-        self.aborted: set[int] = set()
+        self.aborted = 0
 
     def receive(self, wait_s: float) -> list[Message]:
         self.steps -= 1
@@ -68,9 +66,8 @@ class Traffic:
         while self.random.random() < (0.6 if crowd else 0.03):
             messages.append(self.request())
         if self.submitted and self.random.random() < 0.03:
-            id = self.random.choice(self.submitted[-6:]).id
-            self.aborted.add(id)
-            messages.append(Abort(id))
+            self.aborted += 1
+            messages.append(Abort(self.random.choice(self.submitted[-6:]).id))
         return messages
 
     def request(self) -> Submit:
@@ -93,11 +90,18 @@ class Traffic:
                 self.rows.setdefault(row.id, []).append(row)
         self.refused += isinstance(message, Refused)
 
-
-def any_time(took: Callable[..., None]) -> Callable[..., None]:
-    """`took` with times of steps that differ from rank to rank, so that all must draft by those of rank 0. Further rows
-    are mostly cheap."""
-    return lambda loop, drafts, rows, seconds: took(loop, drafts, rows, random.random() / rows)
+    def compared(self, alone: list[tuple[int, list[int]]]) -> dict[str, int]:
+        """Counts, once every answer, or the part of it that came, is that of its request `alone`."""
+        ended = {id for id, rows in self.rows.items() if rows[-1].finish}
+        for id, tokens in alone:
+            got = [token for row in self.rows.get(id, []) for token in row.tokens]
+            assert got == (tokens if id in ended else tokens[: len(got)]), id
+        hits = sum(rows[0].cached_tokens > 0 for rows in self.rows.values())
+        whole = len([id for id, _ in alone if id in ended])
+        return dict(
+            submitted=len(self.submitted), ended=len(ended), hits=hits, refused=self.refused, aborted=self.aborted,
+            alone=len(alone), whole=whole,
+        )  # fmt: skip
 
 
 class Watched(Worker):
@@ -124,14 +128,8 @@ def alone(worker: Worker, submit: Submit) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("case")
-    parser.add_argument("steps", type=int)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--alone", type=int, default=40, help="how many requests run alone afterwards (0: all)")
-    parser.add_argument("--results", type=Path)
-    args = parser.parse_args()
-    case = load_case(args.case)
+    _, case_file, steps, out, alone_most, _, folder = sys.argv  # about so many requests run alone afterwards
+    case = load_case(case_file)
 
     def body(results: Path, ranks: RankEnv) -> None:
         random.seed(ranks.rank)
@@ -140,35 +138,25 @@ def main() -> None:
         if runner.engine.shadows:
             runner.engine.shadows.residency.swaps = any_swaps  # type: ignore[method-assign]
         MemorySplit.decide = any_share  # type: ignore[method-assign]
-        Loop._took = any_time(Loop._took)  # type: ignore[method-assign]
-        traffic = Traffic(args.steps, 7)
+        traffic = Traffic(int(steps), 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)
         worker.run()
-        preemptions, steps, moved = worker.preemptions, worker.steps, worker.moved
-        drafted, accepted = worker.drafted, worker.accepted
+        counts = {name: getattr(worker, name) for name in ("preemptions", "steps", "moved", "drafted", "accepted")}
         for sequence in [*worker.loop.scheduler.running, *worker.loop.scheduler.waiting]:
             worker.loop.abort(sequence.id)
         for cache in worker.loop.scheduler.caches:
             cache.trim(0)
-        held = [cache.held for cache in worker.loop.scheduler.caches]
+        counts["held"] = sum(cache.held for cache in worker.loop.scheduler.caches)
         # Rank 0 knows what was asked; the others hear of it as in a tick.
-        every = max(1, len(traffic.submitted) // args.alone) if args.alone else 1
+        every = max(1, len(traffic.submitted) // int(alone_most))
         some: list[Submit | Abort | Stop] = list(traffic.submitted[::every])
         tick = worker.control.share(Tick(0, 0, None, 0, some) if ranks.rank == 0 else None)
         found = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
         if ranks.rank == 0:
-            rows = {id: [t for row in rows for t in row.tokens] for id, rows in traffic.rows.items()}
-            ended = [id for id, rows in traffic.rows.items() if rows[-1].finish]
-            hits = sum(rows[0].cached_tokens > 0 for rows in traffic.rows.values())
-            report = dict(
-                submitted=len(traffic.submitted), rows=rows, ended=ended, alone=found, held=held, hits=hits,
-                preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused,
-                aborted=sorted(traffic.aborted), drafted=drafted, accepted=accepted,
-            )  # fmt: skip
-            args.out.write_text(json.dumps(report))
+            Path(out).write_text(json.dumps(counts | traffic.compared(found)))
 
     with torch.inference_mode():
-        run_rank(case, args.results, body)
+        run_rank(case, Path(folder), body)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A front that starts faulty ranks, gives them requests if asked to, and prints what it has reached."""
+"""A front that starts faulty ranks, and says when they load or, in another phase, are ready."""
 
 import asyncio
 import sys
@@ -9,7 +9,6 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 from executor.config.load import load_case
 from serving.ranks.client import EngineClient
 from serving.ranks.launcher import launcher_of
-from serving.ranks.messages import Sampling
 from serving.ranks.supervisor import Supervisor
 
 
@@ -22,9 +21,6 @@ async def main(case: str, path: Path, phase: str) -> None:
     running = asyncio.create_task(supervisor.run())
     while not (client.alive if phase == "load" else client.ready):
         await asyncio.sleep(0.05)
-    if phase == "hang":
-        async for _ in client.rows([1, 2, 3], Sampling(max_tokens=200, ignore_eos=True)):
-            print("row", flush=True)
     print("reached", flush=True)
     await running
 

@@ -105,45 +105,34 @@ def victim(supervisor: Supervisor, rank: int | None) -> int:
     return next(process.pid for process in supervisor.processes() if process.rank == rank)
 
 
-KILLS: dict[int, list[tuple[str, int | None]]] = {  # by ranks: when which of them is killed; None: the launcher
-    1: [("decode", 0), ("prefill", 0)],
-    2: [("decode", 1), ("decode", None)],
-}
-
-
-@pytest.mark.parametrize("world", thorough_but(KILLS, 1))
-def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case: str, world: int) -> None:
-    """Two requests decode and one waits, or one is in its prefill: those without a row are answered by the next ranks,
-    the others are told why. Then the ranks leave together."""
+@pytest.mark.parametrize("rank", thorough_but([1, None], 1))
+def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case: str, rank: int | None) -> None:
+    """A rank's, or the launcher's. Two requests decode and one waits: that one is answered by the next ranks, the
+    others are told why. Then the ranks leave together."""
 
     async def run() -> None:
-        async with served(tmp_path, case, f"world_size={world}", "serve_config.restarts=2") as supervisor:
-            client = supervisor.client
-            for restarts, (phase, rank) in enumerate(KILLS[world], 1):
-                pid = victim(supervisor, rank)
-                if phase == "decode":
-                    rows: tuple[list[int], list[int]] = ([], [])
-                    begun = [asyncio.create_task(answer(client, [i], ENDLESS, own)) for i, own in enumerate(rows)]
-                    await until(lambda: all(rows), 20)  # noqa: B023
-                prompt = LONG[:40] if phase == "decode" else LONG[1:]  # no prefix of what is known
-                asked = asyncio.create_task(answer(client, prompt, 3))
-                await asyncio.sleep(0.03)
-                os.kill(pid, signal.SIGKILL)
-                await until(lambda: not client.serving, 60)  # milliseconds on a machine that is idle
-                tokens, why = await asked
-                assert (tokens, why) == await answer(client, prompt, 3)
-                assert (len(tokens), why) == (3, "whole")
-                if phase == "decode":
-                    who = "the launcher" if rank is None else f"rank {rank}"
-                    for tokens, why in [await task for task in begun]:
-                        assert 0 < len(tokens) < ENDLESS
-                        assert why == f"{who} (pid {pid}) failed: killed by SIGKILL"
-                assert supervisor.restarts == restarts
+        async with served(tmp_path, case, "serve_config.restarts=2") as supervisor:
+            client, pid = supervisor.client, victim(supervisor, rank)
+            rows: tuple[list[int], list[int]] = ([], [])
+            begun = [asyncio.create_task(answer(client, [i], ENDLESS, own)) for i, own in enumerate(rows)]
+            await until(lambda: all(rows), 20)
+            asked = asyncio.create_task(answer(client, LONG[:40], 3))
+            await asyncio.sleep(0.03)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not client.serving, 60)  # milliseconds on a machine that is idle
+            tokens, why = await asked
+            assert (tokens, why) == await answer(client, LONG[:40], 3)
+            assert (len(tokens), why) == (3, "whole")
+            who = "the launcher" if rank is None else f"rank {rank}"
+            for tokens, why in [await task for task in begun]:
+                assert 0 < len(tokens) < ENDLESS
+                assert why == f"{who} (pid {pid}) failed: killed by SIGKILL"
+            assert supervisor.restarts == 1
             await supervisor.stop()
         assert (supervisor.status, supervisor.failed) == (0, "")
 
     asyncio.run(run())
-    if world > 1:  # nobody else knows the folders of the launcher that was killed
+    if rank is None:  # nobody else knows the folders of the launcher that was killed
         shutil.rmtree(temporary)
         temporary.mkdir()
 
@@ -163,8 +152,6 @@ ENDS = [  # what a launcher does, of how many ranks, and why they have failed
     (WRITES.format(b"error: rank 1 failed; all ranks' logs: /results/x\n", 1), 2, "rank 1 failed"),
     ("os.kill(os.getpid(), 9)", 1, r"rank 0 \(pid \d+\) failed: killed by SIGKILL"),
     ("os.kill(os.getpid(), 9)", 2, r"the launcher \(pid \d+\) failed: killed by SIGKILL"),
-    ("sys.exit(139)", 2, r"the launcher \(pid \d+\) failed: killed by SIGSEGV"),
-    ("sys.exit(3)", 1, r"rank 0 \(pid \d+\) failed: exit status 3"),
     ("sys.exit(3)", 2, "the ranks have ended with exit status 3"),
 ]
 
@@ -239,28 +226,22 @@ def test_a_halted_rank_is_named(tmp_path: Path, case: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("phase", thorough_but(["load", "idle", "hang"], "idle"))
+@pytest.mark.parametrize("phase", thorough_but(["load", "idle"], "idle"))
 def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, phase: str) -> None:
     path = tmp_path / "socket"
     front = subprocess.Popen(
         [sys.executable, "tests/serving/ranks/lonely_front.py", case, str(path), phase],
         cwd=ROOT, env=os.environ | {"FAULT": phase}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wanted = "row\n" if phase == "hang" else "reached\n"
     assert front.stdout
     try:
         # A rank's line and its end are two writes, between which the front's line may come.
-        assert any(line.endswith(wanted) for line in front.stdout)
-        if phase == "hang":
-            time.sleep(1)
+        assert any(line.endswith("reached\n") for line in front.stdout)
         assert len(processes_of(path)) == 3
     finally:
         front.kill()
         front.wait()
-    start = time.monotonic()
-    while processes_of(path):
-        assert time.monotonic() - start < 120
-        time.sleep(0.05)
+    asyncio.run(until(lambda: not processes_of(path), 120))
     front.stdout.close()
 
 
@@ -268,7 +249,6 @@ RANK_DIED = r"rank 1 \(pid \d+\) on node 1 \(.*\) failed: killed by SIGKILL"
 NODES = {
     "the server stops": (0, "the server has ended"),
     "a rank dies": (1, rf"error: {RANK_DIED}; logs on each node: .*"),
-    "the front dies": (143, r"error: node 0 \(.*\) was told to end by SIGTERM"),
 }
 
 
@@ -296,17 +276,7 @@ def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeyp
                 assert await asked == ([], supervisor.failed)
 
     try:
-        if end == "the front dies":
-            path = tmp_path / "socket"
-            lonely = [sys.executable, "tests/serving/ranks/lonely_front.py", case, str(path), "idle"]
-            front = subprocess.Popen(lonely, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-            assert front.stdout
-            assert any(line == "reached\n" for line in front.stdout)
-            front.kill()
-            front.wait()
-            front.stdout.close()
-        else:
-            asyncio.run(run())
+        asyncio.run(run())
         output = second.communicate(timeout=30)[0]
     finally:
         second.kill()
