@@ -333,10 +333,6 @@ class Checker:
             "compared with the answer alone": f"{len(compared):,} to {len(self.questions)} questions",
             "faults": ", ".join(f"{n} {kind}" for kind, n in Counter(e["kind"] for e in self.of["fault"]).items()),
         }
-        for event in self.of["mended"]:
-            rows[f"/health/ready tells of a {event['kind']} at {self._at(event)}"] = f"after {event['told']} s"
-        for event in self.of["compared"]:
-            rows["CPU time, of that of a new server"] = f"{event['old'] / event['new']:.3f}"
         rows |= {name: f"{value:,.0f}" for name, value in sorted(self.totals.items()) if name.endswith("_total")}
         for (process, pid, what), found in sorted(self.slopes.items()):
             growth = f"{found.level:.4g}, {found.hourly:+.3g} ± {found.error:.2g} an hour"

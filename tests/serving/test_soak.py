@@ -146,18 +146,14 @@ FAULTS: dict[str, Callable[[History], object]] = {  # a violation, and a fault t
     "request 6 was answered 2 times": lambda h: h.append(dict(of(h, "end", id=6))),
     "bear the same id cmpl-7": lambda h: change(h, "end", 6, ids=["cmpl-7"]),
     "request 6 ended by ['stop'], and alone ['length']": lambda h: change(h, "end", 6, ends=["stop"]),
-    "request 6: logprobs hash, alone hash1": lambda h: change(h, "end", 6, logprobs="hash"),
     "request 6: IncompleteReadError": lambda h: change(h, "end", 6, how="cut", why="IncompleteReadError", status=None),
     "request 100 ended with 500 engine_gone": lambda h: change(h, "end", 100, status=500, error="engine_gone"),
     "request 6 ended with 200": lambda h: change(h, "send", 6, client="wrong", wanted=400),
-    "2 frames are held, first 1": lambda h: count(h, 0.9, {"arena_frames:sequences": 1, "arena_frames:free": -1}),
-    "num_requests_running is 1.0": lambda h: count(h, 0.5, {"num_requests_running": 1.0}),
     "front 10: files may grow by 4": lambda h: grow(h, "quiet", 0, "files", lambda t: t // 900),
     "front 10: mb may grow by ": lambda h: grow(h, "look", 0, "mb", lambda t: 8 * t / 3600),  # below a noise of 3 MB
     "counts 5 ended by length, its clients 6 to 12": lambda h: count(h, 0.0, {"request_success_total:length": -1}),
     "counts 1 refused, its clients 2": lambda h: count(h, 0.0, {"admission_rejections_total:queue_full": -1}),
     "did not tell of a kill, or did not come back": lambda h: change(h, "mended", took=None),
-    "server 0 ended with status 1": lambda h: change(h, "exit", status=1),
     "servers [0] have not ended": lambda h: h.remove(of(h, "exit")),
     "nothing happened of num_preemptions_total": lambda h: count(h, 0.0, {"num_preemptions_total": -5.0}),
 }

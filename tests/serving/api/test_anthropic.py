@@ -162,7 +162,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (turns(CALLED | {"name": 5}, role="assistant"), f"{FIRST}.name"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
-    ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "bogus"}}}}, "output_config.format"),
 ]

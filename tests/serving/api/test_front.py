@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from serving.api import app, body, compiling, fields, front, openai_completions, server, sse, structured
+from serving.api import (
+    anthropic,
+    app,
+    body,
+    compiling,
+    fields,
+    front,
+    openai_completions,
+    responses,
+    server,
+    sse,
+    structured,
+)
 from serving.api.errors import ApiError
 from serving.ranks import client
 from tests.serving.api.front import Connection, Server, run, until
@@ -71,12 +83,15 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     async def scenario(server: Server) -> None:
         assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70, made_up=1)).status == 200
         assert server.front.unknown == {"made_up": 1}
-        for name, idle in fields.UNSUPPORTED.items():
-            for value in [None, *idle]:
-                given: dict[str, Any] = {name: value}
-                assert (await server.chat(**given)).status == 200
-            error = (await server.chat(**given | {name: ["something"]})).error
-            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        for path, asked, unsupported in (
+            ("completions", {"prompt": "a"}, fields.UNSUPPORTED), ("responses", {"input": "a"}, responses.UNSUPPORTED),
+            ("messages", {**said(role="user", content="a"), "max_tokens": 1}, anthropic.UNSUPPORTED),
+        ):  # fmt: skip
+            for name, idle in unsupported.items():
+                for value in [None, *idle]:
+                    assert (await server.ask(f"/v1/{path}", asked | {name: value})).status == 200, name
+                refused = (await server.ask(f"/v1/{path}", asked | {name: ["something"]})).json["error"]
+                assert refused["message"].startswith(f"{name}: ")
 
     run(scenario)
 

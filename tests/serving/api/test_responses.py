@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tests.serving.api.front import Server, run
-from tests.serving.api.test_anthropic import CALL, THINKS, told
+from tests.serving.api.test_anthropic import THINKS, told
 from tests.serving.api.test_chat import TOOL as CHAT_TOOL
 
 PATH = "/v1/responses"
@@ -142,7 +142,6 @@ def item(**fields: Any) -> dict[str, Any]:
 MADE = {"type": "function_call", "call_id": "a", "name": "b", "arguments": "{}"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"background": True}, "background"),
     ({"include": ["file_search_call.results"]}, "include"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "rain"}}, "tool_choice"),
@@ -166,19 +165,6 @@ def test_what_is_refused_has_a_name() -> None:
             assert (reply.status, reply.error["param"]) == (400, param)
 
     run(scenario)
-
-
-def test_what_asks_for_nothing_is_taken() -> None:
-    async def scenario(server: Server) -> None:
-        idle = {
-            "store": False, "truncation": "disabled", "service_tier": "auto", "background": False, "metadata": {},
-            "previous_response_id": None, "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True,
-            "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-        }  # fmt: skip
-        assert (await server.ask(PATH, {"input": "Hi"} | idle)).status == 200
-
-    run(scenario, CALL)
 
 
 def test_a_stream_whose_ranks_end_is_a_failed_response() -> None:

@@ -86,16 +86,12 @@ NONE: list[dict[str, Any]] = [
 ]  # fmt: skip
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": "{"}, "guided_json: is no JSON"),
-    ({"guided_json": "[]"}, "guided_json: must be a JSON schema: an object or a boolean"),
     ({"guided_regex": "ab\\"}, "guided_regex: ends with a backslash that escapes nothing"),
-    ({"guided_regex": ""}, "guided_regex: must have 1 to 65536 bytes"),
     ({"guided_regex": "é" * (structured.LARGEST // 2 + 1)}, "guided_regex: must have 1 to 65536 bytes"),
     *(({"response_format": format}, f"response_format.{error}") for format, error in [
         ({"pattern": "a"}, "type: None is none of text, json_object, json_schema, regex, grammar"),
-        ({"type": ["regex"]}, "type: ['regex'] is none of"),
         ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "json_schema.schema: must be a JSON schema"),
         ({"type": "regex", "grammar": "a"}, "pattern: must be a string"),
-        ({"type": "grammar", "grammar": 5}, "grammar: must be a string"),
     ]),
 ]  # fmt: skip
 

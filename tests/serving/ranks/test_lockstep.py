@@ -20,21 +20,24 @@ DATA = {
     "input_max_len": 40, "max_new_tokens": 16, "batch_size": 8, "chunked_prefill_size": 24, "draft_tokens": 3,
 }  # fmt: skip
 ARENA_KB = 60  # of a rank: too few for experts and all pages
+FEW = {"preemptions": 3, "moved": 1, "hits": 1, "drafted": 0, "whole": 2}
+MANY = {"preemptions": 3, "moved": 1, "hits": 10, "drafted": 3, "whole": 15}
 
 
 def test_traffic_on_two_ranks(tmp_path: Path) -> None:
-    check_traffic(tmp_path, 2, {"attn_tp_size": 1}, 150, 5)
+    check_traffic(tmp_path, 2, {"attn_tp_size": 2, "moe_tp_size": 2}, 300, 5, FEW)
 
 
 @pytest.mark.thorough
 def test_traffic_on_four_ranks(tmp_path: Path) -> None:
-    check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 400, 20)
+    check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 400, 20, MANY)
 
 
 def check_traffic(
-    folder: Path, world: int, sizes: dict[str, int], steps: int, alone: int, limit_s: float = 300
-) -> None:
-    """`alone` is the number of requests that run alone afterwards, about."""
+    folder: Path, world: int, sizes: dict[str, int], steps: int, alone: int, least: dict[str, int],
+    limit_s: float = 300,
+) -> None:  # fmt: skip
+    """About `alone` requests run alone afterwards. Each of `least` happens more often than that."""
     save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     case = write_case(
         folder / "case.yaml", folder / "model", exe_mode="graph", world_size=world, parallel_config=sizes,
@@ -48,13 +51,11 @@ def check_traffic(
     found = json.loads(out.read_text())
     assert found["steps"] == steps
     assert found["refused"] == found["held"] == 0
-    for what, least in {"preemptions": 3, "moved": 1, "hits": steps // 40, "drafted": 3}.items():
-        assert found[what] > least, what
+    assert all(found[what] > count for what, count in least.items()), found
     assert found["ended"] > found["submitted"] // 2
-    assert found["whole"] > found["alone"] * 3 // 4 > 2
     print(found)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        check_traffic(Path(temporary), 4, {"moe_tp_size": 2}, int(sys.argv[1]), 1 << 30, 24 * 3600)
+        check_traffic(Path(temporary), 4, {"moe_tp_size": 2}, int(sys.argv[1]), 1 << 30, MANY, 24 * 3600)
