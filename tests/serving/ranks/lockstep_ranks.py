@@ -146,7 +146,7 @@ def main() -> None:
         if runner.engine.shadows:
             runner.engine.shadows.residency.swaps = any_swaps  # type: ignore[method-assign]
         MemorySplit.decide = any_share  # type: ignore[method-assign]
-        Drafts.took = any_cost(Drafts.took)  # type: ignore[method-assign]
+        Drafts.took = any_cost(Drafts.took)  # type: ignore[method-assign,assignment]
         traffic = Traffic(int(steps), 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)
         worker.run()
