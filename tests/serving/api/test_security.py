@@ -96,15 +96,6 @@ def test_a_body_that_is_too_large_is_not_read() -> None:
     run(scenario)
 
 
-def test_a_request_cannot_bring_a_template() -> None:
-    async def scenario(server: Server) -> None:
-        evil = "{% for i in range(10**9) %}{{ i }}{% endfor %}"
-        for fields in ({"chat_template": evil}, {"chat_template_kwargs": {"chat_template": evil}}):
-            assert (await server.chat(**fields)).status == 400
-
-    run(scenario)
-
-
 def test_many_connections_without_a_request_keep_nobody_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of them end, whether they say nothing, begin headers or begin a body; requests that run do not."""
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 20)

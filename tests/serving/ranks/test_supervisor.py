@@ -214,18 +214,6 @@ def test_the_cause_is_told(
         assert "all_reduce" in Path(folder, "stacks0.log").read_text()  # it waits for rank 1
 
 
-@pytest.mark.thorough
-def test_a_halted_rank_is_named(tmp_path: Path, case: str) -> None:
-    async def run() -> None:
-        async with served(tmp_path, case, "serve_config.step_timeout_s=1") as supervisor:
-            pid = victim(supervisor, 1)
-            os.kill(pid, signal.SIGSTOP)
-            await until(lambda: bool(supervisor.failed), 60)
-            assert supervisor.failed.endswith(f": rank 1 (pid {pid}) halted by a signal")
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize("phase", thorough_but(["load", "idle"], "idle"))
 def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, phase: str) -> None:
     path = tmp_path / "socket"
