@@ -48,8 +48,7 @@ M2_SIZES = dict(
 )  # fmt: skip
 QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeConfig, Qwen3MoeForCausalLM)
 M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
-FAMILIES = (QWEN3, M2)
-SECOND_THOROUGH = thorough_but(FAMILIES, QWEN3)  # of costly tests
+SECOND_THOROUGH = thorough_but((QWEN3, M2), QWEN3)  # of costly tests
 CAPTURE_MODES = thorough_but(["acl_graph", "npugraph_ex"], "acl_graph")  # of costly tests
 PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
 

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import CAPTURE_MODES, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_eager import golden, last_layer
 from tests.variants import thorough_but
-
-CAPTURES = ["acl_graph", "npugraph_ex"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +31,7 @@ def step_log(runner: Any, running: list[Any]) -> list[str]:
     return log.lines
 
 
-@pytest.mark.parametrize("mode", CAPTURES)
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
     """A step is five copies that do not wait, one replay, and an update with the lengths for each layer's attention."""
     runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true"), tmp_path)
@@ -66,7 +64,7 @@ def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> t
     return lines, runner.engine.decode_step.compiles
 
 
-@pytest.mark.parametrize("mode", thorough_but(["ge_graph", *CAPTURES], "ge_graph"))
+@pytest.mark.parametrize("mode", ["ge_graph", *thorough_but(["acl_graph", "npugraph_ex"])])
 def test_the_next_process_finds_the_graph(tmp_path: Path, mode: str) -> None:
     ((missed, compiles),) = run_ranks(started, 1, tmp_path, mode, ())
     assert ["miss (no cache yet)" in missed[0], len(missed), compiles] == [True, 1, 1]

@@ -110,6 +110,7 @@ def prefetched(rank: int, folder: Path) -> list[tuple[str, Shape | None]]:
     return [(types[node.inputs[1].partition(":")[0]], made[node.inputs[0]].shape) for node in program.of("Cmo")]
 
 
+@pytest.mark.thorough
 def test_the_next_layers_projection_is_read_ahead(tmp_path: Path) -> None:
     ascend_case(tmp_path)
     for found in run_ranks(prefetched, 2, tmp_path):

@@ -20,7 +20,7 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import pack, quantise
 from ops.format import Format
-from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
+from tests.ascend.engine import M2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -67,9 +67,8 @@ def test_model_equals_reference(tmp_path: Path, routing: str, family: Family, op
     assert_same(logits(tmp_path, ascend_on_cpu(routing)), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_model_equals_reference_on_an_earlier_cann(tmp_path: Path, family: Family) -> None:
-    save(family, tmp_path)
+def test_model_equals_reference_on_an_earlier_cann(tmp_path: Path) -> None:
+    save(QWEN3, tmp_path)
     ours = logits(tmp_path, ascend_on_cpu("fusion_v2", can=abilities("8.5.0")))
     assert_same(ours, logits(tmp_path, ReferenceOnCpu), 1e-4)
 
