@@ -4,7 +4,6 @@ in GE (captured: test_placement.py); the communicator and its window; real sizes
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch_npu
 
 from executor.platform.ascend import device
 from executor.platform.ascend.exchange import window_mb
-from models.config import ModelConfig
+from models.qwen3_moe.config import Qwen3MoeConfig
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts
@@ -26,6 +25,7 @@ from tests.ascend.test_ge import casts
 from tests.ascend.test_hccl import started
 from tests.ascend.test_rules import SIZES, Size, tiled
 from tests.variants import thorough_but
+from umbra.files import write_json
 
 BF16 = torch.bfloat16
 SPLIT = ("attn_tp_size=1", "moe_tp_size=1")
@@ -147,11 +147,11 @@ def test_rows_are_gathered(tmp_path: Path, kind: str, reason: str) -> None:
         assert told == f"gathered ({reason})"
 
 
-def real(rank: int, size: Size, format: Format, ranks: int, rows: int) -> list[str]:
+def real(rank: int, size: Size, format: Format, ranks: int, rows: int, window: int) -> list[str]:
     """The rules that a layer's exchange breaks on one of `ranks` ranks, of which two run."""
     join_hccl()
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_buffer_size": window_mb(rows, cast(ModelConfig, SizeOf(size)))}
+    options.hccl_config = {"hccl_buffer_size": window}
     group = dist.new_group([0, 1], pg_options=options)
     name = group._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
     torch_npu.npu.config.allow_internal_format = True
@@ -170,25 +170,6 @@ def real(rank: int, size: Size, format: Format, ranks: int, rows: int) -> list[s
     return violations()
 
 
-@dataclasses.dataclass
-class SizeOf:
-    """A model's sizes as its config has them."""
-
-    size: Size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.size.hidden
-
-    @property
-    def expert_count(self) -> int:
-        return self.size.experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.size.top_k
-
-
 WHOLE = {  # all experts of the real models
     "235b": dataclasses.replace(SIZES["235b_ep16"], experts=128),
     "m2": dataclasses.replace(SIZES["m2_tp8"], inner=1536),
@@ -197,9 +178,13 @@ WHOLE = {  # all experts of the real models
 
 @pytest.mark.parametrize("ranks", thorough_but([8, 16], 16))
 @pytest.mark.parametrize("model", WHOLE)
-def test_real_sizes_break_no_rule(model: str, ranks: int) -> None:
+def test_real_sizes_break_no_rule(tmp_path: Path, model: str, ranks: int) -> None:
+    size = WHOLE[model]
+    sizes = {"hidden_size": size.hidden, "num_experts": size.experts, "num_experts_per_tok": size.top_k}
+    write_json(tmp_path / "config.json", {"model_type": "qwen3_moe"} | sizes)
+    window = window_mb(32, Qwen3MoeConfig.from_folder(tmp_path))
     four_bits = Format("q4", 32, zeros=True)  # an expert of 235B in bfloat16 has 38 MB
-    for found in run_ranks(real, 2, WHOLE[model], four_bits, ranks, 32):
+    for found in run_ranks(real, 2, size, four_bits, ranks, 32, window):
         assert found == []
 
 
