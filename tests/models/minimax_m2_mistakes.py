@@ -1,4 +1,4 @@
-"""Ways to compute MiniMax-M2 wrongly: each patches the model or the CPU's ops. Most have been made by some engine."""
+"""Ways to compute MiniMax-M2 wrongly, one of each kind: each patches the model or the CPU's ops."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import models.minimax_m2.config as config
 import models.minimax_m2.model as model
-from models.batch import Batch
 from models.build import Build
-from models.layers.base import ALL, Piece
 from models.layers.experts import Experts
 from models.layers.linear import Source
 from models.layers.norm import SplitRMSNorm
-from models.layers.router import Router, SelectionBias
+from models.layers.router import Router
 from models.rope import RopeConfig
 from ops import reference
 from ops.cpu import ops as cpu
@@ -35,42 +32,12 @@ def norm_of_each_head(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SplitRMSNorm, "forward", forward)
 
 
-def norm_behind_rope(patch: pytest.MonkeyPatch) -> None:
-    def forward(self: model.Attention, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x, batch).split(self.sizes, dim=-1))
-        q, k = (t.flatten(1) for t in self.ops.rope(q, k, cos, sin))
-        q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qk_norm(q, k))
-        return self.o_proj(self.attention(q, k, v, batch), batch)
-
-    patch.setattr(model.Attention, "forward", forward)
-
-
-def whole_heads_rotate(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(config, "_rotary_dim", lambda hf, head_dim: head_dim)
-
-
 def neighbours_are_pairs(patch: pytest.MonkeyPatch) -> None:
     def order(rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
         middle = (rope.dim + head_dim) // 2
         return (*range(0, rope.dim, 2), *range(rope.dim, middle), *range(1, rope.dim, 2), *range(middle, head_dim))
 
     patch.setattr(model, "head_order", order)
-
-
-def last_columns_rotate(patch: pytest.MonkeyPatch) -> None:
-    def order(rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
-        still, half = head_dim - rope.dim, rope.dim // 2
-        turning = range(still, head_dim)
-        return (*turning[:half], *range(still // 2), *turning[half:], *range(still // 2, still))
-
-    patch.setattr(model, "head_order", order)
-
-
-def exponents_over_the_whole_head(patch: pytest.MonkeyPatch) -> None:
-    def frequencies(self: RopeConfig) -> list[float]:
-        return [self.theta ** (-i / self.dim) for i in range(self.dim // 2)]  # half of the head rotates
-
-    patch.setattr(RopeConfig, "inverse_frequencies", frequencies)
 
 
 def routing(route: Routing) -> Mistake:
@@ -83,26 +50,11 @@ def weights_with_bias(logits: Tensor, bias: Tensor | None, top_k: int, renormali
     return weights / weights.sum(-1, keepdim=True), ids
 
 
-def softmax(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    assert bias is not None
-    scores = logits.softmax(-1)
-    ids = (scores + bias).topk(top_k).indices
-    weights = scores.gather(-1, ids)
-    return weights / weights.sum(-1, keepdim=True), ids
-
-
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
     def experts(build: Build, count: int, hidden: int, inner: int, names: tuple[str, str, str]) -> Experts:
         return Experts(build, count, hidden, inner, ("w3", "w1", "w2"))
 
     patch.setattr(model, "Experts", experts)
-
-
-def bias_read_as_zero(patch: pytest.MonkeyPatch) -> None:
-    def pieces(self: SelectionBias, path: str) -> list[Piece]:
-        return [Piece(path, tuple(self.values.shape), (ALL,), lambda stored: self.values.zero_())]
-
-    patch.setattr(SelectionBias, "pieces", pieces)
 
 
 def gate_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
@@ -140,20 +92,10 @@ def copies_of_k_counted_once(patch: pytest.MonkeyPatch) -> None:
 
 MISTAKES: dict[str, Mistake] = {
     "norm_of_each_head": norm_of_each_head,
-    "norm_behind_rope": norm_behind_rope,
-    "whole_heads_rotate": whole_heads_rotate,
     "neighbours_are_pairs": neighbours_are_pairs,
-    "last_columns_rotate": last_columns_rotate,
-    "exponents_over_the_whole_head": exponents_over_the_whole_head,
-    "no_bias": routing(lambda logits, bias, top_k, renormalise: reference.route_sigmoid(logits, None, top_k, True)),
-    "bias_read_as_zero": bias_read_as_zero,
     "weights_with_bias": routing(weights_with_bias),
     "not_renormalised": routing(
         lambda logits, bias, top_k, renormalise: reference.route_sigmoid(logits, bias, top_k, False)
-    ),
-    "softmax": routing(softmax),
-    "softmax_without_bias": routing(
-        lambda logits, bias, top_k, renormalise: reference.route_softmax(logits, top_k, True)
     ),
     "gate_and_up_swapped": gate_and_up_swapped,
 }

@@ -1,5 +1,5 @@
 """Umbra's MiniMax-M2 compared with that of transformers, and both with the formulas in float64: the same logits for all
-configuration options. What each formula's mistakes would do: test_minimax_m2_mistakes.py."""
+configuration options; and what known mistakes would do to them (of splits: tests/executor/test_parallel.py)."""
 
 import json
 from collections.abc import Callable
@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
-from executor.engine.sequence import Sequence
-from executor.engine.teacher_forcing import ForcedRun
+from tests.models.minimax_m2_mistakes import MISTAKES, gate_in_bfloat16
 from tests.tiny import OFFICIAL_M2, TINY_M2, make_runner, oracle_logits, save_tiny_m2, tiny_case
-from umbra.commands.logits import collect_logits
+from umbra.commands.logits import collect_logits, prefill_logits
 from umbra.errors import UserError
 
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(130, 153))]
@@ -38,6 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 RUNS: dict[str, dict[str, Any]] = {
     "graph": {"exe_mode": "graph"},
     "pages_of_2": {"cache_config": {"page_size": 2}},
+    "chunks": {"exe_mode": "graph", "data_config": {"chunked_prefill_size": 5}},
 }
 
 
@@ -86,14 +86,6 @@ def formulas(folder: Path, ids: list[int], rotary_dim: int) -> np.ndarray:
     return (norm(x, "model.norm") @ w["lm_head.weight"].T).float().numpy()
 
 
-class CountedRun(ForcedRun):
-    steps = 0
-
-    def _run(self, running: list[Sequence], decode: bool, all_logits: bool) -> dict[int, Tensor]:
-        self.steps += 1
-        return super()._run(running, decode, all_logits)
-
-
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> MiniMaxM2ForCausalLM:
     """Changes the tensors of the checkpoint in place; the oracle that then reads it."""
     tensors = load_file(folder / "model.safetensors")
@@ -134,21 +126,6 @@ def test_logits_equal_transformers(tmp_path: Path, config: str) -> None:
 def test_every_way_to_run_equals_transformers(tmp_path: Path, run: str) -> None:
     oracle = save_tiny_m2(tmp_path / "model")
     assert_equal(logits_of(tmp_path / "model", **RUNS[run]), oracle)
-
-
-@pytest.mark.parametrize("exe_mode", ["eager", "graph"])
-def test_prefill_in_chunks(tmp_path: Path, exe_mode: str) -> None:
-    oracle = save_tiny_m2(tmp_path / "model")
-    sections = {"exe_mode": exe_mode, "data_config": {"chunked_prefill_size": 5}}
-    case = tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2", **sections)
-    forced = CountedRun(make_runner(case, tmp_path).engine)
-    last = forced.add(PROMPTS, 2)
-    assert forced.steps == -(-sum(map(len, PROMPTS)) // 5)
-    tokens = [int(logits.argmax()) for logits in last]
-    forced.extend(tokens)
-    for prompt, token, *ours in zip(PROMPTS, tokens, last, forced.decode(), strict=True):
-        expected = oracle_logits(oracle, [*prompt, token])[-2:]
-        np.testing.assert_allclose(torch.cat(ours).numpy(), expected.numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("config", ["tiny", "a_quarter_rotates", "16_heads_on_2"])
@@ -200,16 +177,6 @@ def test_half_precision_rounds_matrices_alone(tmp_path: Path, dtype: str) -> Non
     assert_equal(arrays, edit_tensors(tmp_path / "model", rounded))
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.1), ("float16", 0.002)])
-def test_half_precision_stays_close(tmp_path: Path, dtype: str, allowed: float) -> None:
-    """The errors' root mean square beside that of the logits: a token may get other experts."""
-    oracle = save_tiny_m2(tmp_path / "model")
-    arrays = logits_of(tmp_path / "model", model_config={"dtype": dtype})
-    for i, prompt in enumerate(PROMPTS):
-        expected = oracle_logits(oracle, prompt).numpy()
-        assert (arrays[f"prefill_{i}"] - expected).std() < allowed * expected.std()
-
-
 def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
     """The config of every release tells of three, of which no release has weights; other names are refused."""
     oracle = save_tiny_m2(tmp_path / "model")
@@ -223,3 +190,39 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"1 tensors that the model does not know: model\.layers\.6\.enorm\.weight"):
         logits_of(tmp_path / "model")
+
+
+def prefilled(folder: Path) -> list[np.ndarray]:
+    runner = make_runner(tiny_case(folder.parent, folder, model_name="minimax_m2"), folder.parent)
+    return [logits.numpy() for logits in prefill_logits(runner, PROMPTS)]
+
+
+def largest(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_known_mistake_changes_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    """By far more than the tests of equality allow, so that these would fail."""
+    save_tiny_m2(tmp_path / "model")
+    right = prefilled(tmp_path / "model")
+    MISTAKES[mistake](monkeypatch)
+    assert largest(prefilled(tmp_path / "model"), right) > 0.1
+
+
+def test_bfloat16_gate_changes_the_logits_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts come in pairs whose scores differ by less than bfloat16 tells apart, but by enough for float32."""
+
+    def near_ties(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if "gate" in name:
+                tensor[8:] = tensor[:8] * (1 + 1e-3 * torch.linspace(-1, 1, 8)[:, None])
+            elif "e_score" in name:
+                tensor[8:] = tensor[:8]
+
+    save_tiny_m2(tmp_path / "model")
+    oracle = edit_tensors(tmp_path / "model", near_ties)
+    right = [oracle_logits(oracle, prompt).numpy() for prompt in PROMPTS]
+    assert largest(prefilled(tmp_path / "model"), right) < 1e-4
+    gate_in_bfloat16(monkeypatch)
+    assert largest(prefilled(tmp_path / "model"), right) > 0.1

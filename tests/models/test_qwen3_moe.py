@@ -1,18 +1,19 @@
 """Umbra's Qwen3-MoE compared with that of transformers: the same logits for all configuration options."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, MiniMaxM2ForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
 
-from executor.config.load import load_case
+from executor.config.load import load_case, model_folder
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
 from umbra.commands.logits import collect_logits, sized_for
 from umbra.errors import UserError
-from umbra.files import ROOT
 
 LAYERS: dict[str, dict[str, Any]] = {
     "sparse": {},
@@ -70,17 +71,18 @@ def test_half_precision_stays_close(tmp_path: Path, dtype: str) -> None:
         assert error < {"bfloat16": 0.06, "float16": 0.008}[dtype] * np.abs(expected).max()
 
 
-def test_demo_model_equals_transformers(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer, Qwen3MoeForCausalLM
-
-    case = load_case("demo", ["dtype=float32", "method=none"])
-    folder = ROOT / case.model_path
-    oracle = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+@pytest.mark.parametrize(
+    ("case_name", "oracle"), [("demo", Qwen3MoeForCausalLM), ("demo_minimax", MiniMaxM2ForCausalLM)]
+)
+def test_demo_models_equal_transformers(tmp_path: Path, case_name: str, oracle: type[PreTrainedModel]) -> None:
+    case = load_case(case_name, ["dtype=float32", "method=none"])
+    folder = model_folder(case)
+    theirs = oracle.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [tokenizer(p).input_ids for p in case.data_config.prompts]
     arrays = collect_logits(make_runner(sized_for(case, ids, 12), tmp_path), ids, steps=12)
     for i in range(len(ids)):
-        expected = oracle_logits(oracle, arrays[f"ids_{i}"].tolist()).numpy()
+        expected = oracle_logits(theirs, arrays[f"ids_{i}"].tolist()).numpy()
         ours = np.concatenate([arrays[f"prefill_{i}"], arrays[f"decode_{i}"]])
         np.testing.assert_allclose(ours, expected, atol=1e-4)
 
@@ -89,24 +91,19 @@ def test_demo_model_equals_transformers(tmp_path: Path) -> None:
     ("change", "complaint"),
     [
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not implemented"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not implemented"),
         ({"model_type": "llama"}, "model_type: 'llama' does not match the case's model_name: 'qwen3_moe'"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not implemented"),
         ({"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 8"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than num_experts: 8"),
-        ({"num_experts": 65536, "num_hidden_layers": 9}, "num_experts: 65536 in each of 9 layers is more than 524288"),
         ({"hidden_size": 1 << 40}, "hidden_size: 1099511627776 must be an integer from 1 to"),
-        ({"hidden_size": "big"}, "hidden_size: 'big' must be an integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: -1 must be a positive number"),
         ({"eos_token_id": [0, "end"]}, "eos_token_id"),
         ({"mlp_only_layers": "none"}, "mlp_only_layers: 'none' must be a list"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
-    import json
-
     save_tiny(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ops.ascend.vector_core import reference
 from ops.ascend.vector_core.planes import planes_of
-from tests.fakes.ascend_c import Library, TwinError
+from tests.fakes.ascend_c import Library
 from tests.fakes.ascend_c.launch import launch
-from tests.ops.vector_core.weights import Mutation, Weight, choose, distinct, mutants, random_weight
+from tests.ops.vector_core.weights import Mutation, Weight, distinct, random_weight, unnoticed
 from tests.variants import thorough_but
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,9 @@ def fused(tokens: int, top_k: int, experts: int, hidden: int, inner: int, groups
     return y, reference.fused_moe_w4a16(*inputs, *groups, precise=True)
 
 
-SHAPES = [(32, 8), (96, 104), (160, 64), (192, 64), (256, 320), (320, 64), (768, 96), (1024, 768)]  # K, N
+SHAPES = [  # K, N; also more rows than the buffers hold, and two sections of K
+    (32, 8), (96, 104), (192, 64), (320, 64), (768, 96), (1024, 768), (4096, 256), (96, 1288), (8192, 64),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,7 +83,7 @@ def test_gemv(k: int, n: int, zeros: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("groups", [(32, 32), (64, 32), (128, 64), (64, 64), (128, 128)])
+@pytest.mark.parametrize("groups", [(32, 32), (64, 32), (128, 64)])
 def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None:
     shapes = ((128, 128), (256, 96), (1024, 192), (512, 384))
     for (hidden, inner), (tokens, top_k) in zip(shapes, ((1, 8), (2, 3), (4, 2), (8, 2)), strict=True):
@@ -91,9 +93,8 @@ def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None
                 assert worst_row(y, expected) < BOUND[dtype], (hidden, inner, float_sums)
 
 
-REAL = [  # hidden, inner, groups: of Qwen3-30B, of 235B whole and over 8, of MiniMax-M2 whole, over 8 and 16, its AWQ
-    (2048, 768, (32, 32)), (4096, 1536, (32, 32)), (4096, 192, (32, 32)), (3072, 1536, (64, 64)), (3072, 192, (64, 64)),
-    (3072, 96, (32, 32)), (3072, 192, (128, 64)),
+REAL = [  # hidden, inner, groups: of Qwen3-30B, of MiniMax-M2 over 16, of its AWQ over 8
+    (2048, 768, (32, 32)), (3072, 96, (32, 32)), (3072, 192, (128, 64)),
 ]  # fmt: skip
 
 
@@ -103,28 +104,6 @@ def test_real_widths(hidden: int, inner: int, groups: tuple[int, int]) -> None:
     ids = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
     y, expected = fused(2, 2, 2, hidden, inner, groups, BFLOAT, groups[0] > 32, ids)
     assert worst_row(y, expected) < BOUND[BFLOAT]
-
-
-@pytest.mark.parametrize(("ranks", "group", "zeros"), [(8, 32, False), (8, 64, True), (16, 32, True)])
-def test_attention_of_minimax_m2(ranks: int, group: int, zeros: bool) -> None:
-    """A rank's part of qkv and of the attention's output."""
-    hidden, heads, kv_heads = 3072, 48 // ranks, max(8 // ranks, 1)
-    for k, n in ((hidden, (heads + 2 * kv_heads) * 128), (heads * 128, hidden)):
-        assert worst_row(*gemv(4, k, n, group, BFLOAT, zeros)) < BOUND[BFLOAT]
-
-
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
-@pytest.mark.parametrize("tokens", [1, 5, 8])
-def test_dense(tokens: int, dtype: torch.dtype) -> None:
-    """Also more rows than the buffers hold, and two sections of K."""
-    for k, n, group, zeros in (
-        (4096, 256, 32, True),
-        (96, 1288, 32, False),
-        (512, 2048, 64, True),
-        (8192, 64, 32, True),
-    ):
-        y, expected = gemv(tokens, k, n, group, dtype, zeros)
-        assert worst_row(y, expected) < BOUND[dtype], k
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
@@ -144,23 +123,19 @@ def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
     assert errors[1] < BOUND[dtype] < errors[0]
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_the_widest_tiles(zeros: bool) -> None:
+def test_the_widest_tiles() -> None:
     """With few cores tiles have as many columns as the buffers hold."""
-    y, expected = fused(2, 2, 4, 512, 256, (128, 128), BFLOAT, zeros, cores=2)
+    y, expected = fused(2, 2, 4, 512, 256, (128, 128), BFLOAT, True, cores=2)
     assert worst_row(y, expected) < BOUND[BFLOAT]
     for k in (192, 512, 2048):
-        y, expected = gemv(2, k, 512, 64, HALF, zeros, cores=2)
+        y, expected = gemv(2, k, 512, 64, HALF, True, cores=2)
         assert worst_row(y, expected) < BOUND[HALF]
 
 
 PATTERNS = {
     "all the same": torch.full((8, 8), 3),
-    "each token the same eight": torch.arange(8).repeat(8, 1),
     "twice by one token": torch.tensor([[5, 5, 1], [1, 5, 5]]),
     "invalid": torch.tensor([[-1, 0, 12, 11], [999, -7, 1 << 30, -(1 << 31)]]),
-    "nobody": torch.full((2, 4), -1),
-    "top one": torch.tensor([[4], [4], [2]]),
     "top thirty-two": torch.arange(12).repeat(22)[:256].view(8, 32),
 }
 
@@ -203,11 +178,6 @@ def test_degenerate_scales(dtype: torch.dtype) -> None:
         assert worst_row(y, reference.gemv_w4a16(x, *weight, 64, precise=True)) < BOUND[dtype]
 
 
-def test_ids_point_into_a_bank_of_slots() -> None:
-    ids = torch.tensor([[4095, 17], [2048, 4095]], dtype=torch.int32)
-    assert worst_row(*fused(2, 2, 4096, 64, 32, (32, 32), HALF, False, ids)) < BOUND[HALF]
-
-
 def test_any_number_of_cores_gives_the_same_bits() -> None:
     """Each column is summed by one core, in an order that the number of cores does not change."""
     found = []
@@ -223,7 +193,7 @@ def test_any_number_of_cores_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
     ("k", "n", "group", "ordered"),
-    [(64, 32, 32, False), (2048, 64, 32, False), (768, 64, 32, True), (768, 96, 32, False), (192, 160, 64, True)],
+    [(2048, 64, 32, False), (768, 96, 32, True), (192, 160, 64, True)],
 )
 def test_unpack(k: int, n: int, group: int, ordered: bool, zeros: bool, pairs: bool) -> None:
     """Every value is rounded once, so the bits are the reference's."""
@@ -240,7 +210,7 @@ def test_unpack(k: int, n: int, group: int, ordered: bool, zeros: bool, pairs: b
 HIDDEN, INNER, EXPERTS = 2048, 768, 128  # Qwen3-30B-A3B
 
 
-@pytest.mark.parametrize(("rows", "k", "n"), [(1, HIDDEN, 2 * INNER), (8, INNER, HIDDEN), (4, HIDDEN, 2 * INNER)])
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, HIDDEN, 2 * INNER), (8, INNER, HIDDEN)])
 def test_gemv_reads_each_byte_of_its_weights_once(rows: int, k: int, n: int) -> None:
     """Up to as many rows as the buffers hold: 8192 values of x."""
     weight = random_matrix(k, n, 32, BFLOAT, True)
@@ -254,8 +224,8 @@ def test_gemv_reads_each_byte_of_its_weights_once(rows: int, k: int, n: int) -> 
     assert counts.waits == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_little_goes_between_the_fused_products(tokens: int) -> None:
+def test_little_goes_between_the_fused_products() -> None:
+    tokens = 4
     up = random_weight(EXPERTS, HIDDEN, 2 * INNER, 32, BFLOAT, False)
     down = random_weight(EXPERTS, INNER, HIDDEN, 32, BFLOAT, False, ordered=True)
     ids = torch.arange(8 * tokens, dtype=torch.int32).view(tokens, 8)
@@ -342,60 +312,48 @@ CASES = [  # hidden, inner, ids, zeros, largest value of x
 ]
 
 
-@pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return mutants(tmp_path_factory.mktemp("mistaken"), "fused_moe", MISTAKES.values())
-
-
-def caught(library: Library) -> bool:
+def right(library: Library) -> bool:
     for float_sums, (hidden, inner, ids, zeros, largest) in product((False, True), CASES):
-        try:
-            y, expected = fused(
-                len(ids), ids.shape[1], 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
-                float_sums=float_sums, largest=largest,
-            )  # fmt: skip
-        except TwinError:
-            return True
+        y, expected = fused(
+            *ids.shape, 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
+            float_sums=float_sums, largest=largest,
+        )  # fmt: skip
         errors = (y.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         if not errors.max() < BOUND[BFLOAT]:
-            return True
-    return False
+            return False
+    return True
 
 
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_a_mistake_is_caught(mistaken: Library, mistake: str | None) -> None:
-    choose(mistaken, 0 if mistake is None else 1 + list(MISTAKES).index(mistake))
-    assert caught(mistaken) == (mistake is not None)
+def test_every_mistake_is_noticed(tmp_path: Path) -> None:
+    assert unnoticed(tmp_path, "fused_moe", MISTAKES, right) == ["no mistake"]
 
 
 UNPACKER = "umbra_unpack_w4a16.cpp"
-UNPACKED_WRONG: list[Mutation] = [
-    (UNPACKER, "column / kPairs % 2 * (m.n / 2)", "0"),
-    (UNPACKER, "AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);", ";"),
-    (UNPACKER, "source[lane]", "source[0]"),
-    (UNPACKER, "kept[ScalesBytes()].template ReinterpretCast<T>()", "kept.template ReinterpretCast<T>()"),
-    (UNPACKER, "p * m.lanes + lane", "lane"),
-    (UNPACKER, "tiles ? at * kPitch : at", "at"),
-    (UNPACKER, "(work.section * m.planes + work.plane) * m.lanes", "work.plane * m.lanes"),
-    (UNPACKER, "row * kTileRows", "row"),
-    (UNPACKER, "m.n * kTileRows", "columns * kTileRows"),
-    (UNPACKER, "tiles ? kPitch : 1", "1"),
-    (UNPACKER, "kPitch - columns", "0"),
+UNPACKED_WRONG = [
+    ("column / kPairs % 2 * (m.n / 2)", "0"),
+    ("AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);", ";"),
+    ("source[lane]", "source[0]"),
+    ("kept[ScalesBytes()].template ReinterpretCast<T>()", "kept.template ReinterpretCast<T>()"),
+    ("p * m.lanes + lane", "lane"),
+    ("tiles ? at * kPitch : at", "at"),
+    ("(work.section * m.planes + work.plane) * m.lanes", "work.plane * m.lanes"),
+    ("row * kTileRows", "row"),
+    ("m.n * kTileRows", "columns * kTileRows"),
+    ("tiles ? kPitch : 1", "1"),
+    ("kPitch - columns", "0"),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(UNPACKED_WRONG) + 1))
-def test_a_mistake_of_unpack_is_caught(tmp_path: Path, number: int) -> None:
-    library = mutants(tmp_path, "unpack", UNPACKED_WRONG)
-    choose(library, number)
+def unpacks(library: Library) -> bool:
     weight = random_weight(2, 768, 32, 32, BFLOAT, True)
     expected = reference.unpack_w4a16(*weight, 32, False, True)
-    try:
-        rows, tiles = (
-            launch("unpack", *weight, attributes=(32, False, True, tiles), cores=3, library=library)[0].flatten()
-            for tiles in (False, True)
-        )
-        right = torch.equal(rows, expected.flatten()) and torch.equal(tiles, reference.tiles(expected).flatten())
-    except TwinError:
-        right = False
-    assert right == (number == 0)
+    rows, tiles = (
+        launch("unpack", *weight, attributes=(32, False, True, tiles), cores=3, library=library)[0].flatten()
+        for tiles in (False, True)
+    )
+    return torch.equal(rows, expected.flatten()) and torch.equal(tiles, reference.tiles(expected).flatten())
+
+
+def test_every_mistake_of_unpack_is_noticed(tmp_path: Path) -> None:
+    mistakes = {right: (UNPACKER, right, wrong) for right, wrong in UNPACKED_WRONG}
+    assert unnoticed(tmp_path, "unpack", mistakes, unpacks) == ["no mistake"]

@@ -52,13 +52,7 @@ def good(op: str) -> dict[str, Any]:
     return dict(**bank, ids=ids, weights=weights, group=32, group2=32)
 
 
-SHAPES = {
-    "gemv_w4a16": (T, N),
-    "fused_moe_w4a16": (T, K),
-    "unpack_w4a16": (E, N, K),
-    SLOTS: (T, K),
-    SCORES: (T, K),
-}
+SHAPES = {"gemv_w4a16": (T, N), "fused_moe_w4a16": (T, K), "unpack_w4a16": (E, N, K), SLOTS: (T, K), SCORES: (T, K)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -77,51 +71,30 @@ def test_tiles_are_written_to_the_bank() -> None:
     ("op", "name", "wrong", "complaint"),
     [
         ("gemv_w4a16", "x", empty(T, K, dtype=torch.float32), r"x: torch\.float32: must be float16 or bfloat16"),
-        ("gemv_w4a16", "x", empty(K), r"x: \(128,\): must be \(tokens, K\)"),
         ("gemv_w4a16", "x", empty(9, K), r"x: \(9, 128\): must be \(tokens, K\) with 8 tokens at most"),
         ("gemv_w4a16", "x", empty(T, 80), r"x: K of 80: must be a multiple of 32"),
         ("gemv_w4a16", "x", empty(T, 8224), r"x: K of 8224: must be 8192 at most"),
-        ("gemv_w4a16", "x", empty(T, 256), r"w: \(1, 64, 64\): must be \(2, N, 64\) for K of 256"),
         ("gemv_w4a16", "group", 96, "group: 96: must be 32, 64 or 128, and divide 128"),
         ("gemv_w4a16", "w", words(K, N).char(), r"w: torch\.int8: must be uint8, two nibbles in a byte"),
-        ("gemv_w4a16", "w", words(K, N, E), r"w: \(4, 1, 64, 64\): must be \(1, N, 64\)"),
-        ("gemv_w4a16", "w", words(K, 60), r"w: \(1, 60, 64\): must be .*, N a multiple of 8"),
         ("gemv_w4a16", "scales", kept(K, N).bfloat16(), r"scales: torch\.bfloat16: must be the type of x"),
         ("gemv_w4a16", "scales", empty(8, N), r"scales: \(8, 64\): must be \(1, 64, 8\): groups of 32"),
         ("gemv_w4a16", "zeros", empty(2, N), r"zeros: \(2, 64\) torch\.float16: must be as scales, \(1, 64, 8\)"),
-        ("fused_moe_w4a16", "w13", words(K, N), r"w13: \(1, 64, 64\): must be \(E, 1, N, 64\)"),
         ("fused_moe_w4a16", "s13", kept(K, 2 * N, 2), r"s13: \(2, 1, 128, 8\): must be \(4, 1, 128, 8\)"),
-        ("fused_moe_w4a16", "z13", kept(K, 2 * N, E).int(), r"z13: .* torch\.int32: must be as"),
-        ("fused_moe_w4a16", "ids", empty(T, TOP, dtype=torch.int64), r"ids: torch\.int64: must be torch\.int32"),
         ("fused_moe_w4a16", "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
-        ("fused_moe_w4a16", "x", empty(9, K), r"x: \(9, 128\): .* 8 tokens at most"),
         ("fused_moe_w4a16", "w2", words(K, K, E), r"w2: \(4, 1, 128, 64\): must be \(E, 1, N, 32\) for K of 64"),
         ("fused_moe_w4a16", "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),
-        ("fused_moe_w4a16", "weights", words(K, N), r"weights: torch\.uint8: must be torch\.float16"),
         ("fused_moe_w4a16", "weights", empty(T, 4), r"weights: \(3, 4\): must be \(3, 2\)"),
-        ("unpack_w4a16", "w", words(K, N), r"w: \(1, 64, 64\): must be \(E, planes, N, bytes\)"),
         ("unpack_w4a16", "w", words(K, 40, E), r"s?: \(4, 1, 64, 8\): must be \(4, 1, 40, 8\)"),
         (TILES, "bank", empty(E, K, N), r"bank: \(4, 128, 64\) torch\.float16: must be \(4, 64, 128\) torch\.float16"),
-        (TILES, "bank", empty(E, N, K).float(), r"bank: .* torch\.float32: must be .* N a multiple of 16"),
-        ("unpack_w4a16", "scales", kept(K, N, E).float(), r"scales: torch\.float32: must be the type of x"),
-        (SLOTS, "x", empty(9, K), r"x: \(9, 128\): .* 8 tokens at most"),
         (SLOTS, "arena", empty(3, 9, dtype=torch.uint8), r"arena: \(3, 9\) torch\.uint8: must have one dimension"),
-        (SLOTS, "arena", empty(9), r"arena: \(9,\) torch\.float16: must have one dimension, of torch\.uint8"),
         (SLOTS, "places", empty(E, dtype=torch.int64), r"places: .* one dimension, of torch\.int32"),
-        (SLOTS, "inner", 48, "inner: 48: must be a multiple of 32"),
         (SCORES, "scores", empty(T, 40, dtype=torch.bfloat16), r"scores: torch\.bfloat16: must be torch\.float16"),
-        (SCORES, "scores", empty(2, 40), r"scores: \(2, 40\): must be \(3, k\)"),
         (SCORES, "scores", empty(T, 513), r"scores: \(3, 513\): must be of 512 experts at most"),
         (SCORES, "top_k", 9, "top_k: 9: must be 1 to 8"),
         (SCORES, "first_expert", 37, "first_expert: 37: this and the 3 after it must be among the 40"),
-        (SCORES, "bias", empty(40), r"bias: \(40,\) torch\.float16: must be \(40\) torch\.float32, for sigmoids only"),
         (SCORES, "sigmoid", False, r"bias: \(40,\) torch\.float32: must be .*, for sigmoids only"),
-        (SCORES, "w2", words(K, K, E), r"w2: \(4, 1, 128, 64\): must be \(E, 1, N, 32\) for K of 64"),
         (SLOTS, "inner", 4128, "inner: 4128: must be a multiple of 32, 4096 at most"),
-        (SLOTS, "group", 256, "group: 256: must be 32, 64 or 128, and divide 128"),
         (SLOTS, "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),
-        (SLOTS, "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
-        (SLOTS, "weights", empty(T, TOP).float(), r"weights: torch\.float32: must be torch\.float16"),
     ],
 )  # fmt: skip
 def test_what_does_not_belong_together_is_named(op: str, name: str, wrong: Any, complaint: str) -> None:

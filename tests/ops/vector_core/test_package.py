@@ -64,21 +64,12 @@ def torch_schema(file: str) -> list[tuple[str, str]]:
     return [*arguments, ("tiles", "bool")] if file == "umbra_unpack_w4a16" else arguments
 
 
-def test_cmake_lists_every_op() -> None:
-    pairs = found(r"(Umbra\w+:umbra_\w+)", FOLDER / "CMakeLists.txt")
-    assert dict(pair.split(":") for pair in pairs) == OPS
-    assert sorted(path.stem for path in (FOLDER / "op_host").glob("*.cpp")) == sorted(OPS.values())
-
-
-def test_kernels_have_the_names_of_the_ops() -> None:
+def test_every_op_has_its_files() -> None:
     kernels = sorted((FOLDER / "op_kernel").glob("*.cpp"))
-    assert sorted(path.stem for path in kernels) == sorted(OPS.values())
+    for paths in (kernels, (FOLDER / "op_host").glob("*.cpp")):
+        assert sorted(path.stem for path in paths) == sorted(OPS.values())
     for path in kernels:
         assert found(r"__global__ __aicore__ void (\w+)\(", path) == [path.stem]
-
-
-def test_the_build_script_is_bash() -> None:
-    subprocess.run(["bash", "-n", str(FOLDER / "build.sh")], check=True)
 
 
 @pytest.fixture
@@ -97,17 +88,10 @@ def build(copy: Path, *arguments: str, **environment: str) -> subprocess.Complet
     )  # fmt: skip
 
 
-def test_help(copy: Path) -> None:
-    done = build(copy, "--help")
-    assert done.returncode == 0
-    assert "ascend910b ascend910_93" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "environment", "complaint"),
     [
         (["ascend310p"], {}, "SOC ascend310p is unknown: choose from ascend910b ascend910_93"),
-        (["ascend910b", "--fast"], {}, "SOC --fast is unknown: choose from ascend910b ascend910_93"),
         ([], {}, "ASCEND_HOME_PATH is not set: source set_env.sh of the CANN toolkit first"),
         (
             [],

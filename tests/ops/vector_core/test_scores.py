@@ -1,15 +1,17 @@
 """The mixture that chooses its experts from scores, unmodified, in the twin."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from ops import reference as interface
 from ops.ascend.vector_core import reference
-from tests.fakes.ascend_c import Counts, Library, TwinError
+from tests.fakes.ascend_c import Counts, Library
 from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_kernels import BOUND, worst_row
-from tests.ops.vector_core.weights import choose, mutants, random_weight
+from tests.ops.vector_core.weights import random_weight, unnoticed
 
 pytestmark = pytest.mark.slow
 
@@ -38,17 +40,7 @@ def mixture(
     return y, reference.fused_moe_scores_w4a16(*inputs, *attributes, precise=True), counts
 
 
-SIZES = [
-    (1, 8, 128),
-    (8, 8, 128),
-    (2, 8, 256),
-    (8, 8, 256),
-    (3, 2, 5),
-    (4, 6, 32),
-    (5, 3, 200),
-    (7, 1, 72),
-    (2, 4, 512),
-]
+SIZES = [(1, 8, 128), (8, 8, 256), (3, 2, 5), (5, 3, 200), (2, 4, 512)]
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), SIZES)
@@ -68,7 +60,7 @@ def test_the_other_types_of_scores() -> None:
     assert worst_row(y, expected) < BOUND[HALF]
 
 
-@pytest.mark.parametrize("here", [range(0, 16), range(16, 32), range(24, 40)])
+@pytest.mark.parametrize("here", [range(0, 16), range(24, 40)])
 def test_experts_of_other_ranks_add_nothing(here: range) -> None:
     for sigmoid in (False, True):
         y, expected, _ = mixture(torch.randn(8, 40), None, 4, sigmoid, here)
@@ -76,7 +68,7 @@ def test_experts_of_other_ranks_add_nothing(here: range) -> None:
         assert expected.norm(dim=-1).count_nonzero()
 
 
-@pytest.mark.parametrize("experts", [24, 40, 128, 256])
+@pytest.mark.parametrize("experts", [40, 256])
 def test_of_equal_scores_the_first_are_chosen(experts: int) -> None:
     """As in ops/reference.py and in the kernels of the CPU."""
     scores = torch.randint(0, 3, (8, experts)).float()  # many are equal
@@ -105,7 +97,7 @@ def test_extreme_scores() -> None:
     assert y[1].isfinite().all()
 
 
-@pytest.mark.parametrize("place", [0, 17, 39])
+@pytest.mark.parametrize("place", [0, 39])
 def test_a_row_with_nan_is_nan_and_others_are_not(place: int) -> None:
     scores = torch.randn(4, 40)
     scores[1, place] = float("nan")
@@ -136,7 +128,7 @@ def test_each_core_reads_the_scores_once() -> None:
 
 
 FILE = "umbra_choice.h"
-MISTAKES = {
+MISTAKES = {  # what becomes what
     "a list is left out": "lists * (g + 1) / groups|lists * (g + 1) / groups - 1",
     "lists of another token": "sorted[(i * lists + from) * kPaired]|sorted[from * kPaired]",
     "merged lists of another token": "from[i * count * kPaired]|from[0]",
@@ -172,13 +164,7 @@ CASES = [  # tokens, k, experts, sigmoid, bias, scores' type, experts here
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    mistakes = [(FILE, right, wrong) for right, wrong in (mistake.split("|") for mistake in MISTAKES.values())]
-    return mutants(tmp_path_factory.mktemp("mistaken"), "fused_moe_scores", mistakes)
-
-
-def caught(library: Library) -> bool:
+def right(library: Library) -> bool:
     for number, (tokens, top_k, experts, sigmoid, biased, dtype, here) in enumerate(CASES):
         scores = (torch.randn(tokens, experts) * 3).to(dtype)
         bias = -7 + 3 * torch.randn(experts) if biased else None
@@ -188,19 +174,15 @@ def caught(library: Library) -> bool:
             scores[1, 100] = float("nan")
         elif number == 4:
             scores[0, 64:72] = 30 + torch.rand(8)  # eight of one list
-        try:
-            y, expected, _ = mixture(scores, bias, top_k, sigmoid, here, library=library)
-        except TwinError:
-            return True
+        y, expected, _ = mixture(scores, bias, top_k, sigmoid, here, library=library)
         if not torch.equal(y.isnan(), expected.isnan()):
-            return True
+            return False
         errors = (y.double() - expected).nan_to_num().norm(dim=-1) / expected.nan_to_num().norm(dim=-1).clamp(min=1e-9)
         if not errors.max() < BOUND[BFLOAT]:
-            return True
-    return False
+            return False
+    return True
 
 
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_a_mistake_is_caught(mistaken: Library, mistake: str | None) -> None:
-    choose(mistaken, 0 if mistake is None else 1 + list(MISTAKES).index(mistake))
-    assert caught(mistaken) == (mistake is not None)
+def test_every_mistake_is_noticed(tmp_path: Path) -> None:
+    mistakes = {name: (FILE, *mistake.split("|")) for name, mistake in MISTAKES.items()}
+    assert unnoticed(tmp_path, "fused_moe_scores", mistakes, right) == ["no mistake"]

@@ -20,7 +20,7 @@ from tests.fakes.ascend_c import Counts, Library, TwinError, host
 from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_host import FIELDS, laid
 from tests.ops.vector_core.test_kernels import BFLOAT, BOUND, HALF, worst_row
-from tests.ops.vector_core.weights import Mutation, choose, distinct, mutants, random_weight
+from tests.ops.vector_core.weights import Mutation, distinct, random_weight, unnoticed
 
 pytestmark = pytest.mark.slow
 
@@ -87,37 +87,6 @@ def test_the_kernel_is_told_the_same_places(
     same |= laid(planes_of(hidden, group)) | laid(planes_of(inner, group2, ordered=True), "2")
     assert {name: fields[name] for name in same} == same
     assert (told.outputs, told.key) == ({"y": ((2, layout.hidden), dtype)}, 1 if dtype == HALF else 2)
-
-
-GOOD = [((2, 256), BFLOAT), ((9999,), BYTE), ((7,), INT), ((2, 3), INT), ((2, 3), BFLOAT)]
-
-
-@pytest.mark.parametrize(
-    ("place", "wrong", "attributes", "complaint"),
-    [
-        (1, ((3, 9), BYTE), [96, 32, 32, 0], r"input 1 must have 1 dimensions \(found 2\)"),
-        (1, ((9999,), INT), [96, 32, 32, 0], "no variant of the definition has these types"),
-        (2, ((0,), INT), [96, 32, 32, 0], r"there must be a place for each expert \(found 0\)"),
-        (2, ((8193,), INT), [96, 32, 32, 0], r"8192 experts at most \(found 8193\)"),
-        (3, ((3, 3), INT), [96, 32, 32, 0], r"ids must have a row for each row of x \(found 3\)"),
-        (4, ((2, 2), BFLOAT), [96, 32, 32, 0], r"weights must have the shape of ids \(found 4\)"),
-        (4, ((2, 3), FLOAT), [96, 32, 32, 0], "no variant of the definition has these types"),
-        (0, ((2, 240), BFLOAT), [96, 32, 32, 0], r"K must be a multiple of 32 \(found 240\)"),
-        (0, GOOD[0], [80, 32, 32, 0], r"K must be a multiple of 32 \(found 80\)"),
-        (0, GOOD[0], [0, 32, 32, 0], r"K must be a multiple of 32 \(found 0\)"),
-        (0, GOOD[0], [4128, 32, 32, 0], r"I must be 4096 at most \(found 4128\)"),
-        (0, ((1, 8224), BFLOAT), [96, 32, 32, 0], r"K must be 8192 at most \(found 8224\)"),
-        (0, GOOD[0], [96, 0, 32, 0], r"a group must be 32, 64 or 128 rows \(found 0\)"),
-        (0, GOOD[0], [96, 32, 64, 0], r"a group must divide its matrix's rows \(found 64\)"),
-        (0, GOOD[0], [96, 32, 32], "the attribute zeros is required"),
-    ],
-)
-def test_refusals(place: int, wrong: object, attributes: list[int], complaint: str) -> None:
-    inputs = [wrong if at == place else given for at, given in enumerate(GOOD)]
-    if place == 0 and wrong != GOOD[0]:
-        inputs[3:] = [((wrong[0][0], 3), INT), ((wrong[0][0], 3), BFLOAT)]  # type: ignore[index]
-    with pytest.raises(TwinError, match=complaint):
-        host(OP, inputs, attributes=attributes)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -205,25 +174,6 @@ def test_numbers(dtype: torch.dtype, zeros: bool, float_sums: bool) -> None:
         assert torch.equal(own, mixture.expected())
 
 
-@pytest.mark.parametrize(("ranks", "group", "zeros"), [(8, 32, False), (8, 64, True), (16, 32, True)])
-def test_experts_of_minimax_m2(ranks: int, group: int, zeros: bool) -> None:
-    """Hidden size 3072, and this rank's part of 1536 columns: 192 or 96, in groups of 64 or of 32. Of 256 experts 16
-    are resident; each of two tokens chooses 8 of these and of 8 that are missing."""
-    inner = 1536 // ranks
-    layout = BlockLayout(inner, 3072, BFLOAT, group, group, zeros, in_planes=True)
-    ids = distinct(2, 8, 24)
-    places = [-1] * 256
-    held = scattered(layout, 24, missing=8)
-    few = Mixture(held, ids, 3072, inner, (group, group), BFLOAT, zeros)
-    numbers = torch.randperm(256)[:24]
-    for expert, place in zip(numbers.tolist(), held, strict=True):
-        places[expert] = place
-    x, arena, _, _, weights = few.inputs
-    inputs = x, arena, torch.tensor(places, dtype=INT), numbers.int()[ids.long()], weights
-    y, _ = launch("fused_moe_slots", *inputs, attributes=few.attributes)
-    assert worst_row(y, few.expected()) < BOUND[BFLOAT]
-
-
 LAYOUT = BlockLayout(96, 256, BFLOAT, 64, 32, in_planes=True)
 STEP = LAYOUT.block_bytes // PLACE  # one block after the other
 
@@ -232,14 +182,11 @@ STEP = LAYOUT.block_bytes // PLACE  # one block after the other
     ("places", "ids"),
     [
         ([-1] * 5, [[0, 3], [4, 1]]),
-        ([-1, -7, -(1 << 31)], [[0, 1], [1, 2]]),
-        ([0, STEP, 2 * STEP], [[0, 1, 2], [2, 0, 1]]),
         ([3, -1, STEP + 3], [[-1, 0, 1], [3, 99, -(1 << 31)], [1 << 30, 2, 1]]),
-        ([STEP + 1, 1, STEP + 1, 1], [[0, 2, 1], [2, 3, 0]]),
         ([1, -1, 1], [[2, 2, 2, 1], [0, 2, 0, 2], [1, 1, 1, 1]]),
         ([-1, 5], [[1]] * 8),
     ],
-    ids=["none", "any negative", "all, in a row", "outside", "repeated places", "repeated ids", "one of them"],
+    ids=["none", "outside", "repeated ids", "one of them"],
 )
 def test_patterns(places: list[int], ids: list[list[int]]) -> None:
     assert Mixture(places, torch.tensor(ids)).error() < BOUND[BFLOAT]
@@ -264,15 +211,14 @@ def test_all_resident_gives_the_bits_of_the_other_op_and_reads_as_much(zeros: bo
     assert counts.total["repeats"]["Cast<half,int4b_t>"] == before.total["repeats"]["Cast<half,int4b_t>"]
 
 
-@pytest.mark.parametrize("missing", [0, 2, 4])
-def test_each_plane_of_a_resident_expert_is_read_once(missing: int) -> None:
-    """Some experts are chosen by several tokens. Experts that are missing, or not chosen, are not read."""
+def test_each_plane_of_a_resident_expert_is_read_once() -> None:
+    """Each expert is chosen by several tokens. Experts that are missing, or not chosen, are not read."""
     layout = BlockLayout(96, 512, HALF, 32, 32, True, in_planes=True)
     ids = torch.tensor([[0, 1, 2, 3]] * 6)
-    places = [-1] * missing + scattered(layout, 6 - missing)
+    places = [-1] * 2 + scattered(layout, 4)
     _, counts = Mixture(places, ids, 512, 96, (32, 32), HALF, True).run()
     scales = 512 // 32 * 192 * 2 + 8 * 512 * 2  # w2 has three groups, and room for eight
-    assert counts.buffers["arena"]["read"] == (4 - missing) * (512 * 96 * 3 // 2 + 2 * scales)
+    assert counts.buffers["arena"]["read"] == 2 * (512 * 96 * 3 // 2 + 2 * scales)
 
 
 def beyond_4_gb(folder: Path) -> Mixture:
@@ -323,18 +269,11 @@ MISTAKES: dict[str, Mutation] = {  # another answer, or the twin stops
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return mutants(tmp_path_factory.mktemp("mistaken"), "fused_moe_slots", MISTAKES.values())
-
-
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_a_mistake_is_seen(tmp_path: Path, mistaken: Library, mistake: str | None) -> None:
-    choose(mistaken, 0 if mistake is None else 1 + list(MISTAKES).index(mistake))
+def test_every_mistake_is_noticed(tmp_path: Path) -> None:
     mixture = beyond_4_gb(tmp_path)
-    try:
-        y, expected = mixture.run(mistaken)[0].double(), mixture.expected()
-        right = bool((y - expected).norm() < BOUND[BFLOAT] * expected.norm())
-    except TwinError:
-        right = False
-    assert right == (mistake is None)
+
+    def right(library: Library) -> bool:
+        y, expected = mixture.run(library)[0].double(), mixture.expected()
+        return bool((y - expected).norm() < BOUND[BFLOAT] * expected.norm())
+
+    assert unnoticed(tmp_path, "fused_moe_slots", MISTAKES, right) == ["no mistake"]

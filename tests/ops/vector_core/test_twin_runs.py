@@ -1,4 +1,4 @@
-"""The twin's moves, tiling data and counts, and sources that must not compile."""
+"""The twin's moves, tiling data and counts, the host side's launch, and sources that must not compile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.ascend_c import LIBRARY_WORKSPACE, TwinError, build, run
-from tests.ops.vector_core.test_twin import TILING, probes
+from tests.fakes.ascend_c import LIBRARY_WORKSPACE, Launch, TwinError, build, check, clang, host, run
+from tests.fakes.ascend_c.launch import KERNELS
+from tests.ops.vector_core.test_twin import PROBES, TILING, probes
 from tests.ops.vector_core.test_twin_ops import equal, random
 
 pytestmark = pytest.mark.slow
+needs_clang = pytest.mark.skipif(not clang(), reason="needs clang++, which test.sh installs")
 
 
 def move(name: str) -> tuple[Tensor, Tensor]:
@@ -110,13 +112,6 @@ def test_bank_conflicts(kernel: str) -> None:
     assert counts.total["conflicts"] == CONFLICTS[kernel]
 
 
-def test_same_run_twice_is_the_same() -> None:
-    x, outputs = torch.ones(2048, dtype=torch.half), {"y": ((1024,), torch.half)}
-    runs = [run(probes("ops"), "counted", {"x": x}, outputs, b"", cores=2, workspace=LIBRARY_WORKSPACE) for _ in "ab"]
-    assert torch.equal(runs[0][0]["y"], runs[1][0]["y"])
-    assert runs[0][1] == runs[1][1]
-
-
 REFUSED = {  # a, b: bfloat16_t; i: int32_t; h: half; f: float; n: uint32_t
     "Add(a, b, b, 16)": "Add does not support this type",
     "And(i, i, i, 16)": "And does not support this type",
@@ -145,3 +140,55 @@ def test_does_not_compile(tmp_path: Path) -> None:
         build(source, TILING, "ProbeTiling")
     for call, rule in REFUSED.items():
         assert re.search(rule, str(refused.value)), call
+
+
+def probe_op(*inputs: tuple[tuple[int, ...], torch.dtype] | None, op: str = "ProbeOp") -> Launch:
+    return host(op, inputs, cores=6, folder=PROBES / "op_host")
+
+
+def test_launch_runs_the_kernel() -> None:
+    launch = probe_op(((7, 4), torch.bfloat16), None, ((4, 5), torch.bfloat16))
+    assert launch.outputs == {"y": ((7, 5), torch.bfloat16)}
+    assert (launch.key, launch.blocks, launch.workspace) == (2, 3, LIBRARY_WORKSPACE + 64)
+    outputs = {"y": ((3, 8), torch.int32)}
+    y = run(probes("ops"), "tiling_and_ids", {"absent": None}, outputs, launch.tiling, launch.workspace, 3, launch.key)[
+        0
+    ]["y"]
+    assert y[2].tolist() == [7, 5, 99, 2, 3, 1, 1, 0]
+
+
+STRICT = {  # what clang says with the macros of the real headers, in a form that makes mistakes errors
+    "struct Two { GM_ADDR a, b; };": "field may not be qualified with an address space",
+    "__aicore__ void kept(const GM_ADDR at) { auto p = reinterpret_cast<__gm__ half*>(at); }": "reinterpret_cast fr",
+    "__aicore__ void generic(GM_ADDR at) { auto p = reinterpret_cast<half*>(at); }": "reinterpret_cast from",
+    "__aicore__ void local(uint8_t* at) { GlobalTensor<uint8_t>().SetGlobalBuffer(at); }": "cannot initialize a param",
+    "int ours() { return 1; }\n__aicore__ int calls() { return ours(); }": "no matching function for call to 'ours'",
+    '__aicore__ void out() { std::stoi("1"); }': "no matching function for call to 'stoi'",
+    "__aicore__ void frees(TQue<TPosition::VECIN, 1>& q) { q.FreeTensor(q.DeQue<half>()); }": "no matching member func",
+}
+
+
+@needs_clang
+@pytest.mark.parametrize("kernels", ["umbra_[fg]*.cpp", "umbra_unpack_*.cpp"])  # names of the two kinds collide
+def test_kernels_compile_with_strict_macros(kernels: str) -> None:
+    sources = sorted(KERNELS.glob(kernels))
+    assert sources
+    assert check("".join(f'#include "{path}"\n' for path in sources)) == ""
+
+
+@needs_clang
+def test_mistakes_of_address_spaces() -> None:
+    code = [line for mistake in STRICT for line in mistake.split("\n")]
+    said = check("\n".join(["using namespace AscendC;", *code]))
+    errors = {int(line): text for line, text in re.findall(r"<stdin>:(\d+):\d+: error: (.*)", said)}
+    at = 1
+    for mistake, complaint in STRICT.items():
+        at += mistake.count("\n") + 1
+        assert errors.get(at, "").startswith(complaint), (mistake, said)
+    assert len(errors) == len(STRICT), said
+
+
+def test_no_lambdas() -> None:
+    """CANN's own sources mark them with an attribute of its compiler, or they are functions of the host."""
+    for path in KERNELS.glob("umbra_*"):
+        assert not re.search(r"[(,=]\s*\[[&=]?\]\s*\(", path.read_text()), path

@@ -2,14 +2,14 @@
 
 import ctypes
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ops.ascend.vector_core.planes import planes_of
-from tests.fakes.ascend_c import Library, build
+from tests.fakes.ascend_c import Library, TwinError, build
 from tests.fakes.ascend_c.launch import KERNELS
 
 Weight = tuple[Tensor, Tensor, Tensor | None]
@@ -34,12 +34,14 @@ def distinct(tokens: int, top_k: int, experts: int) -> Tensor:
     return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
 
 
-def mutants(tmp_path: Path, kernel: str, mutations: Iterable[Mutation]) -> Library:
-    """A kernel that behaves as mutation number n if `choose` says so, and as it should for 0. A mutation replaces whole
-    statements, which end in a semicolon, or an expression."""
+def unnoticed(
+    tmp_path: Path, kernel: str, mistakes: Mapping[str, Mutation], right: Callable[[Library], bool]
+) -> list[str]:
+    """Those of "no mistake" and `mistakes` with which the kernel is still `right`. A mistake replaces whole statements,
+    which end in a semicolon, or an expression; the kernel holds them all, and one variable chooses."""
     folder = tmp_path / "op_kernel"
     shutil.copytree(KERNELS, folder)
-    for number, (file, right, wrong) in enumerate(mutations, 1):
+    for number, (file, right, wrong) in enumerate(mistakes.values(), 1):
         source = (folder / file).read_text()
         assert source.count(right) == 1, (file, right, source.count(right))
         if right.endswith(";"):
@@ -50,8 +52,13 @@ def mutants(tmp_path: Path, kernel: str, mutations: Iterable[Mutation]) -> Libra
     declared, defined = folder / "umbra_room.h", folder / f"umbra_{kernel}_w4a16.cpp"
     declared.write_text('extern "C" { extern int umbra_mutant; }\n' + declared.read_text())
     defined.write_text(defined.read_text() + '\nextern "C" { __global__ int umbra_mutant = 0; }\n')
-    return build(defined)
-
-
-def choose(library: Library, number: int) -> None:
-    ctypes.c_int.in_dll(library.load(), "umbra_mutant").value = number
+    library, kept = build(defined), []
+    for number, name in enumerate(("no mistake", *mistakes)):
+        ctypes.c_int.in_dll(library.load(), "umbra_mutant").value = number
+        torch.manual_seed(0)
+        try:
+            if right(library):
+                kept.append(name)
+        except TwinError:
+            pass
+    return kept
