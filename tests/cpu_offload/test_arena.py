@@ -156,64 +156,9 @@ def test_an_extent_loses_little(frame: int, slot: int) -> None:
         assert slots / frames == max(n * frame // slot / n for n in sizes)
 
 
-def test_the_size_of_qwen3_30b() -> None:
-    """A page of 16 tokens in bfloat16 against an expert in q4: 1.57 MB and 2.65 MB."""
-    frame, slot = 2 * 48 * 16 * 4 * 128 * 2, 3 * 768 * 2048 // 2 + 3 * 768 * 2048 // 32 * 2
-    assert extent_of(frame, slot) == (7, 4)
-
-
-@pytest.mark.parametrize(
-    ("frame", "slot", "wanted"),
-    [
-        (1000, 1000, (1, 1)),
-        (1000, 880, (1, 1)),  # an eighth may be lost, although seven frames would lose less
-        (1000, 875, (1, 1)),
-        (1000, 874, (7, 8)),
-        (1000, 1500, (3, 2)),
-        (1000, 2300, (5, 2)),
-        (1000, 300, (1, 3)),
-    ],
-)
-def test_the_smallest_extent_that_loses_an_eighth_at_most(frame: int, slot: int, wanted: tuple[int, int]) -> None:
-    assert extent_of(frame, slot) == wanted
-
-
-def test_low_frames_and_full_extents_are_taken_first() -> None:
-    """Four extents of two frames and one slot, and one frame behind them."""
-    arena = Arena(9, 64, 128, UNITS)
-    assert (arena.extents, arena.extent_frames, arena.extent_slots) == (4, 2, 1)
-    assert [arena.take_page() for _ in range(4)] == [8 * UNITS, 0, UNITS, 2 * UNITS]  # the last frame serves pages only
-    assert (arena.take_slot(), arena.take_slot(), arena.slot_offset(3)) == (2, 3, 6 * 64)
-    assert (arena.free_frames, arena.free_slots, arena.slot_frames) == (1, 0, 4)
-    arena.give_page(0)
-    assert arena.take_page() == 3 * UNITS  # two extents have one page each, this one for longer
-    assert arena.leaving([2, 3], 0) == []
-    assert arena.leaving([3, 2], 1) == arena.leaving([3, 2], 2) == [3]
-    assert arena.leaving([3, 2], 3) == [3, 2]
-    arena.give_slot(2)
-    assert (arena.free_frames, arena.slot_frames) == (3, 2)
-    with pytest.raises(ValueError, match="place 2 is not taken"):
-        arena.give_slot(2)
-    assert Arena(3, 128, 100, UNITS, 128).slot_bytes == 128
-    with pytest.raises(UserError, match="must be a multiple of 128"):
-        Arena(3, 192, 100, UNITS, 128)
-
-
-def test_full_extents_are_not_emptied() -> None:
-    """Extents of four frames, and three frames behind them. Those behind, and the extent of the page that stays, have
-    room for five pages."""
-    arena = Arena(11, 64, 256, UNITS)
-    assert (arena.extent_frames, arena.extents) == (4, 2)
-    taken = [arena.take_page() for _ in range(8)]
-    assert taken == [frame * UNITS for frame in (8, 9, 10, 0, 1, 2, 3, 4)]
-    arena.give_page(9 * UNITS)
-    arena.give_page(10 * UNITS)
-    assert arena.gather(4 * UNITS) == []
-    arena.give_page(0)
-    assert [old for old, _ in arena.gather(4 * UNITS)] == [UNITS, 2 * UNITS, 3 * UNITS]
-    assert arena.free_extents == [0]
-
-
 def test_a_page_that_would_leave_slots_unaligned_is_refused() -> None:
     with pytest.raises(UserError, match="page_size: a page of all layers has 96 bytes"):
         Arena(10, 96, 640, UNITS)
+    assert Arena(3, 128, 100, UNITS, 128).slot_bytes == 128
+    with pytest.raises(UserError, match="must be a multiple of 128"):
+        Arena(3, 192, 100, UNITS, 128)

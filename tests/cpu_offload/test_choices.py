@@ -10,14 +10,12 @@ from cpu_offload.planner.choices import (  # fmt: skip
     COPYING,
     MOST_SWAPS,
     Choice,
-    Choices,
     Split,
     choose_slots,
     choose_streaming,
     choose_swaps,
     choose_threads,
     divisions,
-    given,
 )
 from cpu_offload.planner.model import Costs, Line, Planner
 from cpu_offload.streaming import CHUNK
@@ -113,22 +111,6 @@ def test_misses_that_are_dear_want_slots_and_cheap_ones_sequences() -> None:
     assert "with 1:" not in choose_slots(dear, one_by_one).why
 
 
-def test_tiny_memory_gets_fewer_slots() -> None:
-    found = [
-        choose_slots(planner(), dataclasses.replace(SPLIT, frames=frames)).value for frames in (1000, 200, 100, 60)
-    ]
-    assert found[0] == 640
-    assert all(a > b for a, b in pairwise(found))
-    assert choose_slots(planner(), dataclasses.replace(SPLIT, frames=19)) == Choice(0, "0: no room for one sequence")
-
-
-def test_the_last_turn_may_be_of_fewer_sequences() -> None:
-    """Five sequences, two at once: 2 + 2 + 1."""
-    free = Planner(SHAPE, dataclasses.replace(COSTS, base=0, device=Line(0, 0, 0), shadow=Line(0, 0, 0)), rest=1.0)
-    split = dataclasses.replace(SPLIT, sequences=5, frames=59)
-    assert choose_slots(free, split).why.startswith("32 of 640: 0.600 ms a token of even traffic with 2 sequence(s)")
-
-
 def test_slow_copies_get_a_small_budget() -> None:
     step = planner().step_ms(4, 0.5)
     budgets = [choose_swaps(planner(copy=step / n / COPYING), 4, 0.5, 1).value for n in (1000.5, 10.5, 2.5, 0.1)]
@@ -137,17 +119,6 @@ def test_slow_copies_get_a_small_budget() -> None:
     longer = dataclasses.replace(planner(copy=step / 2.5 / COPYING), rest=step)
     assert choose_swaps(longer, 4, 0.5, 1).value == 5
     assert choose_swaps(planner(copy=0.0), 4, 0.5, 1).why.endswith("at most 32")
-
-
-def test_the_table_has_a_line_for_each_choice() -> None:
-    chosen = Choices(Choice((3, 1), "a"), Choice(7, "7 of 9: b"), given(0), Choice(0, "c"))
-    assert chosen.table() == [
-        "  threads           3 + 1: a",
-        "  slots             7 of 9: b",
-        "  max_swaps         0: given",
-        "  stream_tokens     never: c",
-    ]
-    assert "128: d" in dataclasses.replace(chosen, stream_tokens=Choice(128, "d")).table()[-1]
 
 
 def test_the_table_of_costs_word_for_word() -> None:

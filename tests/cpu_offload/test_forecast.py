@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cpu_offload.policy import forecast
-from cpu_offload.policy.forecast import FAST, PRIOR, SLOW, STEP, Forecast, Slope
+from cpu_offload.policy.forecast import FAST, PRIOR, SLOW, STEP, Forecast
 
 LAYERS, EXPERTS = 7, 6
 SIZE = LAYERS * EXPERTS
@@ -76,26 +76,3 @@ def test_turns_are_foreseen_by_what_was_used_last() -> None:
         lasting.append(np.abs(found.lasting - counts.reshape(-1)).mean())
         found.learn(counts)
     assert np.mean(hinted[-60:]) < 0.6 * np.mean(lasting[-60:])
-
-
-def test_without_any_traffic_nothing_is_expected() -> None:
-    found = Forecast(2, 3)
-    for _ in range(3):
-        found.learn(np.zeros((2, 3), np.int64))
-        assert not found.next.any()
-
-
-def test_a_slope_is_of_least_squares_within_0_and_1() -> None:
-    slope = Slope()
-    assert slope.value == 0
-    one = np.array([1.0, 2.0], np.float32)
-    slope.learn(0 * one, 0 * one)
-    assert slope.value == 0
-    slope.learn(0.5 * one, one)
-    assert slope.value == pytest.approx(0.5)
-    slope.learn(1.0 * one, one)
-    decay = 0.5 ** (1 / SLOW)
-    assert slope.value == pytest.approx((0.5 * decay + 1) / (decay + 1))
-    for factor, limit in ((100, 1.0), (-1e6, 0.0)):
-        slope.learn(factor * one, one)
-        assert slope.value == limit

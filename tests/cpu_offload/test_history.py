@@ -64,18 +64,6 @@ def test_a_report_has_sums_of_all_steps_and_of_each_layer() -> None:
     ]
 
 
-def test_a_report_of_nothing_and_of_a_device_without_times() -> None:
-    empty = History().report()
-    assert (empty["hit_rate"], empty["steps"], empty["shadow_ms"]) == (None, 0, 0.0)
-    assert (empty["most_kv_frames"], empty["kv_frames_gained"]) == (0, 0)
-    untimed = history()
-    untimed.steps.append(step(21000, [1, 1], [1, 0], [[1, 2, 0, 0], [0, 0, 0, 0]], 1, 7))
-    report = untimed.report()
-    assert report["exposed_ms"] is None
-    assert [layer["exposed_ms"] for layer in report["layers"]] == [None, None]
-    assert report["kv_frames_gained"] == 2
-
-
 def test_a_trace_has_a_span_for_each_thing_that_took_time() -> None:
     events = history().trace()["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events[:3]}

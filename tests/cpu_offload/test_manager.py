@@ -3,15 +3,12 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from cpu_offload.history import LongLayer
-from cpu_offload.manager import ShadowExperts, ShadowSettings, layer_number, the_one
+from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
 from cpu_offload.policy.residency import Swap
-from ops.format import FORMATS
-from umbra.errors import UserError
 
 LAYERS, EXPERTS, FRAME = 2, 4, 64
 SLOT = 2 * FRAME  # one in two frames, without a loss
@@ -123,26 +120,6 @@ def decoded(shadows: Any, counts: list[list[int]] | None = None) -> Any:
         shadows.counts += np.array(counts)
     shadows.end(True)
     return shadows.history.steps[-1]
-
-
-def test_layers_from_the_first_one_on_have_shadows() -> None:
-    given: Any = ShadowSettings("fixed", 2, 3, 1, 5), Device(), "pool"
-    shadows = ShadowExperts(*given)
-    rest = slice(4, 8), 16, 32, FORMATS["q8"]
-    assert shadows.experts("model.layers.1.mlp", *rest) is None
-    assert shadows.layers == []
-    for number in (2, 13):
-        found = shadows.experts(f"model.layers.{number}.mlp", *rest)
-        assert shadows.layers[-1] is found
-    assert told(shadows) == [("experts", "pool", number, *rest) for number in (2, 13)]
-    assert [layer_number(path) for path in ("model.layers.7.mlp", "a.12.b.3.c")] == [7, 12]
-    assert shadows.slot_bytes == SLOT
-    assert the_one({5}, 1) == 5
-    for wrong in ({5, 6}, set[int]()):
-        with pytest.raises(
-            UserError, match=r"start_layer: 9: no layers with experts of one size and format from there"
-        ):
-            the_one(wrong, 9)
 
 
 def test_the_first_experts_of_each_layer_are_placed_at_once() -> None:

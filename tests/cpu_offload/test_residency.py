@@ -110,22 +110,6 @@ def test_trust_returns_when_there_is_something_to_gain() -> None:
     assert late(run)[0] > 0.5  # 0.25 without a swap
 
 
-def test_layers_without_traffic_lose_their_slots() -> None:
-    first, then = made_up("Zipf", 500, 2, 32, 4), made_up("Zipf", 1500, 2, 32, 4, seed=1)
-    policy, resident = Residency(2, 32, DEAR), np.zeros((2, 32), bool)
-    for step, ids in enumerate(np.concatenate([first.ids, then.ids])):
-        counts = np.stack([np.bincount(row, minlength=32) for row in ids])
-        counts[0 if step >= 500 else 1] = 0
-        policy.observe(counts)
-        for swap in policy.swaps(resident, 16 - int(resident.sum())):
-            resident[swap.layer, swap.expert_in] = True
-            if swap.expert_out:
-                resident[swap.expert_out] = False
-        if step == 499:
-            assert resident.sum(axis=1).tolist() == [16, 0]
-    assert resident.sum(axis=1).tolist() == [0, 16]
-
-
 def test_free_slots_take_the_most_used_first_and_the_coldest_leave_first() -> None:
     policy, counts = Residency(2, 4, ResidencySettings(max_swaps=3)), np.array([[5, 1, 0, 0], [0, 9, 2, 0]])
     policy.observe(counts)
@@ -158,11 +142,6 @@ def known(trust: float, max_swaps: int = 2) -> Residency:
 LAST = np.array([[False, False], [True, True]])  # the two of least worth are resident
 
 
-def test_the_horizon_is_the_time_in_which_a_copy_pays_back() -> None:
-    assert [ResidencySettings(swap_cost=cost).horizon for cost in (0.0, 0.02, 0.1, 1.0, 16.0)] == [1, 1, 2, 24, 384]
-    assert ResidencySettings(0, 0.0) == ResidencySettings(max_swaps=0, swap_cost=0.0)  # both may be 0
-
-
 def test_the_best_come_for_the_worst_if_their_gain_counts() -> None:
     """Gains are 3.5 and 2, of which `trust` counts; the cost itself is no gain."""
     first, second = Swap(0, 0, (1, 1)), Swap(0, 1, (1, 0))
@@ -177,18 +156,6 @@ def test_the_best_come_for_the_worst_if_their_gain_counts() -> None:
     assert known(1.0).swaps(np.ones((2, 2), bool), 0) == []
     three = np.array([[False, True], [True, True]])
     assert known(1.0).swaps(three, 0) == [first]  # as many as come
-
-
-def test_free_slots_stay_free_for_experts_of_no_worth() -> None:
-    policy = known(1.0)
-    policy.forecast.next, policy.forecast.lasting[:] = np.array([0.0, 0.25, -1.0, 0.0]), 0  # type: ignore[misc]
-    assert policy.swaps(np.zeros((2, 2), bool), 4) == [Swap(0, 1, None)]
-
-
-def test_negative_settings_are_refused() -> None:
-    for wrong in ({"max_swaps": -1}, {"swap_cost": -0.5}):
-        with pytest.raises(ValueError, match="negative"):
-            ResidencySettings(**wrong)
 
 
 @pytest.mark.parametrize("budget", thorough_but(offload_policy.BUDGETS, 12.5, 50))

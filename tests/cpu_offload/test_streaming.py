@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpu_offload.cpu import CpuDevice, CpuExperts
-from cpu_offload.history import History, LongLayer
+from cpu_offload.cpu import CpuExperts
+from cpu_offload.history import History
 from cpu_offload.streaming import CHUNK, RING, Streaming
 from ops import load_ops
 from ops.cpu import engine, shadow
@@ -112,35 +112,3 @@ def test_streaming_needs_no_shadow_pool_and_never_has_no_ring() -> None:
     assert torch.equal(layer.shadowed.mixture(x, weights, ids, None), cpu.moe(x, weights, ids, layer.native, None))
     with pytest.raises(UserError, match="the shadow pool was stopped"):
         never.shadowed.mixture(x, weights, ids, None)
-
-
-def test_a_ring_is_made_only_where_steps_are_streamed() -> None:
-    assert [Streaming(tokens, 64).ring.shape for tokens in (-1, 0, 1, 9)] == [(0, 64), (0, 64), (RING, 64), (RING, 64)]
-
-
-def test_the_cpu_copies_into_slots_and_publishes_their_addresses() -> None:
-    device, pool = CpuDevice(9, 3), shadow.ShadowPool([native.Team(-1, 1, [])])
-    made: Any = [device.experts(pool, number, slice(0, 2), 32, 32, FORMATS["float32"]) for number in (4, 5)]
-    assert (device.layers, device.spare(99), device.alignment) == (made, 0, 64)
-    assert [(layer.layer.number, layer.count) for layer in made] == [(4, 2), (5, 2)]
-    size = made[0].slot_bytes
-    part = torch.randn(32, 32)
-    made[1].fill(1, "down", part)
-    memory, noted = torch.zeros(3 * size, dtype=torch.uint8), list[LongLayer]()
-    device.open(memory, 3 * size, noted.append)
-    assert device.staging_bytes == RING * size
-    for layer in made:
-        assert (layer.streaming, layer.decode_tokens, layer.note) == (device.streaming, 3, noted.append)
-    assert device.streaming.tokens == 9
-    ticket = device.copy((1, 1), size)
-    device.wait(ticket)
-    assert device.done(ticket)
-    assert torch.equal(memory[size : 2 * size], made[1].store.storages[0].view(2, size)[1])
-    assert memory[size : 2 * size].any()
-    assert not memory[:size].any()
-    assert not memory[2 * size :].any()
-    device.publish((1, 1), size)
-    assert [layer.table.tolist() for layer in made] == [[0, 0], [0, memory.data_ptr() + size]]
-    device.withdraw((1, 1))
-    assert [layer.table.tolist() for layer in made] == [[0, 0], [0, 0]]
-    pool.stop()

@@ -19,7 +19,6 @@ from tools.npu_check.hints import hint
 from tools.npu_check.numbers import Differs, fused_values
 from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
 from tools.npu_check.stage import STAGES, Stage
-from tools.npu_check.worker import cause
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -154,39 +153,19 @@ def test_a_run_goes_on_where_another_stopped(tmp_path: Path, scripts: Scripts, k
     assert started == names
 
 
-def test_a_skipped_case_is_no_pass(tmp_path: Path, scripts: Scripts, known_facts: dict[str, str]) -> None:
-    scripts(*["pass"] * 9, begin("8 ranks") + end("8 ranks", SKIPPED, "needs 8 dies", "model"))
-    assert check(None, tmp_path / "report.md") == 1
-
-
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
         ("ImportError: libascendcl.so: cannot open shared object file", "set_env.sh"),
         ("call aclnnX failed, error code is 161002", "aclnn refused an argument"),
-        ("aclrtSubscribeReport: 107012", "no thread is subscribed"),
-        ("EL0004 malloc failed 207001", "no memory"),
         ("layer 0, step 3: its callback has not come, or not returned, within 5 s", "never fired"),
-        ("aclrtProcessReport gave 507012", "never fired"),
-        ("vector core exception 507035", "an address that it must not"),
-        ("EJ0003: bind failed: port 60000 is used", "HCCL_IF_BASE_PORT"),
         ("result 0 differs by 0.3 of its norm", "wrong numbers"),
-        ("rank 1 was killed by SIGKILL (2/rank1.log): nothing", "the log of that rank"),
-        ("error: ASCEND_HOME_PATH is not set", "set_env.sh"),
         ("CANN 8.0 is not supported with torch_npu 2.9.0: install CANN 9.1", "do not belong together"),
         ("something new", "no hint is known"),
     ],
 )
 def test_hints(text: str, advice: str) -> None:
     assert advice in hint(text)
-
-
-def test_a_cause_is_one_line_with_its_code() -> None:
-    error = RuntimeError("The Inner error is reported\nat x.cpp:3\nERR01100 call failed, error code is 507015\nmore")
-    error.__cause__ = ImportError("libascendcl.so: no")
-    assert cause(error) == (
-        "The Inner error is reported / ERR01100 call failed, error code is 507015 / libascendcl.so: no"
-    )
 
 
 def outcomes() -> list[Outcome]:
@@ -247,9 +226,8 @@ def test_arguments() -> None:
     assert "--stage" not in text
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bits_may_differ_by_what_a_fused_product_changes_and_no_more(dtype: torch.dtype) -> None:
-    twin = torch.tensor([-1.0, 0.0, 1.0, 3.5, float("nan")]).to(dtype)
+def test_bits_may_differ_by_what_a_fused_product_changes_and_no_more() -> None:
+    twin = torch.tensor([-1.0, 0.0, 1.0, 3.5, float("nan")]).to(torch.bfloat16)
     assert fused_values("y", twin, twin.clone()) == 0
     near = twin.clone()
     near.view(torch.int16)[[0, 2]] += 1  # the neighbours away from zero

@@ -3,25 +3,21 @@
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from models.layers.base import layers_of
-from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.format import FORMATS
 from tests.fakes.peer import DyingPeer
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
 from tools.benchmarks import compare_llama_cpp, cpu
-from tools.benchmarks.gguf_file import TYPES, encoded, entries, write_gguf
+from tools.benchmarks.gguf_file import TYPES, entries, write_gguf
 from tools.benchmarks.peer_process import PeerProcess
 from tools.benchmarks.umbra_engine import Umbra
-from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -42,24 +38,6 @@ def m2_case(tmp_path_factory: pytest.TempPathFactory) -> str:
     save_tiny_m2(folder / "model", max_position_embeddings=4096)
     settings = dict(model_name="minimax_m2", model_config={"dtype": "bfloat16"})
     return str(write_case(folder / "tiny.yaml", folder / "model", **settings))
-
-
-@pytest.mark.parametrize("format", ["q4", "q8"])
-def test_blocks_hold_exactly_the_engines_values(format: str) -> None:
-    torch.manual_seed(0)
-    values = torch.randn(300, 96) * torch.logspace(-3, 2, 300)[:, None]
-    values[5, 32:64] = 0
-    values[6, :32] = 1.0  # many elements as large as the largest, of both signs
-    values[6, :16] = -1.0
-    matrix = NativeMatrix(300, 96, FORMATS[format], CPU)
-    matrix.fill(0, values)
-    experts = NativeExperts(2, 32, 96, FORMATS[format], CPU)
-    experts.fill(1, "up", values[:32])
-    experts.fill(1, "down", values[:96, :32])
-    for kept in (matrix.packed.dequantised(0, 300), experts.dequantised(1, "up"), experts.dequantised(1, "down")):
-        read = dequantize(encoded(kept, format), GGMLQuantizationType[TYPES[format]])
-        assert kept.abs().max() > 0
-        np.testing.assert_array_equal(read, kept.numpy())
 
 
 @pytest.mark.parametrize("format", ["q4", "q8"])
@@ -124,23 +102,6 @@ def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.count("prefill") == 2
 
 
-def test_cpu_attention_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "BEYOND", 1 << 20)
-    monkeypatch.setattr(cpu, "CASES", (cpu.AttentionCase(100, 1, 4, 2), cpu.AttentionCase(40, 33)))
-    outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
-    cpu.main(["attention", "--threads", "1", "--seconds", "0", *outputs])
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(r["cache"], r["heads"], r["cached"], r["new"]) for r in rows] == [
-        (cache, *sizes) for cache in ("bfloat16", "int8") for sizes in (("4/2", 100, 1), ("32/4", 40, 33))
-    ]
-    assert rows[0]["gbps"] * rows[0]["ms"] == pytest.approx(7 * 16 * 2 * 2 * 128 * 2 / 1e6)
-    assert rows[1]["gmacs"] * rows[1]["ms"] == pytest.approx(sum(range(8, 41)) * 32 * 128 * 2 / 1e6)
-    for row in rows:
-        assert row["read_fraction"] > 0
-        assert row["peak_fraction"] > 0
-    assert (tmp_path / "rows.png").stat().st_size > 0
-
-
 def test_decode_steps_repeat_one_position(case: str) -> None:
     """Any number of steps later, the logits are those of a prefill of context and token."""
     engine = Umbra(case, 2, "q8", 1, "auto", 2, 16)
@@ -151,12 +112,6 @@ def test_decode_steps_repeat_one_position(case: str) -> None:
         engine.step([token, token])
     logits = engine.step([5, 5])
     assert (logits - torch.cat(expected)).norm() < 0.02 * logits.norm()
-
-
-def test_without_llama_cpp_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(UserError, match=r"pip install --require-hashes -r \S+/compare\.lock"):
-        compare_llama_cpp.main(["--layers", "1"])
 
 
 def test_a_peer_that_dies_is_a_line_and_the_rest_is_measured(case: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,11 @@
 """What the benchmarks beside other engines compute themselves, without those engines."""
 
-import functools
-import os
 import struct
 
 import numpy as np
 import pytest
 
-from tests.fakes.peer import DyingPeer
 from tools.benchmarks.peer_engine import lengthened
-from tools.benchmarks.peer_process import PeerDied, PeerProcess
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +31,3 @@ def test_a_saved_sequence_is_made_longer(start: bytes, ids: tuple[int, ...], tra
     longer = lengthened(saved(start, ids, keys, values, transposed), len(start), 12)
     expected = saved(start, ids, np.tile(keys, (1, 3, 1)), np.tile(values, (1, 3, 1)), transposed)
     assert longer == expected
-
-
-def test_a_peer_that_dies_says_by_which_signal() -> None:
-    peer = PeerProcess("llama.cpp", functools.partial(DyingPeer, 8, 3), os.sched_getaffinity(0))
-    assert peer.prefill_all([1, 2, 3]).shape == (3, 8)
-    for _ in range(2):
-        with pytest.raises(PeerDied, match=r"^llama\.cpp: died with SIGSEGV$"):
-            peer.prefill([1, 2, 3, 4])
-    peer.close()
