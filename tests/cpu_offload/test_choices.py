@@ -90,14 +90,6 @@ def test_threads_go_where_the_longer_side_is(
 SPLIT = Split(frames=200, extent_frames=4, extent_slots=8, longest=20, sequences=8, experts=640)
 
 
-def test_slots_beside_pages() -> None:
-    assert SPLIT.slots(0) == 400
-    assert SPLIT.slots(3) == 49 * 8
-    assert SPLIT.slots(500) == 0
-    assert SPLIT.usual_hit == 30 * 8 / 640
-    assert dataclasses.replace(SPLIT, frames=2000).usual_hit == 1
-
-
 def test_misses_that_are_dear_want_slots_and_cheap_ones_sequences() -> None:
     none = Line(0, 0, 0)
     dear = Planner(SHAPE, dataclasses.replace(COSTS, device=none, shadow=Line(0.0, 1.0, 1.0)))
@@ -119,18 +111,3 @@ def test_slow_copies_get_a_small_budget() -> None:
     longer = dataclasses.replace(planner(copy=step / 2.5 / COPYING), rest=step)
     assert choose_swaps(longer, 4, 0.5, 1).value == 5
     assert choose_swaps(planner(copy=0.0), 4, 0.5, 1).why.endswith("at most 32")
-
-
-def test_the_table_of_costs_word_for_word() -> None:
-    one = Planner(SHAPE, dataclasses.replace(COSTS, slip=0.25, threads=(1, 2)), 2.5, "made up")
-    times = [one.step_ms(4, hit) for hit in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)]
-    assert one.table(4) == [
-        "planner: 10 layers with shadows, 8 of 64 experts a token, 4.20 MB each; measured in 1.0 s",
-        "  device, a layer   0.002 ms + 0.0010 an expert + 0.0002 a token of it   1 thread",
-        "  shadow, a layer   0.040 ms + 0.0200 an expert + 0.0010 a token of it   2 threads",
-        "  both at once      25% of the shorter side is not hidden; 0.010 ms a layer without either",
-        "  rest of a step    2.500 ms: made up",
-        "  copy of an expert 0.052 ms, 80.8 GB/s; a miss costs 0.026 ms: a swap must save 0.50 misses",
-        "  hit rate                0%      25%      50%      75%      90%     100%",
-        f"  ms per token      {' '.join(f'{time:8.3f}' for time in times)}   4 sequence(s) at once",
-    ]

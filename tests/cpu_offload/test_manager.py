@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_offload.history import LongLayer
 from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
 from cpu_offload.policy.residency import Swap
@@ -122,27 +121,6 @@ def decoded(shadows: Any, counts: list[list[int]] | None = None) -> Any:
     return shadows.history.steps[-1]
 
 
-def test_the_first_experts_of_each_layer_are_placed_at_once() -> None:
-    shadows = opened()
-    assert list(shadows.slots) == [(0, 0), (1, 0), (0, 1)]
-    assert shadows.in_slot.tolist() == shadows.published.tolist() == [[True, True, False, False], [True] + [False] * 3]
-    starts = [shadows.arena.slot_offset(slot) for slot in shadows.slots.values()]
-    assert starts == [0, SLOT, 2 * SLOT]
-    placed = zip(shadows.slots, starts, strict=True)
-    assert told(shadows) == [
-        ("open", "memory", 40 * FRAME),
-        *(one for number, (id, start) in enumerate(placed)
-          for one in (("copy", id, start), ("wait", number + 1), ("publish", id, start))),
-    ]  # fmt: skip
-    assert shadows.copies == {}
-    assert shadows.most_slots == 3
-    assert shadows.history.frames == 40
-    assert shadows.history.routed.tolist() == [[0] * EXPERTS] * LAYERS
-    long = LongLayer(1, 2, 3, 4, 5, 6.0)
-    shadows.device.note(long)
-    assert shadows.history.long == [long]
-
-
 def test_a_decode_step_is_recorded() -> None:
     shadows = opened()  # (0, 0), (0, 1) and (1, 0) are resident
     shadows.begin()
@@ -211,20 +189,8 @@ def test_swaps_evict_and_then_fetch() -> None:
     [(start, end, layer, expert)] = shadows.history.copies
     assert (layer, expert) == (0, 2)
     assert start < end
-    shadows.evict((1, 2))  # its copy is in flight
-    assert told(shadows) == [("wait", 4), ("withdraw", (1, 2))]
-    assert (shadows.copies, (1, 2) in shadows.slots, shadows.in_slot[1, 2]) == ({}, False, False)
-    assert shadows.arena.slot_frames == 6
-    assert shadows.history.evicted == [0, 1]
-
-
-def test_the_coldest_make_room_for_the_cache() -> None:
-    shadows = opened("resident", frames=16)
-    shadows.residency.cold = [(1, 3), (0, 2), (0, 0)]
-    shadows.make_room(3)
-    assert shadows.residency.seen == [(8, 8)]
-    assert [place for place in shadows.device.done_ if place[0] == "withdraw"] == [
-        ("withdraw", (1, 3)), ("withdraw", (0, 2)),
-    ]  # fmt: skip
-    assert (shadows.history.for_cache, shadows.history.evicted) == (2, [1, 0])
-    assert shadows.arena.free_frames == 4
+    offload.evict((1, 2))  # its copy is in flight
+    assert told(offload) == [("wait", 4), ("withdraw", (1, 2))]
+    assert (offload.copies, (1, 2) in offload.slots, offload.here[1, 2]) == ({}, False, False)
+    assert offload.arena.slot_frames == 6
+    assert offload.history.evicted == [0, 1]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from cpu_offload.policy.residency import Residency, ResidencySettings, Swap
 from tests.variants import thorough_but
 from tools.benchmarks import offload_policy
 from tools.benchmarks.cache_policies import Run, lru, lru_by_layer, optimum, residency
-from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, save_trace
+from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up
 
 pytestmark = pytest.mark.slow
 
@@ -185,18 +184,3 @@ def test_optimum_is_the_best_there_is(ids: list[int], slots: int) -> None:
     run = optimum(trace, slots)
     assert run.hits.sum() == max(best.values())
     assert run.copies.sum() + run.hits.sum() <= len(ids)
-
-
-def test_the_benchmark_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_trace(tmp_path / "trace.npz", small("Zipf", 120))
-    arguments = ["--trace", "trace.npz", "--json", "rows.json", "--plot", "rows.png"]
-    offload_policy.main([str(tmp_path / a) if "." in a else a for a in arguments] + ["--demo-only"])
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(r["trace"], r["budget"]) for r in rows] == [
-        (name, budget) for name in ("demo", "demo, 4 at once") for budget in offload_policy.BUDGETS
-    ]
-    for row in rows:
-        assert all(0 <= row[f"hits_{name}"] <= row["hits_best"] for name in offload_policy.POLICIES)
-        assert row["copies_static"] == 0
-    assert (tmp_path / "rows.png").stat().st_size > 0
-    assert "copies in 1000 steps" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Kills processes that write caches and results, at random moments:  python -m tests.faults.kills [--times 1000]
+"""Kills processes that write caches, at random moments:  python -m tests.faults.kills [--times 1000]
 
 After each kill another process starts, which must find what was written whole or not at all, can write it anew,
 and leaves no temporary file of a dead process. Before that, the order of calls is checked that a loss of power needs:
@@ -6,7 +6,6 @@ what is renamed is on the disk.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -28,10 +27,8 @@ from ops.cpu.engine import start
 from ops.cpu.memory import allocate, clear, is_allocated
 from tests.faults.forks import Fork, forked
 from tests.faults.preload import LIBRARY, Faults, unsynced, with_faults
-from umbra.files import write_json
 
 SIZES = (1 << 20, 300_000, 70)  # bytes of the packed storages; the last one is small
-PARTS = 40  # of a report, each of which has the number of its version
 SHAPES = [[[4], "int64"]]
 
 
@@ -118,28 +115,7 @@ class Compiled(Writer):
         return []  # one name, which the next compile takes
 
 
-class Results(Writer):
-    @property
-    def report(self) -> Path:
-        return self.folder / "made" / "report.json"
-
-    def write(self, version: int) -> None:
-        (self.folder / "made").mkdir(exist_ok=True)
-        write_json(self.report, {str(i): version for i in range(PARTS)})
-
-    def check(self) -> str:
-        if not self.report.exists():
-            return "none"
-        report = json.loads(self.report.read_text())
-        assert len(report) == PARTS
-        assert len(set(report.values())) == 1
-        return "whole"
-
-    def left(self) -> list[Path]:
-        return []  # of a run that was killed, in its own folder
-
-
-WRITERS: dict[str, type[Writer]] = {"packed": Packed, "compiled": Compiled, "results": Results}
+WRITERS: dict[str, type[Writer]] = {"packed": Packed, "compiled": Compiled}
 
 
 def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counter[str]:

@@ -44,7 +44,6 @@ enum Kind {
     kMkdir,
     kThread,
     kSend,
-    kCollective,
     kKinds
 };
 
@@ -191,9 +190,6 @@ void faults_count(bool wanted) {
     dl_iterate_phdr(find_modules, nullptr);
     on = wanted;
 }
-
-// Counts a call that Python makes; whether it is to fail.
-bool faults_call(int kind) { return counting() && fails(static_cast<Kind>(kind)); }
 
 int posix_memalign(void** memory, size_t alignment, size_t size) noexcept {
     REAL(posix_memalign);

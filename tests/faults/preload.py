@@ -31,7 +31,6 @@ KINDS = {
     "mkdir": errno.ENOSPC,
     "thread": errno.EAGAIN,
     "send": errno.ENOBUFS,
-    "collective": errno.ECONNRESET,
 }
 NAMES = list(KINDS)
 
@@ -58,8 +57,6 @@ class Faults:
     def __init__(self) -> None:
         library = ctypes.CDLL(os.environ[LIBRARY])
         self.count = library.faults_count  # (True): this process's calls count from now on
-        self._call = library.faults_call
-        self._call.restype = ctypes.c_bool
         library.faults_block.restype = ctypes.POINTER(Block)
         self.block: Block = library.faults_block().contents
 
@@ -70,10 +67,6 @@ class Faults:
         block.root = os.fsencode(f"{root}/")
         block.kind, block.error = NAMES.index(kind), error or KINDS[kind]
         block.first, block.last = (n, EVER if forever else n) if n else (0, -1)
-
-    def call(self, kind: str) -> bool:
-        """Counts a call that is made in Python; whether it is to fail."""
-        return bool(self._call(NAMES.index(kind)))
 
     @property
     def counts(self) -> dict[str, int]:

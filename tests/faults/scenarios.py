@@ -1,26 +1,19 @@
 """What runs while a call fails: a run of one case, and a rank of a server from its start to its end."""
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
 import shutil
-import signal
 import socket
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from http.client import HTTPConnection, HTTPException
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
-from torch import distributed
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import run
 from executor import model_runner as runner
@@ -28,16 +21,12 @@ from executor.checkpoint.packed import PackedCache
 from executor.config.load import load_case
 from executor.config.resolved import write_resolved
 from executor.launch import results
-from executor.launch.causes import cause_of
-from serving.api.server import serve
 from serving.ranks import worker
 from serving.ranks.channel import HEADER, framed, length_of
 from serving.ranks.messages import Fatal, Out, Ready, Sampling, Stop, Submit, ToFront
 from serving.ranks.processes import SOCKET
-from serving.ranks.supervisor import Supervisor
 from tests.faults.forks import Ended, Fork, forked, share_what_is_imported
 from tests.faults.preload import Faults
-from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
 from umbra.errors import run_main
 from umbra.files import ROOT
@@ -62,7 +51,6 @@ class Scenario(ABC):
     )  # fmt: skip
     sections: ClassVar[dict[str, object]] = {}  # of the case
     arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = MappingProxyType({})
     shares = True  # whether its imports are found by running it by itself
     kept = False  # whether the packed cache is there at the start
 
@@ -121,7 +109,7 @@ class Scenario(ABC):
         results.ROOT = self.root  # type: ignore[attr-defined]
         setattr(runner, "PackedCache", functools.partial(PackedCache, root=self.root / CACHE))  # noqa: B010
         sys.argv = [self.name, *self.arguments]
-        self.faults.count(self.environment.get("RANK") != "0")
+        self.faults.count(True)
         self.program()
 
 
@@ -185,111 +173,6 @@ class Rank(Scenario):
         run_main(worker.main)
 
 
-class Front(Scenario):
-    """The front of a server, whose rank is a script: it starts, answers a client over HTTP, and drains."""
-
-    name, shares = "front", False
-    kinds = ("open", "read", "write", "mkdir", "thread", "send")
-
-    def run(self) -> Outcome:
-        self.port = free_port()
-        front = Fork(self._counted, self.log)
-        client = Fork(lambda: ask(self.port, front.pid), self.root.with_name("client.log"))
-        ended = front.wait(LIMIT_S)
-        client.kill()
-        seen = client.wait(5)
-        return Outcome(ended, "" if ended.status else seen.out)
-
-    def program(self) -> None:
-        Supervisor.launcher = ["tests/faults/fake_rank.py"]
-        run_main(lambda argv: serve(load_case(str(self.case), [f"serve_config.port={self.port}"])))
-
-
-def ask(port: int, server: int) -> None:
-    """A client: waits until the server is ready, tries until a request is answered, prints the answer's text, and asks
-    the server to end."""
-    until, body = time.monotonic() + LIMIT_S / 2, json.dumps({"prompt": "The cat", "max_tokens": 4}).encode()
-    try:
-        while time.monotonic() < until:
-            time.sleep(0.02)
-            with contextlib.suppress(OSError, HTTPException):
-                connection = HTTPConnection("127.0.0.1", port, timeout=5)
-                connection.request("GET", "/health/ready")
-                if connection.getresponse().status == 200:
-                    connection.close()
-                    connection.request("POST", "/v1/completions", body)
-                    answer = connection.getresponse()
-                    if answer.status == 200:
-                        print(json.loads(answer.read())["choices"][0]["text"], flush=True)
-                        return
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            for _ in range(2):  # asyncio sends itself a byte for each signal, and loses the signal if that is refused
-                os.kill(server, signal.SIGTERM)
-                time.sleep(10)
-
-
-class Ranks(Scenario):
-    """Two ranks of a job, and the launcher's words on how they ended. Calls of rank 1 fail."""
-
-    name = "ranks"
-    kinds, shares = ("collective", "send", "write"), False
-    sections: ClassVar[dict[str, object]] = {"world_size": 2, "quantization": {"method": "none"}}
-
-    def run(self) -> Outcome:
-        folder, port = self.root / "results" / "tiny" / "20260101-000000", free_port()
-        folder.mkdir(parents=True, exist_ok=True)  # from the second start on
-        words = [self.root / "tmp" / f"word{rank}.json" for rank in (0, 1)]
-        forks = []
-        for rank, word in enumerate(words):
-            self.environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-                "TORCHELASTIC_ERROR_FILE": str(word), "TORCH_CPP_LOG_LEVEL": "FATAL",
-            }  # fmt: skip
-            forks.append(Fork(self._counted, self.root.with_name(f"rank{rank}.log")))
-        second = forks[1].wait(LIMIT_S)
-        if second.status:  # the launcher ends the other rank, unless it has noticed itself
-            time.sleep(0.1)
-            forks[0].end()
-        first = forks[0].wait(LIMIT_S)
-        failures = {
-            rank: ProcessFailure(rank, fork.pid, ended.status, str(word))
-            for rank, (fork, ended, word) in enumerate(zip(forks, (first, second), words, strict=True))
-            if ended.status
-        }
-        for word in (self.root / "tmp").iterdir():  # in a folder that the launcher removes
-            word.unlink()
-        if not failures:
-            return Outcome(first, answer_of(self.root))
-        error = ChildFailedError("ranks", failures)
-
-        def told() -> None:
-            cause = cause_of(error.failures, folder, {})
-            print(f"error: {cause.text}", file=sys.stderr)
-            sys.exit(cause.status)
-
-        launcher = forked(told, self.log)
-        if first.hung or second.hung:
-            logs = [path.read_text()[-3000:] for path in sorted(folder.glob("*.log"))]
-            launcher = replace(launcher, hung=True, err="\n".join([launcher.err, first.err, *logs]))
-        shutil.rmtree(folder)
-        return Outcome(launcher, "")
-
-    def _counted(self) -> None:
-        os.environ |= self.environment
-        self.arguments = ["--results", str(self.root / "results" / "tiny" / "20260101-000000")]
-        if self.environment["RANK"] == "1":
-            for name in ("init_process_group", "new_group", "all_reduce", "all_gather_into_tensor", "broadcast"):
-                setattr(distributed, name, functools.partial(self._collective, getattr(distributed, name)))
-        super()._counted()
-
-    def _collective(self, usual: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-        if self.faults.call("collective"):
-            raise RuntimeError(f"gloo: {os.strerror(self.faults.block.error)} [127.0.0.1]:1")
-        return usual(*args, **kwargs)
-
-
 def answer_of(root: Path) -> str:
     """The tokens in the report of the run; empty if there is none."""
     (report, *_) = [*root.glob("results/*/*/report.json"), None]
@@ -326,4 +209,4 @@ def talk(listener: socket.socket, begun: Callable[[], None]) -> None:
     print(json.dumps(said))
 
 
-SCENARIOS: dict[str, type[Scenario]] = {each.name: each for each in (Offline, Kept, Shadows, Rank, Front, Ranks)}
+SCENARIOS: dict[str, type[Scenario]] = {each.name: each for each in (Offline, Kept, Shadows, Rank)}

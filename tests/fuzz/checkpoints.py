@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files, its index and its configs."""
+"""A checkpoint's safetensors files, its index and its configs; and cases."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,10 @@ from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import FLOATS
 from executor.checkpoint.names import INDEX, SINGLE
 from executor.checkpoint.stop_ids import stop_ids
+from executor.config.load import CASES, load_case
 from models.registry import FAMILIES, family_in, read_config
 from tests.fuzz.target import Target
+from umbra.files import ROOT
 
 READ = (*FLOATS, "I8", "I32", "I64", "F8_E4M3")  # the types that tensors of some format may have
 MODULES = (
@@ -78,32 +80,10 @@ def config(folder: Path) -> Target:
         found.check_parallel(2, 2, 2, 2, 2)
         _ = (found.max_positions, found.eos_token_ids, found.expert_count, found.experts_per_token)
 
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "mscale": 1.0}
-    common: dict[str, object] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "head_dim": 8,
-    }
-    common |= {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-    }
-    common |= {"intermediate_size": 16, "max_position_embeddings": 256, "tie_word_embeddings": False}
-    qwen = {
-        "num_experts": 8,
-        "moe_intermediate_size": 16,
-        "mlp_only_layers": [0],
-        "rope_scaling": yarn,
-        "eos_token_id": [1],
-    }
-    minimax = {"num_local_experts": 8, "rotary_dim": 4, "attn_type_list": [1, 1], "use_routing_bias": True}
-    minimax |= {"num_mtp_modules": 3, "scoring_func": "sigmoid", "rope_parameters": {"partial_rotary_factor": 0.5}}
-    seeds = [{"model_type": "qwen3_moe"} | common | qwen, {"model_type": "minimax_m2"} | common | minimax]
+    files = [ROOT / f"checkpoints/{name}/config.json" for name in ("austen_moe", "austen_minimax")]
+    qwen, minimax = (json.loads(file.read_text()) for file in files)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}
+    seeds = [qwen | {"rope_scaling": yarn, "mlp_only_layers": [0]}, minimax | {"num_mtp_modules": 3}]
     seeds += [{"model_type": family} for family in FAMILIES]
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
 
@@ -142,3 +122,13 @@ def quantization(folder: Path) -> Target:
         compressed("int-quantized", num_bits=8, strategy="channel"),
     ]
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
+
+
+def case(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        (folder / "case.yaml").write_bytes(data)
+        load_case(str(folder / "case.yaml"))
+
+    seeds = [(CASES / f"{name}.yaml").read_bytes() for name in ("demo", "demo_chat", "demo_offload", "demo_tp8")]
+    seeds += [b"a: &a [*a]", b"? !!set {x}\n: <<", b"a: 0b1_0:59.5e3", b"!!omap [x: 2001-01-01 00:00:00 +01:00]"]
+    return Target(run, seeds, json=False)

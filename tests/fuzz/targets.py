@@ -9,11 +9,9 @@ from tests.fuzz.target import Target
 
 PLACES = {
     "header": "checkpoints", "index": "checkpoints", "config": "checkpoints", "generation": "checkpoints",
-    "quantization": "checkpoints", "tokenizer": "texts", "tokenizer_config": "texts", "template": "texts",
-    "answer": "texts", "case": "cases", "cluster": "cases", "hardware": "cases", "packed": "caches",
-    "compiled": "caches", "chat": "requests", "completion": "requests", "response": "requests", "message": "requests",
-    "tokenization": "requests", "detokenization": "requests", "grammar": "requests", "http": "traffic",
-    "to_front": "ranks", "to_ranks": "ranks", "failure": "ranks",
+    "quantization": "checkpoints", "case": "checkpoints", "tokenizer": "texts", "tokenizer_config": "texts",
+    "template": "texts", "answer": "texts", "chat": "requests", "completion": "requests", "response": "requests",
+    "message": "requests", "tokenization": "requests", "http": "traffic",
 }  # fmt: skip
 CORPUS = Path(__file__).with_name("corpus")
 

@@ -12,6 +12,7 @@ import pytest
 from tests.fuzz.mutation import mutated
 from tests.fuzz.target import Bounds, Target, Violation
 from tests.fuzz.targets import CORPUS, PLACES, corpus, maker
+from tests.variants import thorough_but
 
 MOST, MOST_S = 200, 0.2  # changed inputs of each target, and seconds of CPU for them
 MB = 1 << 20
@@ -32,8 +33,6 @@ AROUND = {
     "quantization": b'{"quant_method": "awq", "group_size": 128, "modules_to_not_convert": %b}',
     "tokenizer": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": %b}',
     "tokenizer_config": b'{"chat_template": %b}',
-    "packed": b'{"settings": %b}',
-    "compiled": b'{"facts": {"layout": %b}, "files": null}',
     "chat": b'{"messages": %b}',
     "completion": b'{"prompt": %b}',
     "response": b'{"input": %b}',
@@ -42,18 +41,10 @@ AROUND = {
 YAML = {
     "lists": b"a: [" + b"[]," * (MB // 2),
     "mapping": b"{" + b",".join(b"k%d: 1" % i for i in range(100_000)) + b"}",
-    "comments": b"#\n" * (MB // 2),
-    "a key": b"? " + b"k" * MB + b"\n: 1",
     "escapes": b'a: "' + b"\\x41" * (MB // 4) + b'"',
-    "anchors": b"".join(b"- &a%d x\n" % i for i in range(50_000)),
     "deep": b"a: " + b"[" * MB,
     "lines": b"a: |\n" + b" x\n" * (MB // 4),
 }
-
-
-@pytest.fixture(params=PLACES)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def bounds_of(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bounds:
@@ -61,14 +52,20 @@ def bounds_of(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bound
     return Bounds(maker(name), folder)
 
 
-def test_the_corpus_and_its_changes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", PLACES)
+def test_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found once; and the seeds, which `Bounds` runs."""
+    bounds = bounds_of(name, monkeypatch, tmp_path)
+    for data in corpus(name):
+        bounds(data)
+
+
+@pytest.mark.parametrize("name", thorough_but(PLACES, "config", "tokenizer", "chat", "http"))
+def test_changes_of_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Always the same ones, on any machine that is fast enough for all of them."""
     bounds = bounds_of(name, monkeypatch, tmp_path)
     target, rng = bounds.target, random.Random(0)
-    seeds = target.seeds + corpus(name)
-    for data in corpus(name):
-        bounds(data)
-    start = time.process_time()
+    seeds, start = target.seeds + corpus(name), time.process_time()
     for _ in range(MOST):
         data = mutated(rng.choice(seeds), seeds, target.json, target.longest, rng)
         try:

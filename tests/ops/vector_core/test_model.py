@@ -70,15 +70,6 @@ def test_an_instruction_takes_its_repeats_and_conflicts_but_three_cycles_at_leas
     assert pipes(core, LOW)["conflicts"] == pytest.approx(25 / LOW.ghz)
 
 
-def test_bandwidth_helps_only_where_it_is_missing() -> None:
-    core = tiny().cores[0][0]
-    assert time([core], memory=2 * LOW.memory) == time([core])  # bound by the vector pipe
-    size = core["mte2"]["bytes"]
-    assert time([core], memory=0.01) == pytest.approx(size / 0.01 + LOW.latency)  # never faster than all bytes read
-    assert time([core], memory=0.02) < time([core], memory=0.01)
-    assert time([core], core=0.01) > time([core], core=0.02) > time([core])
-
-
 def test_the_slowest_core_decides() -> None:
     fast, slow = idle(), tiny().cores[0]
     [phase] = predict([fast, slow], LOW)

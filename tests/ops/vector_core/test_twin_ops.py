@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -121,47 +118,6 @@ def test_narrow_special_values() -> None:
     for name in ("half", "bfloat16_t"):
         equal(op(f"cast_to_{name}_rint", x, random(TYPES[name], 1))[:1024], x.to(TYPES[name]))
     assert op("cast_to_int16_t_rint", x, random(torch.int16, 1))[:4].tolist() == [32767, -32768, 0, 32767]
-
-
-BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "mul": torch.mul,
-    "add": torch.add,
-    "sub": torch.sub,
-    "max": torch.maximum,
-    "div": torch.div,
-    "and": torch.bitwise_and,
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [f"{name}_{kind}" for name in ("mul", "add", "sub", "max") for kind in ("half", "float", "int16_t", "int32_t")]
-    + ["div_half", "div_float", "and_int16_t"],
-)
-def test_binary(name: str) -> None:
-    function, kind = name.split("_", 1)
-    dtype = TYPES[kind]
-    a, b = random(dtype, 1), random(dtype, 2)
-    equal(op(name, a, random(dtype, 3), b), BINARY[function](a, b))
-
-
-def test_and_of_unsigned() -> None:
-    a, b = random(torch.uint16, 1), random(torch.uint16, 2)
-    found = op("and_uint16_t", a, random(torch.uint16, 3), b)
-    assert torch.equal(found.view(torch.int16), a.view(torch.int16) & b.view(torch.int16))
-
-
-def test_scalars_and_unary() -> None:
-    halves, floats, whole = random(torch.half, 1), random(torch.float32, 1), random(torch.int32, 1)
-    equal(op("muls", halves, halves), (halves.float() * torch.tensor(1.1).half().float()).half())
-    equal(op("adds", floats, floats), floats + torch.tensor(0.1))
-    equal(op("maxs", whole, whole), whole.clamp(min=5))
-    equal(op("magnitude", halves, halves), halves.abs())
-    torch.testing.assert_close(op("exponential", floats, floats), floats.exp(), rtol=1e-6, atol=0)
-    wanted = random(torch.float32, 3)
-    found = op("scalars", floats, wanted)
-    wanted[3], wanted[4] = floats[5], floats[6]
-    equal(found, wanted)
 
 
 def test_strides() -> None:

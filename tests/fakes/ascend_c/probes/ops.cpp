@@ -54,23 +54,6 @@ EVERY_MODE(int32_t)
 EVERY_MODE(int16_t)
 EVERY_MODE(float)
 
-#define BINARY(name, Op, T) \
-    OP(name##_##T, T, T, T) { Op(d, a, b, 4096 / sizeof(T)); }
-#define NUMERIC(name, Op) \
-    BINARY(name, Op, half) BINARY(name, Op, float) BINARY(name, Op, int16_t) BINARY(name, Op, int32_t)
-NUMERIC(mul, Mul)
-NUMERIC(add, Add)
-NUMERIC(sub, Sub)
-NUMERIC(max, Max)
-BINARY(div, Div, half)
-BINARY(div, Div, float)
-BINARY(and, And, int16_t)
-BINARY(and, And, uint16_t)
-OP(muls, half, half, half) { Muls(d, a, half(1.1f), 2048); }
-OP(adds, float, float, half) { Adds(d, a, 0.1f, 64, 16, {1, 1, 8, 8}); }
-OP(maxs, int32_t, int32_t, half) { Maxs(d, a, 5, 1024); }
-OP(magnitude, half, half, half) { Abs(d, a, 2048); }
-OP(exponential, float, float, half) { Exp(d, a, 1024); }
 OP(mul_strides, float, float, float) { Mul(d, a, b, 40, 3, {2, 0, 1, 16, 8, 5}); }
 OP(add_chain, float, float, float) { Add(d, a, d, 64, 16, {1, 1, 1, 0, 8, 0}); }
 
@@ -96,7 +79,6 @@ OP(squares, half, half, half) {
     TransDataTo5HD<half>(to, from, {false, false, 2, 1, 32});
 }
 OP(block_sum_half, half, half, half) { BlockReduceSum(d, a, 16, 128, 1, 1, 8); }
-OP(scalars, float, float, half) { d.SetValue(3, a.GetValue(5)), d.SetValue(4, a(6)); }
 
 // Kernels of moves: x is the input a (4096 bytes); y has 4096 bytes, which are first filled with -1.
 #define MOVE(name)                                                                                  \
