@@ -62,22 +62,3 @@ def test_a_report_has_sums_of_all_steps_and_of_each_layer() -> None:
         (5 / 6, pytest.approx(0.0015), pytest.approx(0.003), 1, 2),
         (3 / 5, pytest.approx(0.0005), pytest.approx(0.004), 2, 1),
     ]
-
-
-def test_a_trace_has_a_span_for_each_thing_that_took_time() -> None:
-    events = history().trace()["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events[:3]}
-    assert lanes == {1: "device", 2: "shadow pool", 3: "copies"}
-    assert all((event["ph"], event["pid"]) == ("M", 1) for event in events[:3])
-    assert [(lanes[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events[3:]] == [
-        ("device", "step 0", 1.0, 9.0),
-        ("shadow pool", "layer 0", 2.0, 3.0),
-        ("device", "wait, layer 0", 4.0, 1.5),
-        ("device", "step 1", 11.0, 9.0),
-        ("shadow pool", "layer 1", 12.0, 4.0),
-        ("device", "wait, layer 1", 16.5, 0.5),
-        ("copies", "layer 1, expert 2", 3.0, 1.0),
-        ("copies", "layer 1, expert 0", 12.0, 3.0),
-        ("copies", "layer 0, expert 1", 13.0, 1.0),
-    ]
-    assert all((event["ph"], event["pid"]) == ("X", 1) for event in events[3:])

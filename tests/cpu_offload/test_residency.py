@@ -1,7 +1,6 @@
 """The residency policy: the rules of every swap, what it learns, and when it does nothing; and the other policies."""
 
 import functools
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -165,22 +164,3 @@ def test_nine_tenths_of_the_optimum_on_the_demo_model(budget: float) -> None:
     )
     assert ours >= 0.9 * best
     assert ours >= least
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=6, max_size=12), st.integers(1, 2))
-def test_optimum_is_the_best_there_is(ids: list[int], slots: int) -> None:
-    """Compares with every possible choice: after a use, any set of slots out of the residents and the used expert."""
-    trace = Trace("", np.array(ids, np.uint8)[:, None, None], 5)
-    best = {frozenset[int](): 0}
-    for expert in ids:
-        after: dict[frozenset[int], int] = {}
-        for kept, hits in best.items():
-            now, pool = hits + (expert in kept), kept | {expert}
-            for chosen in itertools.combinations(sorted(pool), min(slots, len(pool))):
-                after[frozenset(chosen)] = max(now, after.get(frozenset(chosen), 0))
-            after[kept] = max(now, after.get(kept, 0))
-        best = after
-    run = optimum(trace, slots)
-    assert run.hits.sum() == max(best.values())
-    assert run.copies.sum() + run.hits.sum() <= len(ids)

@@ -1,4 +1,4 @@
-"""Kills processes that write caches, at random moments:  python -m tests.faults.kills [--times 1000]
+"""Kills processes that write packed weights, at random moments:  python -m tests.faults.kills [--times 1000]
 
 After each kill another process starts, which must find what was written whole or not at all, can write it anew,
 and leaves no temporary file of a dead process. Before that, the order of calls is checked that a loss of power needs:
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from pathlib import Path
 import torch
 
 from executor.checkpoint.packed import PackedCache
-from executor.platform.ascend.compile_cache import CompileCache
 from models.layers.base import Layer
 from ops.cpu.engine import start
 from ops.cpu.memory import allocate, clear, is_allocated
@@ -29,31 +27,6 @@ from tests.faults.forks import Fork, forked
 from tests.faults.preload import LIBRARY, Faults, unsynced, with_faults
 
 SIZES = (1 << 20, 300_000, 70)  # bytes of the packed storages; the last one is small
-SHAPES = [[[4], "int64"]]
-
-
-class Writer(ABC):
-    """Writes versions of something into a folder, again and again."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        folder.mkdir()
-
-    def forget(self) -> None:
-        """As if nothing had ever been written."""
-        for path in self.folder.glob("made*"):
-            shutil.rmtree(path)
-
-    @abstractmethod
-    def write(self, version: int) -> None: ...
-
-    @abstractmethod
-    def check(self) -> str:
-        """What the next start finds: "whole" or "none". Raises if it is something else."""
-
-    def left(self) -> list[Path]:
-        """What the start must have removed."""
-        return sorted(self.folder.rglob("*.tmp"))
 
 
 class Storages(Layer):
@@ -68,13 +41,19 @@ class Storages(Layer):
         return iter(self.tensors)
 
 
-class Packed(Writer):
+class Writer:
+    """Writes versions of packed weights into a folder, again and again."""
+
     def __init__(self, folder: Path):
-        super().__init__(folder)
-        (folder / "checkpoint").mkdir()
+        self.folder = folder
+        (folder / "checkpoint").mkdir(parents=True)
         self.layer = Storages()
         model = torch.nn.Sequential(self.layer)
         self.cache = PackedCache({}, folder / "checkpoint", 0, model, folder / "made")
+
+    def forget(self) -> None:
+        """As if nothing had ever been written."""
+        shutil.rmtree(self.folder / "made", ignore_errors=True)
 
     def write(self, version: int) -> None:
         for tensor in self.layer.tensors:
@@ -84,38 +63,12 @@ class Packed(Writer):
         self.cache.save()
 
     def check(self) -> str:
+        """What the next start finds: "whole" or "none". Raises if it is something else."""
         if not self.cache.load(False):
             return "none"
         values = {int(value) for tensor in self.layer.tensors for value in (tensor.min(), tensor.max())}
         assert len(values) == 1, values
         return "whole"
-
-
-class Compiled(Writer):
-    def write(self, version: int) -> None:
-        with self._cache(version).open(4, SHAPES) as entry:
-            if not entry.hit:
-                (entry.folder / "model").mkdir()
-                for name in ("model/compiled_module", "graph.om"):
-                    (entry.folder / name).write_bytes(b"%d" % (version % 2) * 100_000)
-            entry.seal()
-
-    def check(self) -> str:
-        with self._cache(0).open(4, SHAPES) as entry:
-            if entry.hit:
-                for name in ("model/compiled_module", "graph.om"):
-                    assert (entry.folder / name).read_bytes() == b"0" * 100_000
-                return "whole"
-            return "none"
-
-    def _cache(self, version: int) -> CompileCache:
-        return CompileCache("some", 0, 1, {"version": version % 2}, self.folder / "made")
-
-    def left(self) -> list[Path]:
-        return []  # one name, which the next compile takes
-
-
-WRITERS: dict[str, type[Writer]] = {"packed": Packed, "compiled": Compiled}
 
 
 def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counter[str]:
@@ -128,7 +81,8 @@ def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counte
 
     def check() -> None:
         print("found", writer.check())
-        assert not writer.left(), writer.left()
+        left = sorted(writer.folder.rglob("*.tmp"))
+        assert not left, left
         writer.write(1)
         writer.write(2)
         assert writer.check() == "whole"
@@ -145,7 +99,7 @@ def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counte
         victim.wait(10)
         ended = forked(check, log)
         if ended.status:
-            raise AssertionError(f"{type(writer).__name__}: {ended.out[-1000:]} {ended.err[-3000:]}")
+            raise AssertionError(f"{ended.out[-1000:]} {ended.err[-3000:]}")
         found[next(line for line in ended.out.splitlines() if line.startswith("found")).split()[1]] += 1
     return found
 
@@ -174,19 +128,15 @@ def main() -> None:
             command, environment = with_faults(["-m", "tests.faults.kills", *sys.argv[1:]], Path(top))
             sys.exit(subprocess.run(command, env=environment).returncode)
         start(1, "auto")
-        faults, generator, wrong = Faults(), random.Random(args.seed), []
-        for number, (name, make) in enumerate(WRITERS.items()):
-            ordered = make(Path(top) / f"{name}-calls")
-            calls = forked(lambda writer=ordered: print(calls_of(writer, faults)), Path(top) / "calls.log").out  # type: ignore[misc]
-            renames = calls.count("rename\t")
-            wrong += unsynced("\n".join(line for line in calls.splitlines() if line.count("\t") == 2))
-            times = args.times * (number + 1) // len(WRITERS) - args.times * number // len(WRITERS)
-            found = kill_writers(make(Path(top) / name), times, generator)
-            print(f"{name}: {times} kills: {dict(found)}; {renames} renames of what is on the disk", flush=True)
-            if not renames:
-                wrong.append(f"{name}: no rename was seen")
+        faults, generator, folder = Faults(), random.Random(args.seed), Path(top)
+        ordered = Writer(folder / "calls")
+        calls = forked(lambda: print(calls_of(ordered, faults)), folder / "calls.log").out
+        renames = calls.count("rename\t")
+        wrong = unsynced("\n".join(line for line in calls.splitlines() if line.count("\t") == 2))
+        found = kill_writers(Writer(folder / "kills"), args.times, generator)
+        print(f"{args.times} kills: {dict(found)}; {renames} renames of what is on the disk")
         print(*wrong, f"--seed {args.seed}", sep="\n")
-        sys.exit(bool(wrong))
+        sys.exit(bool(wrong) or not renames)
 
 
 if __name__ == "__main__":

@@ -71,15 +71,6 @@ def test_official_values_in_every_spelling(tmp_path: Path, config: dict[str, Any
     assert model_type(tmp_path) == "minimax_m2"
 
 
-def test_other_values_are_read(tmp_path: Path) -> None:
-    assert parse(tmp_path, OFFICIAL | {"max_position_embeddings": 204800}).max_positions == 204800  # M2.7
-    assert not parse(tmp_path, OFFICIAL | {"use_routing_bias": False}).use_routing_bias
-    assert parse(tmp_path, OFFICIAL | {"tie_word_embeddings": True}).tie_word_embeddings
-    assert parse(tmp_path, OFFICIAL | {"rope_theta": 1e4}).rope.theta == 1e4
-    small = parse(tmp_path, OFFICIAL | {"num_hidden_layers": 2, "attn_type_list": [1, 1], "num_mtp_modules": 0})
-    assert (small.num_hidden_layers, small.num_mtp_modules) == (2, 0)
-
-
 def test_without_rotary_keys_all_columns_rotate(tmp_path: Path) -> None:
     assert parse(tmp_path, without("rotary_dim")).rope.dim == 128
 

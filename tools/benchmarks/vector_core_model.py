@@ -213,7 +213,7 @@ def print_bytes(shape: Shape, counts: Counts) -> None:
     nibbles = sum(moved.get(name, 0) for name in NIBBLES)
     weights = weight_bytes(counts)
     columns = [nibbles, weights - nibbles, moved["x"], moved["workspace"], moved["y"]]
-    work = [cast for phase in range(counts.phases) if any(cast := nibbles_cast(counts, phase))]
+    work = [cast for phase in range(counts.waits + 1) if any(cast := nibbles_cast(counts, phase))]
     cells = [f"{value / 1e3:.0f}" for value in columns]
     cells += [f"{sum(moved.values()) / (weights + rows):.3f}"]
     cells += [f"{100 * moved['workspace'] / part:.2f}" for part in (weights, nibbles)]

@@ -30,30 +30,12 @@ class Counts:
     cores: list[list[dict[str, Any]]]
 
     @property
-    def phases(self) -> int:
-        return len(self.cores[0])
-
-    @property
     def waits(self) -> int:
-        return self.phases - 1
-
-    def per_core(self) -> list[dict[str, Any]]:
-        """Each core's phases, added up."""
-        return [_add(phases) for phases in self.cores]
+        return len(self.cores[0]) - 1
 
     @cached_property
     def total(self) -> dict[str, Any]:
         return _add([phase for phases in self.cores for phase in phases])
-
-    def most(self, *path: str, phase: int | None = None) -> int:
-        """The largest value of one count over the cores, e.g. most("mte2", "bytes")."""
-        found = []
-        for core in self.per_core() if phase is None else [phases[phase] for phases in self.cores]:
-            value: Any = core
-            for key in path:
-                value = value.get(key, 0)
-            found.append(value)
-        return max(found)
 
 
 def _add(counts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -59,17 +59,6 @@ def test_counts_are_those_worked_out_by_hand() -> None:
     assert nothing["mte3"]["count"] == 0
 
 
-def test_an_instruction_takes_its_repeats_and_conflicts_but_three_cycles_at_least() -> None:
-    core = copy.deepcopy(tiny().cores[0][0])
-    core |= {"instructions": {"Add<half>": 10}, "repeats": {"Add<half>": 20}, "conflicts": {}, "barriers": {}}
-    assert pipes(core, LOW)["vector"] == pytest.approx(30 / LOW.ghz)
-    core["repeats"]["Add<half>"] = 40
-    assert pipes(core, LOW)["vector"] == pytest.approx(40 / LOW.ghz)
-    core["conflicts"]["Add<half>"] = 25
-    assert pipes(core, LOW)["vector"] == pytest.approx(65 / LOW.ghz)
-    assert pipes(core, LOW)["conflicts"] == pytest.approx(25 / LOW.ghz)
-
-
 def test_the_slowest_core_decides() -> None:
     fast, slow = idle(), tiny().cores[0]
     [phase] = predict([fast, slow], LOW)

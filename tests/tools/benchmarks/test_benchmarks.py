@@ -1,8 +1,6 @@
 """The benchmarks run, write the rows they document, and give llama.cpp exactly the numbers that the engine holds."""
 
-import functools
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +10,9 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from models.layers.base import layers_of
-from tests.fakes.peer import DyingPeer
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
-from tools.benchmarks import compare_llama_cpp, cpu
+from tools.benchmarks import cpu
 from tools.benchmarks.gguf_file import TYPES, entries, write_gguf
-from tools.benchmarks.peer_process import PeerProcess
 from tools.benchmarks.umbra_engine import Umbra
 
 pytestmark = pytest.mark.slow
@@ -112,15 +108,3 @@ def test_decode_steps_repeat_one_position(case: str) -> None:
         engine.step([token, token])
     logits = engine.step([5, 5])
     assert (logits - torch.cat(expected)).norm() < 0.02 * logits.norm()
-
-
-def test_a_peer_that_dies_is_a_line_and_the_rest_is_measured(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = Umbra(case, 1, "q4", 1, "auto", 1, 40)
-    make = functools.partial(DyingPeer, ours.config.vocab_size, 16)  # not in the first row
-    peers = {"theirs": PeerProcess("llama.cpp", make, os.sched_getaffinity(0))}
-    rows = list(compare_llama_cpp.compare(ours, peers, [(1, 8)], [20, 30], 0))
-    assert [("theirs" in row, "ours" in row, "ratio_median" in row) for row in rows] == [
-        (True, True, True), (False, True, False), (False, True, False)
-    ]  # fmt: skip
-    assert capsys.readouterr().out.splitlines().count("llama.cpp: died with SIGSEGV") == 1
-    assert not peers

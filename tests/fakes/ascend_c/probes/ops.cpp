@@ -37,12 +37,6 @@ template <class D, class A, class B, class Body> void frame(GM_ADDR a_, GM_ADDR 
 
 OP(cast_int4, half, int4b_t, half) { Cast(d, a, RoundMode::CAST_NONE, 2048); }
 OP(cast_int4_strides, half, int4b_t, half) { Cast(d, a, RoundMode::CAST_NONE, 128, 4, {2, 1, 16, 4}); }
-OP(cast_int8, half, int8_t, half) { Cast(d, a, RoundMode::CAST_NONE, 2048); }
-OP(cast_uint8, half, uint8_t, half) { Cast(d, a, RoundMode::CAST_NONE, 2048); }
-OP(cast_half, float, half, half) { Cast(d, a, RoundMode::CAST_NONE, 64, 16, {1, 1, 8, 4}); }
-OP(cast_bfloat16, float, bfloat16_t, half) { Cast(d, a, RoundMode::CAST_NONE, 1024); }
-OP(cast_int32, float, int32_t, half) { Cast(d, a, RoundMode::CAST_RINT, 1024); }
-OP(cast_int32_floor, float, int32_t, half) { Cast(d, a, RoundMode::CAST_FLOOR, 1024); }
 #define NARROW(type, mode, MODE) \
     OP(cast_to_##type##_##mode, type, float, half) { Cast(d, a, RoundMode::CAST_##MODE, 1024); }
 #define EVERY_MODE(type)     \
@@ -55,7 +49,6 @@ EVERY_MODE(int16_t)
 EVERY_MODE(float)
 
 OP(mul_strides, float, float, float) { Mul(d, a, b, 40, 3, {2, 0, 1, 16, 8, 5}); }
-OP(add_chain, float, float, float) { Add(d, a, d, 64, 16, {1, 1, 1, 0, 8, 0}); }
 
 OP(sum_half, half, half, half) { MulAddDst(d, a, b, 2048); }
 OP(sum_float, float, float, float) { MulAddDst(d, a, b, 1024); }
