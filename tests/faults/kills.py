@@ -75,6 +75,10 @@ def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counte
     """How often each outcome was found. Raises when one is wrong."""
     log, found = writer.folder.with_suffix(".log"), Counter[str]()
 
+    def write_four() -> None:
+        for version in range(4):
+            writer.write(version)
+
     def write_on() -> None:
         for version in range(generator.randrange(250), 10**9):
             writer.write(version)
@@ -88,7 +92,7 @@ def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counte
         assert writer.check() == "whole"
 
     begun = time.monotonic()
-    assert not forked(lambda: [writer.write(version) for version in range(4)], log).status
+    assert not forked(write_four, log).status
     longest = (time.monotonic() - begun) / 2
     for _ in range(times):
         if generator.random() < 0.5:

@@ -1,18 +1,22 @@
-"""A front without a port or ranks: requests go to its application, and each is answered with two tokens."""
+"""A front without a port or ranks: bytes go to its connections, and each request is answered with two tokens."""
 
 import asyncio
+import contextlib
+import io
 import json
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
+import h11
 import msgspec
+from uvicorn.server import ServerState
 
 from executor.config.load import load_case
-from serving.api.app import App
 from serving.api.auth import Keys
 from serving.api.front import Front, Text
+from serving.api.server import make_server
 from serving.ranks.channel import framed
 from serving.ranks.client import EngineClient
 from serving.ranks.messages import Message, Ready, Row, Sampling, Submit, ToEngine
@@ -22,6 +26,8 @@ from tests.fuzz.target import Violation
 from tests.text.checkpoints import write_tokenizer
 from text.tokenizer import Tokenizer
 from umbra.errors import LONGEST
+
+ROUNDS = 200  # of the event loop, after which a request that has come is answered
 
 
 class Engine(EngineClient):
@@ -66,6 +72,35 @@ class AtOnce(Executor):
         return done
 
 
+class Transport(asyncio.Transport):
+    """Loses its connection soon after it is closed, as asyncio's does."""
+
+    def __init__(self, protocol: asyncio.Protocol, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.protocol, self.loop = protocol, loop
+        self.sent, self.closed = b"", False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 80)}.get(name, default)
+
+    def write(self, data: Any) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.loop.call_soon(self.protocol.connection_lost, None)
+
+    abort = close
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
 class Api:
     def __init__(self, folder: Path, family: str = "qwen3"):
         self.loop = asyncio.new_event_loop()
@@ -75,33 +110,67 @@ class Api:
         case = load_case("demo_chat")
         self.front = Front(case, Keys(), Engine(folder, size, tokenizer.hf.eos_token_id), threads=AtOnce())
         self.front.text = Text(case, tokenizer)
-        self.app = App(self.front)
+        self.front._threads = AtOnce()
+        self.config = make_server(self.front).config
+        self.config.load()
 
     def ask(self, path: str, body: bytes) -> None:
-        """Raises Violation for an answer that is neither good nor one line of error."""
-        status, answer, kind = self.loop.run_until_complete(self._ask(path, body))
-        check_answer(status, answer, kind)
-        if self.front.open or self.front.limits.open or self.front.limits.waiting_tokens or self.front.busy:
-            raise Violation("the request is still counted")
+        self.send([request(f"POST {path}".encode(), body)])
 
-    async def _ask(self, path: str, body: bytes) -> tuple[int, bytes, str]:
-        came, sent = [{"type": "http.request", "body": body, "more_body": False}], []
+    def send(self, pieces: list[bytes]) -> None:
+        """Sends the pieces over one connection. Raises Violation for an answer that is neither good nor one line of
+        error."""
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            sent = self.loop.run_until_complete(self._connect(pieces))
+        check_answers(sent)
+        if said.getvalue():
+            raise Violation(said.getvalue())
+        if self.front.open or self.front.limits.open or self.front.limits.waiting_tokens or self.front._busy:
+            raise Violation("a request is still counted")
 
-        async def receive() -> Any:
-            if came:
-                return came.pop()
-            await asyncio.Event().wait()
+    async def _connect(self, pieces: list[bytes]) -> bytes:
+        made: Any = self.config.http_protocol_class
+        state = ServerState()
+        protocol = made(config=self.config, server_state=state, app_state={}, _loop=self.loop)
+        transport = Transport(protocol, self.loop)
+        protocol.connection_made(transport)
+        for piece in pieces:
+            if not transport.closed:
+                protocol.data_received(piece)
+                await asyncio.sleep(0)
+        for _ in range(ROUNDS):
+            if not state.tasks:
+                break
+            await asyncio.sleep(0 if not self.front._busy else 0.001)
+        transport.close()
+        await asyncio.sleep(0)
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=10)
+            if state.tasks:
+                raise Violation("a request outlives its connection")
+        return transport.sent
 
-        async def send(message: Any) -> None:
-            sent.append(message)
 
-        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-        scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": ""}
-        await self.app({**scope, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}, receive, send)
-        named = {key.lower(): value for key, value in sent[0]["headers"]}
-        text = b"".join(message.get("body", b"") for message in sent[1:])
-        return sent[0]["status"], text, named.get(b"content-type", b"").decode()
+def request(first: bytes, body: bytes = b"", *more: bytes) -> bytes:
+    length = [b"content-length: %d" % len(body)] if body and not more else []
+    return b"\r\n".join([first + b" HTTP/1.1", b"host: 127.0.0.1", *more, *length, b"", b""]) + body
+
+
+def check_answers(sent: bytes) -> None:
+    """The first answer, unless the client has left it, is good or one line of error."""
+    connection = h11.Connection(h11.CLIENT)
+    connection.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    connection.send(h11.EndOfMessage())
+    connection.receive_data(sent)
+    status, kind, body = 0, "", b""
+    while (event := connection.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+        if isinstance(event, h11.Response):
+            status, kind = event.status_code, dict(event.headers).get(b"content-type", b"").decode()
+        elif isinstance(event, h11.Data):
+            body += bytes(event.data)
+        elif isinstance(event, h11.EndOfMessage):
+            check_answer(status, body, kind)
+            return
 
 
 def check_answer(status: int, body: bytes, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""The bodies of requests, and the grammars in them."""
+"""The bodies of requests, and the bytes of connections."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.api.anthropic import PATH
-from tests.fuzz.front import Api
+from tests.fuzz.front import Api, request
 from tests.fuzz.target import Target
 from tests.fuzz.texts import MESSAGES, TOOLS
 
@@ -98,3 +98,42 @@ tokenization = _bodies(
     {"prompt": "Hi", "add_special_tokens": False, "return_token_strs": True},
     {"messages": MESSAGES, "tools": TOOLS},
 )
+
+
+def http(folder: Path) -> Target:
+    """Bytes of a connection. The first byte says into how many pieces the rest is cut."""
+    api = Api(folder)
+
+    def run(data: bytes) -> None:
+        count, rest = data[0] % 8 + 1 if data else 1, data[1:]
+        step = max(1, -(-len(rest) // count))
+        api.send([rest[at : at + step] for at in range(0, len(rest), step)])
+
+    chat = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": true}'
+    chunked = b"5\r\n" + chat[:5] + b"\r\n%x\r\n" % (len(chat) - 5) + chat[5:] + b"\r\n0\r\n\r\n"
+    seeds = [
+        request(b"GET /health"),
+        request(b"GET /v1/models/x%20y?a=b"),
+        request(b"HEAD /metrics"),
+        request(b"GET /"),
+        request(b"GET /openapi.json"),
+        request(b"OPTIONS *"),
+        request(b"POST /v1/chat/completions", chat),
+        request(b"POST /tokenize", b'{"prompt": "x"}') * 2,
+        request(b"POST /v1/chat/completions", chunked, b"transfer-encoding: chunked", b"expect: 100-continue"),
+        request(
+            b"POST /v1/completions",
+            b'{"prompt": "x"}',
+            b"content-length: 15",
+            b"x-request-id: 1",
+            b"authorization: Bearer x",
+        ),
+        request(
+            b"GET /v1/models",
+            b"",
+            b"origin: http://127.0.0.1",
+            b"connection: keep-alive, upgrade",
+            b"upgrade: websocket",
+        ),
+    ]
+    return Target(run, [bytes([number % 8]) + seed for number, seed in enumerate(seeds)], json=False)

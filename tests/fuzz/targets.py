@@ -11,7 +11,7 @@ PLACES = {
     "header": "checkpoints", "index": "checkpoints", "config": "checkpoints", "generation": "checkpoints",
     "quantization": "checkpoints", "case": "checkpoints", "tokenizer": "texts", "tokenizer_config": "texts",
     "template": "texts", "answer": "texts", "chat": "requests", "completion": "requests", "response": "requests",
-    "message": "requests", "tokenization": "requests", "http": "traffic",
+    "message": "requests", "tokenization": "requests", "http": "requests",
 }  # fmt: skip
 CORPUS = Path(__file__).with_name("corpus")
 

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -37,13 +38,13 @@ def tiny() -> Counts:
 
 
 @cache
-def idle() -> Sequence[Phase]:
+def idle() -> list[dict[str, Any]]:
     """Core 0 of five that have four pairs of columns."""
     return gemv(8, 5).cores[0]
 
 
-def time(phases: list[Phase], **costs: float) -> float:
-    return sum(phase.time for phase in predict([phases], replace(LOW, **costs)))  # type: ignore[arg-type]
+def time(phases: Sequence[Phase], **costs: Any) -> float:
+    return sum(phase.time for phase in predict([phases], replace(LOW, **costs)))
 
 
 def test_counts_are_those_worked_out_by_hand() -> None:

@@ -176,5 +176,5 @@ def right(library: Library) -> bool:
 
 
 def test_every_mistake_is_noticed(tmp_path: Path) -> None:
-    mistakes = {name: (FILE, *mistake.split("|")) for name, mistake in MISTAKES.items()}
+    mistakes = {name: (FILE, *mistake.partition("|")[::2]) for name, mistake in MISTAKES.items()}
     assert unnoticed(tmp_path, "fused_moe_scores", mistakes, right) == ["no mistake"]

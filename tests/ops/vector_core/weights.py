@@ -41,14 +41,14 @@ def unnoticed(
     which end in a semicolon, or an expression; the kernel holds them all, and one variable chooses."""
     folder = tmp_path / "op_kernel"
     shutil.copytree(KERNELS, folder)
-    for number, (file, right, wrong) in enumerate(mistakes.values(), 1):
+    for number, (file, was, becomes) in enumerate(mistakes.values(), 1):
         source = (folder / file).read_text()
-        assert source.count(right) == 1, (file, right, source.count(right))
-        if right.endswith(";"):
-            either = f"if (umbra_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
+        assert source.count(was) == 1, (file, was, source.count(was))
+        if was.endswith(";"):
+            either = f"if (umbra_mutant == {number}) {{ {becomes} }} else {{ {was} }}"
         else:
-            either = f"(umbra_mutant == {number} ? ({wrong}) : ({right}))"
-        (folder / file).write_text(source.replace(right, either))
+            either = f"(umbra_mutant == {number} ? ({becomes}) : ({was}))"
+        (folder / file).write_text(source.replace(was, either))
     declared, defined = folder / "umbra_room.h", folder / f"umbra_{kernel}_w4a16.cpp"
     declared.write_text('extern "C" { extern int umbra_mutant; }\n' + declared.read_text())
     defined.write_text(defined.read_text() + '\nextern "C" { __global__ int umbra_mutant = 0; }\n')
