@@ -1,6 +1,5 @@
-"""Locked packages, and builds that give the same bytes."""
+"""Locked packages."""
 
-import os
 import re
 from itertools import product
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.ops.cpu.native.build import INCLUDES, SOURCES, run
 from umbra.files import ROOT
 
 LOCKS, REQUIREMENTS = ROOT / "tools" / "supply" / "locks", ROOT / "tools" / "requirements"
@@ -69,16 +67,3 @@ def test_setup_installs_from_locks_alone() -> None:
 def test_a_lock_names_no_index() -> None:
     for path in LOCKS.iterdir():
         assert "://" not in path.read_text(), path
-
-
-def test_sources_compile_to_the_same_bytes_anywhere(tmp_path: Path) -> None:
-    """A part of `python -m tools.supply.reproduce`: a file in two folders, with two times."""
-    made = []
-    for folder, then in ((tmp_path / "a", 1e9), (tmp_path / "b" / "deeper", 1.1e9)):
-        folder.mkdir(parents=True)
-        (folder / "probe.cpp").write_bytes((SOURCES / "runtime" / "probe.cpp").read_bytes())
-        os.utime(folder / "probe.cpp", (then, then))
-        command = ["g++", "-std=c++17", "-O3", "-fPIC", "-shared", *INCLUDES, str(folder / "probe.cpp")]
-        run(*command, "-o", str(folder / "out.so"))
-        made.append((folder / "out.so").read_bytes())
-    assert made[0] == made[1]

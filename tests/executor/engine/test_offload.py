@@ -77,6 +77,8 @@ def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_pa
     assert shadows is not None
     steps, arena = shadows.history.steps, shadows.arena
     assert len({step.resident.tobytes() for step in steps}) > 3
+    routed = {int(pairs) for step in steps for pairs in step.hits + step.misses}
+    assert routed <= {rows * runner.config.experts_per_token for rows in (1, 2, 3)}
     assert all(step.kv_frames + step.expert_frames + step.free_frames == arena.frames for step in steps)
     assert shadows.history.for_cache > 0
     assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others were given back
