@@ -294,7 +294,7 @@ CASES = [  # hidden, inner, ids, zeros, largest value of x
 def right(library: Library) -> bool:
     for float_sums, (hidden, inner, ids, zeros, largest) in product((False, True), CASES):
         y, expected = fused(
-            *ids.shape, 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
+            len(ids), ids.shape[1], 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
             float_sums=float_sums, largest=largest,
         )  # fmt: skip
         errors = (y.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
