@@ -38,13 +38,6 @@ AROUND = {
     "response": b'{"input": %b}',
     "message": b'{"max_tokens": 1, "messages": %b}',
 }
-YAML = {
-    "lists": b"a: [" + b"[]," * (MB // 2),
-    "mapping": b"{" + b",".join(b"k%d: 1" % i for i in range(100_000)) + b"}",
-    "escapes": b'a: "' + b"\\x41" * (MB // 4) + b'"',
-    "deep": b"a: " + b"[" * MB,
-    "lines": b"a: |\n" + b" x\n" * (MB // 4),
-}
 
 
 def bounds_of(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bounds:
@@ -78,11 +71,11 @@ def test_changes_of_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [*AROUND, "case"])
+@pytest.mark.parametrize("name", AROUND)
 def test_the_largest_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = bounds_of(name, monkeypatch, tmp_path)
-    for what, value in (YAML if name == "case" else VALUES).items():
-        data = value if name == "case" else AROUND[name] % value
+    for what, value in VALUES.items():
+        data = AROUND[name] % value
         if name == "header":
             data = len(data).to_bytes(8, "little") + data
         try:

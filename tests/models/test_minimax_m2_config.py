@@ -75,13 +75,6 @@ def test_without_rotary_keys_all_columns_rotate(tmp_path: Path) -> None:
     assert parse(tmp_path, without("rotary_dim")).rope.dim == 128
 
 
-def test_a_share_that_was_rounded_agrees(tmp_path: Path) -> None:
-    """transformers writes rotary_dim / head_dim, which times head_dim is not always rotary_dim."""
-    assert 30 / 44 * 44 != 30
-    config = OFFICIAL | {"head_dim": 44, "rotary_dim": 30, "rope_parameters": {"partial_rotary_factor": 30 / 44}}
-    assert parse(tmp_path, config).rope.dim == 30
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

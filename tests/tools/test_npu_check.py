@@ -14,7 +14,6 @@ import torch
 
 from tools.npu_check import processes, report, session
 from tools.npu_check.__main__ import check, chosen, parser
-from tools.npu_check.hints import hint
 from tools.npu_check.numbers import Differs, fused_values
 from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
 from tools.npu_check.stage import STAGES, Stage
@@ -144,21 +143,6 @@ def test_a_run_goes_on_where_another_stopped(tmp_path: Path, scripts: Scripts, k
     started.clear()
     assert check(None, path) == 0
     assert started == names
-
-
-@pytest.mark.parametrize(
-    ("text", "advice"),
-    [
-        ("ImportError: libascendcl.so: cannot open shared object file", "set_env.sh"),
-        ("call aclnnX failed, error code is 161002", "aclnn refused an argument"),
-        ("layer 0, step 3: its callback has not come, or not returned, within 5 s", "never fired"),
-        ("result 0 differs by 0.3 of its norm", "wrong numbers"),
-        ("CANN 8.0 is not supported with torch_npu 2.9.0: install CANN 9.1", "do not belong together"),
-        ("something new", "no hint is known"),
-    ],
-)
-def test_hints(text: str, advice: str) -> None:
-    assert advice in hint(text)
 
 
 def outcomes() -> list[Outcome]:

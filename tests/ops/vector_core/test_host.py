@@ -117,14 +117,6 @@ def test_float_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: i
         assert host(op, inputs, attributes=[*GROUPS[op], False]) == without
 
 
-@pytest.mark.parametrize("dtype", [HALF, BF16])
-def test_scores_may_be_of_the_type_of_x(dtype: torch.dtype) -> None:
-    launch = host(SCORES, scored(128, False, dtype, dtype=dtype), attributes=(8, False, 0, 64, 32))
-    told = tiling(launch)
-    assert [told[name] for name in ("topK", "scored", "first", "sigmoid", "floatScores")] == [8, 128, 0, 0, 0]
-    assert launch.workspace == host(FUSED, fused(top_k=8, dtype=dtype), attributes=(64, 32)).workspace
-
-
 @settings(deadline=None)  # the first call compiles
 @given(k=st.integers(1, 256), group=st.sampled_from([32, 64, 128]), ordered=st.booleans())
 def test_the_layout_is_that_of_python(k: int, group: int, ordered: bool) -> None:
