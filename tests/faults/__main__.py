@@ -22,7 +22,9 @@ from tests.faults.forks import sample
 from tests.faults.preload import LIBRARY, Faults, with_faults
 from tests.faults.scenarios import CACHE, SCENARIOS, Outcome, Scenario
 
-LEFT = re.compile(r"results(/tiny(/\d+-\d+(-\d+)?(/(rank0\.log|stacks0\.log|report\.json|offload\.png|offload_trace\.json))?)?)?$")
+LEFT = re.compile(
+    r"results(/tiny(/\d+-\d+(-\d+)?(/(rank0\.log|stacks0\.log|report\.json|offload\.png|offload_trace\.json))?)?)?$"
+)
 FINE = ("answered", "refused")
 
 

@@ -110,7 +110,6 @@ class Api:
         case = load_case("demo_chat")
         self.front = Front(case, Keys(), Engine(folder, size, tokenizer.hf.eos_token_id), threads=AtOnce())
         self.front.text = Text(case, tokenizer)
-        self.front._threads = AtOnce()
         self.config = make_server(self.front).config
         self.config.load()
 
@@ -125,7 +124,7 @@ class Api:
         check_answers(sent)
         if said.getvalue():
             raise Violation(said.getvalue())
-        if self.front.open or self.front.limits.open or self.front.limits.waiting_tokens or self.front._busy:
+        if self.front.open or self.front.limits.open or self.front.limits.waiting_tokens or self.front.busy:
             raise Violation("a request is still counted")
 
     async def _connect(self, pieces: list[bytes]) -> bytes:
@@ -141,7 +140,7 @@ class Api:
         for _ in range(ROUNDS):
             if not state.tasks:
                 break
-            await asyncio.sleep(0 if not self.front._busy else 0.001)
+            await asyncio.sleep(0 if not self.front.busy else 0.001)
         transport.close()
         await asyncio.sleep(0)
         if state.tasks:
