@@ -22,9 +22,8 @@ from tests.faults.forks import sample
 from tests.faults.preload import LIBRARY, Faults, with_faults
 from tests.faults.scenarios import CACHE, SCENARIOS, Outcome, Scenario
 
-LEFT = re.compile(
-    r"results(/tiny(/\d+-\d+(-\d+)?(/(rank0\.log|stacks0\.log|report\.json|offload\.png|offload_trace\.json))?)?)?$"
-)
+FILES = r"rank0\.log|stacks0\.log|case\.json|report\.json|offload\.png|offload_trace\.json"
+LEFT = re.compile(rf"results(/tiny(/\d+-\d+(-\d+)?(/({FILES}))?)?)?$")
 FINE = ("answered", "refused")
 
 
