@@ -139,15 +139,13 @@ def save_m2(folder: Path) -> Path:
     return folder
 
 
-MOE, ATTENTION = "model.layers.0.block_sparse_moe", "model.layers.0.self_attn"
+MOE = "model.layers.0.block_sparse_moe"
 MTP = {"model.layers.2.self_attn.q_proj.weight": torch.zeros(2), "model.layers.4.enorm.weight": torch.zeros(2)}
 KV_SCALES = {f"model.layers.{i}.self_attn.{s}": torch.ones(1) for i in range(2)
              for s in ("k_proj.k_scale", "v_proj.v_scale", "attn.k_scale")}  # fmt: skip
 NO_GATE = [r"re:.*lm_head", r"re:.*block_sparse_moe.gate$"]
 LAYOUTS = {
     "official": Layout(both(experts(FP8), attention(FP8)), official(), more=MTP),
-    "QuantTrio M2": Layout(both(experts(AWQ), attention(AWQ)), awq_config("gate")),
-    "QuantTrio M2.1": Layout(experts(AWQ), awq_config("gate", "self_attn")),
     "QuantTrio M2.5": Layout(experts(AWQ, (1,)), awq_config("gate", "self_attn", "model.layers.0.")),
     "cyankiwi": Layout(both(experts(PACKED), attention(PACKED)), compressed(NO_GATE, all=four_bit("Linear"))),
     "mratsim FP8 and INT4": Layout(
@@ -162,19 +160,10 @@ LAYOUTS = {
     "transformers' names": Layout(
         experts(AWQ), awq_config("mlp.gate", "self_attn"), parts={"block_sparse_moe": "mlp"}
     ),
-    "GPTQ": Layout(
-        both(experts(("gptq", 128, True)), attention(("gptq", 128, True))),
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
-         "dynamic": {r"-:.*(gate|lm_head)$": {}}},
-    ),
     "a gate in 4 bits": Layout(both(experts(AWQ), gate(AWQ)), awq_config("self_attn")),
 }  # fmt: skip
 # What a config does not say; the files decide, and one warning counts the modules.
 CONTRADICTIONS = {
-    "AWQ that is silent about layer 0": (Layout(experts(AWQ, (1,)), awq_config("gate", "self_attn")), 24),
-    "AWQ that excludes too much": (
-        Layout(both(experts(AWQ), attention(AWQ)), awq_config("gate", "self_attn", "block_sparse_moe")), 56,
-    ),
     "AWQ of one value matrix": (Layout(both(attention(AWQ, "v"), experts(AWQ)), awq_config("gate", "self_attn")), 2),
     "AWQ of some experts of a layer": (
         Layout(lambda name: AWQ if ".experts." in name and "experts.2" not in name else None,
@@ -182,10 +171,5 @@ CONTRADICTIONS = {
     ),
     "EliasOenal, AWQ beside FP8 attention": (
         Layout(both(experts(AWQ), attention(FP8)), awq_config("gate", "self_attn"), more=KV_SCALES), 8,
-    ),
-    "FP8 with attention in floats": (Layout(experts(FP8), official()), 8),
-    "GPTQ with a value matrix in floats": (
-        Layout(both(experts(("gptq", 128, True)), attention(("gptq", 128, True), "qko")),
-               {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}), 2,
     ),
 }  # fmt: skip

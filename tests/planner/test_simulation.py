@@ -1,7 +1,7 @@
-"""The simulation: the same seed gives the same hours, every request is answered once, queues and failures cost what
-they must, and the real scheduler's prefixes and pages are at work."""
+"""The simulation: seeds, traces and the router; queues and failures cost what they must."""
 
 import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,11 @@ import pytest
 from planner.cluster import Load, Simulation
 from planner.layouts import Layout, Sizes, make_layout
 from planner.simulation.report import show_simulation
+from planner.simulation.router import Router
 from planner.simulation.run import Outcome, Simulator
+from planner.simulation.traffic import LARGEST_LINE, trace
 from tests.planner.test_cluster import CLUSTER, HARDWARE, write
+from umbra.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +36,6 @@ def test_equal_seeds_give_equal_results(layout: Layout) -> None:
     first, second, other = (simulate(layout, seed=seed, **settings) for seed in (0, 0, 1))
     assert times(first) == times(second)
     assert times(first) != times(other)
-
-
-def test_every_request_is_answered_once(layout: Layout) -> None:
-    outcome = simulate(layout)
-    assert len(outcome.served) == 200
-    for served in outcome.served.values():
-        assert served.at < served.first <= served.last
-    for replica in outcome.replicas:
-        assert not replica.sequences
-        assert replica.steps
-        assert all(cache.held == 0 for cache in replica.scheduler.caches)
-    assert sum(replica.busy for replica in outcome.replicas) <= 2 * outcome.end
 
 
 def test_a_request_alone_takes_its_prefill_and_its_steps(layout: Layout, tmp_path: Path) -> None:
@@ -78,12 +69,6 @@ def test_kept_prefixes_are_found_and_the_router_knows_where(layout: Layout) -> N
     assert 0 < found() <= found(router="prefix_aware")
 
 
-def test_a_prompt_that_can_never_run_is_refused(layout: Layout, tmp_path: Path) -> None:
-    (tmp_path / "trace").write_text('{"at": 0, "prompt": 4000, "output": 3}\n{"at": 1, "prompt": 10, "output": 3}\n')
-    outcome = simulate(layout, trace=str(tmp_path / "trace"))
-    assert (outcome.refused, len(outcome.served)) == (1, 1)
-
-
 def test_the_command_reports_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, simulation={"requests": 60, "longest": 1024})
     show_simulation(path, [], tmp_path / "facts.json", tmp_path / "plot.png")
@@ -110,21 +95,41 @@ def test_the_server_judgement_divides_memory_between_prefixes_and_experts(layout
     assert expert_pages(prefixes=60, prefix_tokens=1024) < expert_pages()
 
 
-def test_a_node_takes_all_its_replicas_with_it(layout: Layout) -> None:
-    """Both replicas are on one node of eight devices: whatever it does, they fail together."""
-    outcome = simulate(layout, node_failure_hours=0.0005, node_restart_s=2.0)
-    assert outcome.failures >= 2
-    assert outcome.failures % 2 == 0
-    assert all(served.at < served.first <= served.last for served in outcome.served.values())
+def lines(path: Path, *text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(text))
+    return path
 
 
-def test_a_server_takes_time_outside_its_steps(layout: Layout, tmp_path: Path) -> None:
-    (tmp_path / "trace").write_text('{"at": 5, "prompt": 128, "output": 3}\n')
-    (alone,), (later,) = (
-        simulate(layout, trace=str(tmp_path / "trace"), front_ms=front).served.values() for front in (0.0, 30.0)
-    )
-    assert later.at == alone.at
-    assert later.first == pytest.approx(alone.first + 0.03)
-    assert later.last == pytest.approx(alone.last + 0.03)
-    (slow,) = simulate(layout, trace=str(tmp_path / "trace"), front_token_us=1e6).served.values()
-    assert (slow.first, slow.last) == pytest.approx((alone.first + 1, alone.first + 3))  # the front is the slower one
+def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
+    good = ['{"at": 0, "prompt": 1, "output": 1}', '{"at": 2.5, "prompt": 7, "output": 3}']
+    file = lines(tmp_path / "trace", *good, good[1])
+    assert list(trace(file)) == [(0.0, 1, 1), (2.5, 7, 3), (2.5, 7, 3)]  # two may come at the same time
+    with pytest.raises(UserError, match=r"^simulation\.trace: .*/none: no such file$"):
+        list(trace(tmp_path / "none"))
+    for line in ("{", '{"at": 1}' + " " * LARGEST_LINE):
+        with pytest.raises(UserError, match=r'^trace:1: not \{"at": seconds, "prompt": tokens, "output": tokens\}$'):
+            list(trace(lines(tmp_path / "bad" / "trace", line)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"at": 0.5, "prompt": 1, "output": 1}', '{"at": NaN, "prompt": 1, "output": 1}',
+        '{"at": 1, "prompt": 0, "output": 1}', '{"at": 1, "prompt": true, "output": 1}',
+    ],
+)  # fmt: skip
+def test_lines_that_no_traffic_has(tmp_path: Path, line: str) -> None:
+    file = lines(tmp_path / "trace", '{"at": 1, "prompt": 4, "output": 3}', line)
+    with pytest.raises(UserError, match=r"^trace:2: lengths must be integers above 0, and times must not fall$"):
+        list(trace(file))
+
+
+def test_a_replica_may_have_a_quarter_more_than_the_least_loaded() -> None:
+    near, prompt = Router("prefix_aware", 4, 2), array("q", range(9))
+    assert near.choose(prompt) == 0
+    for load, chosen in ((11, 0), (12, 1)):  # 1.25 times eight and one
+        near.homes = dict.fromkeys(near.homes, 0)
+        near.loads[:] = load, 8
+        assert near.choose(prompt) == chosen
+        assert list(near.homes.values()) == [chosen]

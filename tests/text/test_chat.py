@@ -34,7 +34,6 @@ LOOP: list[dict[str, Any]] = [
 CHATS = {
     "no system": Chat([USER]),
     "system": Chat([{"role": "system", "content": "S"}, USER]),
-    "tools": Chat([USER], TOOLS),
     "tool loop with reasoning, two results": Chat(LOOP, TOOLS),
     "reasoning before the last user": Chat([*LOOP, {"role": "assistant", "content": "wet"}, USER], TOOLS),
     "arguments as a mapping": Chat([USER, {"role": "assistant", "content": "", "tool_calls": [call({"days": 1})]}]),
@@ -46,10 +45,6 @@ CHATS = {
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     write_tokenizer(tmp_path, request.param)
     return Tokenizer(tmp_path)
-
-
-def rendered(tokenizer: Tokenizer, chat: Chat) -> str:
-    return str(tokenizer.backend.decode(tokenizer.encode_chat(chat), skip_special_tokens=False))
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -68,35 +63,13 @@ def test_tokens_equal_transformers(tokenizer: Tokenizer, name: str) -> None:
     assert json.dumps(chat.messages) == before
 
 
-def test_the_layout_of_minimax(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, "minimax_m2")
-    tokenizer = Tokenizer(tmp_path)
-    assert rendered(tokenizer, CHATS["system"]) == "]~!b[]~b]system\nS[e~[\n]~b]user\nhi[e~[\n]~b]ai\n<think>\n"
-    turns = (
-        ']~b]ai\n<think>\nlook\n</think>\n\n\n<minimax:tool_call>\n<invoke name="weather">\n'
-        '<parameter name="city">Zürich</parameter>\n<parameter name="days">2</parameter>\n'
-        '<parameter name="more">{"a": [1, null]}</parameter>\n</invoke>\n</minimax:tool_call>[e~[\n'
-        "]~b]tool\n<response>rain</response>\n<response>sun</response>[e~[\n"
-    )
-    assert rendered(tokenizer, CHATS["tool loop with reasoning, two results"]).endswith(turns + "]~b]ai\n<think>\n")
-    later = rendered(tokenizer, CHATS["reasoning before the last user"])
-    assert "<think>\nlook" not in later
-    assert turns.replace("<think>\nlook\n</think>\n\n", "") in later
-    assert '<invoke name="weather">\n</invoke>\n' in rendered(tokenizer, CHATS["no arguments"])
-    with pytest.raises(UserError, match="the checkpoint's chat template failed: a tool result follows no call"):
-        tokenizer.encode_chat(Chat([USER, LOOP[2]]))
-
-
 @pytest.mark.parametrize(
     ("chat", "complaint"),
     [
         ({"messages": ["hi"]}, r"messages\[0\]: 'hi' must be a mapping with a role"),
         ({"messages": [USER], "tools": [WEATHER]}, r"tools\[0\]: .* must be"),
         ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, r"messages\[0\].tool_calls: .* list of mappings"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "must have a function with a name"),
         ({"messages": [{"role": "assistant", "tool_calls": [call("{")]}]}, "arguments: '{' must be a JSON object"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call('{"a":' * 9999)]}]}, "must be a JSON object"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
         ({"messages": [{"role": "assistant", "tool_calls": [call('{"a": "\\ud800"}')]}]}, "half of a surrogate pair"),
         ({"messages": []}, "chat template failed: there are no messages"),
     ],
@@ -132,8 +105,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("tags_are_special", [False, True])
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize(("family", "tags_are_special"), [("minimax_m2", False), ("qwen3", True)])
 def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     tmp_path: Path, family: str, tags_are_special: bool
 ) -> None:

@@ -1,14 +1,17 @@
-"""Text from tokens, piece by piece."""
+"""Text from tokens, piece by piece, up to a stop string."""
 
 import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.text.checkpoints import write_tokenizer
+from text.stops import Stops
 from text.tokenizer import Tokenizer
 
 
@@ -19,15 +22,6 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder, write_tokenizer(folder, "qwen3"))
 
 
-def test_pieces_are_whole_characters_and_add_up(letters: Tokenizer) -> None:
-    text = "naïve 😀😀\n日本 <think>é"
-    detokenizer = letters.detokenizer()
-    pieces = [detokenizer.push([id]) for id in letters.encode(text, chat=False)]
-    assert "".join(pieces) == text
-    assert "�" not in "".join(pieces)
-    assert detokenizer.rest() == ""
-
-
 def test_any_bytes_give_what_decoding_them_together_gives(letters: Tokenizer) -> None:
     draw = random.Random(0)
     for _ in range(200):
@@ -35,12 +29,6 @@ def test_any_bytes_give_what_decoding_them_together_gives(letters: Tokenizer) ->
         detokenizer = letters.detokenizer()
         pieces = [detokenizer.push([id]) for id in ids]
         assert "".join(pieces) + detokenizer.rest() == letters.decode(ids)
-
-
-def test_half_a_character_comes_at_the_end(letters: Tokenizer) -> None:
-    detokenizer = letters.detokenizer()
-    assert detokenizer.push(letters.encode("a😀", chat=False)[:-1]) == "a"
-    assert detokenizer.rest() == "�"
 
 
 def test_a_space_between_prompt_and_answer_is_kept(tmp_path: Path) -> None:
@@ -53,3 +41,27 @@ def test_a_space_between_prompt_and_answer_is_kept(tmp_path: Path) -> None:
     detokenizer = tokenizer.detokenizer([0, 3])
     assert [detokenizer.push([id]) for id in (1, 2, 1)] == [" b", "c", " b"]
     assert tokenizer.detokenizer().push([1, 2, 1]) == "bc b"
+
+
+TEXT = st.text("ab<", max_size=30)
+
+
+@given(st.lists(TEXT, max_size=10), st.lists(st.text("ab<", min_size=1, max_size=5), max_size=4))
+def test_the_first_complete_stop_ends_the_text(pieces: list[str], wanted: list[str]) -> None:
+    text, stops = "".join(pieces), Stops(wanted)
+    ends = [(at + len(stop), at) for stop in wanted if (at := text.find(stop)) >= 0]
+    said = ""
+    for piece in pieces:
+        before = stops.found
+        said += stops.push(piece)
+        assert not (before and stops.push(piece))
+    assert stops.found == bool(ends)
+    said += stops.finish()
+    assert said == (text[: min(ends)[1]] if ends else text)
+
+
+def test_only_the_beginning_of_a_stop_is_held_back() -> None:
+    stops = Stops(["</think>", "END"])
+    assert [stops.push(piece) for piece in ("a <b", " E", "N", "D")] == ["a <b", " ", "", ""]
+    assert stops.found
+    assert stops.push("more") == stops.finish() == ""

@@ -1,18 +1,24 @@
-"""Loading proves completeness: a missing, extra, misshapen or damaged tensor is named, and nothing is loaded."""
+"""Loading proves completeness: whatever is missing, extra, misshapen, damaged or hostile is one line."""
 
 import json
 import math
+import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from executor.checkpoint.formats.scheme import Unquantised
+from executor.checkpoint.load import load_checkpoint
+from models.causal_lm import CausalLM
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
+from umbra.files import read_json
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -78,7 +84,6 @@ def test_values_that_are_not_finite_are_named_once(tmp_path: Path, capsys: pytes
             {"hidden_size": 1 << 23},
             r"GB of weights, .* GB of KV cache and .* on each of 1 rank\(s\) do not fit into the",
         ),
-        ({"num_experts": 1 << 16, "moe_intermediate_size": 1 << 20}, "do not fit into the"),
         ({"num_experts": 10**7}, "num_experts: 10000000 must be an integer from 0 to 65536"),
     ],
 )
@@ -118,14 +123,89 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     assert "is also in" in load_error(tmp_path)
 
 
-def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    assert "holds neither model.safetensors nor model.safetensors.index.json" in load_error(tmp_path)
+SINGLE = "model.safetensors"
+BODY = bytes(64)
+DEEP = 100_000
 
 
-def test_tied_head_that_was_saved_all_the_same_is_ignored(tmp_path: Path) -> None:
-    oracle = save_tiny(tmp_path / "model", tie_word_embeddings=True)
-    resave(tmp_path / "model", lambda t: t.update({"lm_head.weight": torch.zeros(96, 32)}))
-    arrays = collect_logits(make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path), [[3, 4, 5]], steps=0)
-    np.testing.assert_allclose(arrays["prefill_0"], oracle_logits(oracle, [3, 4, 5]).numpy(), atol=1e-4)
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("valid")
+    save_tiny(folder / "model", num_hidden_layers=1)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def model(valid: Path) -> CausalLM:
+    module = make_runner(tiny_case(valid.parent, valid), valid.parent).engine.model
+    assert isinstance(module, CausalLM)
+    return module
+
+
+def complaint_of(model: CausalLM, folder: Path) -> str:
+    """The error text of loading `folder`; also checks that the refusal takes little memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError) as raised:
+        load_checkpoint(model, folder, Unquantised(), model.ignores, progress=False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KB
+    return one_line(raised.value)
+
+
+def one_line(error: UserError) -> str:
+    text = str(error)
+    assert text.isprintable()
+    assert len(text) < 3000
+    return text
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    """An entry of a header whose tensor fills BODY."""
+    return {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} | changes
+
+
+def with_header(header: object, body: bytes = BODY, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + body
+
+
+HALF = {"first": tensor(shape=[8], data_offsets=[0, 32])}
+ENTRY = json.dumps(tensor()).encode()
+FILES = {
+    "cut in its header": (with_header({"a": tensor()})[:40], "its header should have "),
+    "cut in its tensors": (with_header({"tail": tensor()})[:-1], "tensor tail ends at byte 64 of 63"),
+    "header of terabytes": (with_header({}, length=1 << 42), "its header should have 4398046511104 bytes"),
+    "deep lists": (with_header(b"[" * DEEP + b"]" * DEEP), ""),
+    "NaN for an entry": (with_header({"bad": math.nan}), "tensor bad must have dtype, shape and data_offsets, not nan"),
+    "overlap": (with_header(HALF | {"b": tensor(shape=[12], data_offsets=[16, 64])}), "b begins at byte 16, where 32"),
+    "bytes of no tensor": (with_header(HALF), "64 bytes of tensors, but the header tells of 32"),
+    "offsets beyond": (with_header({"far": tensor(shape=[32], data_offsets=[0, 128])}), "far ends at byte 128 of 64"),
+    "negative shape": (with_header({"bad": tensor(shape=[-4, -4])}), "tensor bad has shape [-4, -4]"),
+    "product over 64 bits": (with_header({"bad": tensor(shape=[1 << 62, 4, 16])}), "tensor bad has type F32 and shape"),
+    "type of another kind": (with_header({"bad": tensor(dtype=["F32"])}), "tensor bad has type ['F32'], which is none"),
+    "a name twice": (with_header(b'{"twin":' + ENTRY + b',"twin":' + ENTRY + b"}"), "twin stands twice in the header"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_file_is_one_line(model: CausalLM, tmp_path: Path, name: str) -> None:
+    content, complaint = FILES[name]
+    (tmp_path / SINGLE).write_bytes(content)
+    said = complaint_of(model, tmp_path)
+    assert said.startswith(f"{tmp_path / SINGLE}: truncated or corrupt: ")
+    assert complaint in said
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"a": [' + "[]," * 600_000 + "0]}", "more than 524288 values"),
+        ('{"a": "' + "x" * (1 << 20) + '\U0001f642"}', "larger than 1 MB, and with other characters than ASCII"),
+        ('{"a": "' + "x" * (25 << 20) + '"}', "larger than 24 MB, not a config file"),
+    ],
+)
+def test_json_that_would_take_much_memory_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=complaint):
+        read_json(tmp_path / "config.json")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KB

@@ -1,11 +1,16 @@
-"""What the config of a quantised checkpoint may say: other values would be read wrong, and are refused by key."""
+"""What is refused of files, of configs and of patterns in them: anything that would be read wrong or take long."""
 
+import re
+import time
 from copy import deepcopy
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from executor.checkpoint.formats.detect import SCHEMES
+from executor.checkpoint.formats.patterns import inside, pattern, target
 from executor.checkpoint.formats.scheme import Scheme
 from models.hf_config import HfConfig
 from umbra.errors import UserError
@@ -28,22 +33,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, dict[str, list[Any]]] = {
     "awq": {
-        "version": ["gemv", "GEMV", 1], "bits": [3, 8, "4"], "w_bit": [8], "zero_point": [False],
-        "group_size": [None, 16, -1], "modules_to_not_convert": ["gate", [1]],
+        "version": ["gemv"], "bits": [8], "w_bit": [8], "zero_point": [False], "group_size": [None, 16],
+        "modules_to_not_convert": ["gate"],
     },
     "gptq": {
-        "desc_act": [True, 0], "bits": [2, 3, None], "group_size": [0, 16], "sym": ["yes"], "lm_head": [1],
+        "desc_act": [True], "bits": [2], "group_size": [16], "sym": ["yes"], "lm_head": [1],
         "checkpoint_format": ["marlin"], "pack_dtype": ["int8"],
     },
-    "fp8": {"fmt": ["e5m2"], "weight_block_size": [None, [128], [128, 64], 128]},
+    "fp8": {"fmt": ["e5m2"], "weight_block_size": [None, [128, 64]]},
     "pack-quantized": {
-        "num_bits": [2, None], "type": ["float"], "actorder": ["group", True], "symmetric": [1],
-        "strategy": ["tensor", None], "group_size": [16, None],
+        "num_bits": [2], "type": ["float"], "actorder": ["group"], "symmetric": [1], "strategy": ["tensor"],
+        "group_size": [16],
     },
     "int-quantized": {"num_bits": [4]},
     "float-quantized": {
-        "num_bits": [4], "type": ["int", None], "symmetric": [False], "strategy": ["channel", None],
-        "block_structure": [None, [128, 64], "64x64"],
+        "num_bits": [4], "type": ["int"], "symmetric": [False], "strategy": ["channel"],
+        "block_structure": [[128, 64]],
     },
 }  # fmt: skip
 ROWS = [(name, key, value) for name, keys in REFUSED.items() for key, values in keys.items() for value in values]
@@ -64,31 +69,58 @@ def test_what_would_be_read_wrong_is_refused(name: str, key: str, value: Any) ->
         scheme(name, key, value)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("awq", "version", "GEMM"), ("awq", "version", None), ("gptq", "group_size", -1), ("gptq", "bits", 8),
-        ("gptq", "checkpoint_format", "gptq_v2"), ("gptq", "desc_act", None), ("fp8", "fmt", "float8_e4m3fn"),
-        ("pack-quantized", "actorder", "static"), ("pack-quantized", "actorder", "weight"),
-        ("pack-quantized", "actorder", False), ("pack-quantized", "num_bits", 8),
-        ("float-quantized", "block_structure", "128x128"),
-    ],
-)  # fmt: skip
-def test_other_names_of_the_same_are_taken(name: str, key: str, value: Any) -> None:
-    assert scheme(name, key, value).encodings
+PATHS = [
+    "lm_head",
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.self_attn.o_proj",
+    "model.layers.61.block_sparse_moe.gate",
+    "model.layers.61.block_sparse_moe.experts.255.w1",
+    "model.layers.61.mlp.experts.17.gate_proj",
+]
+TAKEN = [
+    (r".*block_sparse_moe.gate$", {3}),
+    (r".*\.gate\b", {3}),
+    (r".*self_attn\.(q|k|v|o)_proj$", {1, 2}),
+    (r".*(gate|e_score).*", {3, 5}),
+    (r"(?:lm_head|model\.layers\.\d+\.(self_attn|mlp)\.).*", {0, 1, 2, 5}),
+    (r".*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$", {4}),
+]
 
 
-def test_each_group_of_mixed_precision_has_a_format_of_its_own() -> None:
-    groups = {
-        "experts": {"format": "pack-quantized", "weights": INTEGERS, "targets": [r"re:.*experts.*"]},
-        "others": {"format": "float-quantized", "weights": FLOATS, "targets": ["Linear"]},
-    }
-    data = {"format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
-    mixed = SCHEMES["compressed-tensors"](HfConfig(data, "config.json"))
-    experts, others = mixed.encodings
-    assert mixed.said("model.layers.0.mlp.experts.1.up_proj") is experts
-    assert mixed.said("model.layers.0.self_attn.q_proj") is others
-    assert mixed.said("lm_head") is None
-    del groups["others"]["format"]
-    with pytest.raises(UserError, match=r"format: 'mixed-precision' must be one of pack-quantized"):
-        SCHEMES["compressed-tensors"](HfConfig(data, "config.json"))
+@pytest.mark.parametrize(("text", "matches"), TAKEN)
+def test_patterns_of_published_configs(text: str, matches: set[int]) -> None:
+    assert {i for i, path in enumerate(PATHS) if target(f"re:{text}", "here")(path)} == matches
+
+
+PATTERNS = [
+    "(a+)+$", "(a|b)*", ".**", "(?=a)", r"(a)\1", "(a", "x" * 201, ".*" * 5, "(a|b)" * 6, "|".join("a" * 40), "a{1000}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_what_could_take_long_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UserError, match="here: pattern ") as raised:
+        pattern(text, "here")
+    assert len(str(raised.value)) < 250
+
+
+@settings(max_examples=200)
+@given(st.text(alphabet="ab.*+?()|[]\\dwb$^:-{2}", max_size=60))
+def test_any_pattern_is_refused_or_means_the_same_as_to_re(text: str) -> None:
+    start = time.process_time()
+    try:
+        matches = pattern(text, "here")
+    except UserError:
+        return
+    for path in ("a" * 60, "ab." * 20, "model.layers.0.b"):
+        assert bool(matches(path)) == bool(re.match(text, path))
+    assert time.process_time() - start < 2
+
+
+def test_names_are_whole_parts_of_a_path() -> None:
+    gate = inside(["gate", "model.layers.0."])
+    assert gate("model.layers.7.block_sparse_moe.gate")
+    assert gate("model.layers.0.self_attn.q_proj")
+    for other in ("gate_proj", "agate", "gate2.x", "model.layers.00.x", "model.layers.10"):
+        assert not gate(f"model.layers.7.mlp.{other}")
+    assert not inside([])("lm_head")

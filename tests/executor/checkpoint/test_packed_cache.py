@@ -1,6 +1,5 @@
 """Quantised weights kept on disk: used if nothing has changed, replaced if anything has, never incomplete."""
 
-import itertools
 import os
 import shutil
 from functools import partial
@@ -9,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.model_runner import make_runner
 from models.layers.base import layers_of
 from models.layers.experts import Experts
-from ops.cpu import memory
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 from umbra.commands.logits import collect_logits
 
@@ -74,39 +72,6 @@ def test_weights_that_will_be_written_are_read(case: Case, tmp_path: Path, capsy
     experts: Any = next(layer.weights for _, layer in layers_of(runner.engine.model) if isinstance(layer, Experts))
     experts.restore([0], experts.stored([0]))
     assert_equal(first, collect_logits(runner, IDS, steps=2))
-
-
-def test_a_file_that_fails_leaves_nothing_behind(
-    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was mapped before is no longer: the weights are written there."""
-    _, first = start(case, tmp_path, capsys)
-    usual, calls = memory.map_file, itertools.count()
-
-    def fails(storage: Tensor, path: Path) -> object:
-        if next(calls) == 3:
-            raise OSError("no luck")
-        return usual(storage, path)
-
-    monkeypatch.setattr(memory, "map_file", fails)
-    said, again = start(case, tmp_path, capsys)
-    assert said.startswith("packed weights: unreadable: no luck, packing now; ")
-    assert_equal(first, again)
-
-
-def test_a_process_keeps_the_files_that_were_replaced(
-    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(case, tmp_path, capsys)
-    runner = make_runner(case, tmp_path, ONE_RANK)
-    runner.packed_cache = partial(PackedCache, root=tmp_path / "kept")
-    runner.setup()
-    before = collect_logits(runner, IDS, steps=2)
-    save_tiny(tmp_path / "model", moe_intermediate_size=32, attention_bias=True, initializer_range=0.5)
-    said, other = start(case, tmp_path, capsys)
-    assert said.startswith("packed weights: changed: sources, packing now; packed weights: kept in ")
-    assert_equal(before, collect_logits(runner, IDS, steps=2))
-    assert any(not np.array_equal(before[name], other[name]) for name in before)
 
 
 def test_whatever_changed_is_made_anew_and_named(

@@ -1,13 +1,11 @@
 """The CPU platform: what it refuses, and the settings that platforms have in common."""
 
 import dataclasses
-from typing import Any, cast
 
 import pytest
 
 from executor.config.load import load_case
 from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.compile_cache import CACHE
 from executor.platform.base import graph_rows
 from executor.platform.cpu import CpuPlatform
 from ops.parallel.partitions import ParallelSizes
@@ -36,18 +34,3 @@ def test_rows_of_a_decode_graph_are_powers_of_two_up_to_a_whole_batch() -> None:
     for world, attn_tp, rows in ((8, 2, 3), (4, 4, 12)):
         sized = dataclasses.replace(settings, decode_rows=12, sizes=ParallelSizes(world, attn_tp))
         assert sized.group_rows == rows
-
-
-def test_the_settings_of_a_platform_are_those_of_its_case() -> None:
-    case = load_case("demo", ["threads=3"])
-    found = platform_settings(case)
-    assert found.graphs is None
-    kept = dataclasses.replace(case.model_config, enable_cache_compile=True)
-    assert platform_settings(dataclasses.replace(case, model_config=kept)).graphs == CACHE
-    assert (found.case, found.threads, found.shadow_threads) == ("demo", 3, None)
-    assert (found.exe_mode, found.dtype, found.strict) == (case.exe_mode, case.model_config.dtype, case.strict)
-    assert (found.sizes, found.decode_rows) == (case.parallel_sizes, case.decode_rows)
-    assert "description" not in found.graph_facts
-    assert "prompts" not in cast(dict[str, Any], found.graph_facts["data_config"])
-    shadowed = platform_settings(load_case("demo", ["shadow_threads=2", "offload_config.timeout_s=7", *SHADOWS]))
-    assert (shadowed.shadow_threads, shadowed.shadow_timeout_s) == (2, 7)

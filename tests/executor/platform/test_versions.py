@@ -17,20 +17,15 @@ CLAIMED = Versions("2.10.0", "2.10.0.post4", "9.1.0", "25.5.2")
     ("found", "complaint"),
     [
         (replace(TESTED, torch="2.12.0"), "torch 2.12.0 and torch_npu 2.13.0 do not belong together: this torch_npu"),
-        (replace(CLAIMED, torch="2.13.0"), "this torch_npu needs torch 2.10.0"),
         (replace(CLAIMED, torch_npu="2.5.1.post1"), "torch_npu 2.5.1.post1 is not supported: supported are 2.14.0"),
-        (replace(CLAIMED, torch_npu="2.1.0"), "torch_npu 2.1.0 is not supported"),
         (replace(CLAIMED, cann="8.1.RC1"), "CANN 8.1.RC1 is not supported with torch_npu 2.10.0: install CANN 9.1 or"),
-        (replace(CLAIMED, cann="9.10.0"), "CANN 9.10.0 is not supported"),
         (replace(CLAIMED, driver="25.0.rc1.1"), "driver 25.0.rc1.1 is too old for CANN 9.1.0: install 25.2 or later"),
-        (replace(CLAIMED, driver="24.1.rc3"), "driver 24.1.rc3 is too old"),
         (replace(TESTED, cann="8.5.0", driver="24.1.0"), "driver 24.1.0 is too old for CANN 8.5.0: install 25.0"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("strict", [False, True])
-def test_what_does_not_belong_together_is_refused(found: Versions, complaint: str, strict: bool) -> None:
+def test_what_does_not_belong_together_is_refused(found: Versions, complaint: str) -> None:
     with pytest.raises(UserError) as raised:
-        check_versions(found, strict)
+        check_versions(found, strict=False)
     assert complaint in str(raised.value)
 
 
@@ -46,10 +41,6 @@ def test_what_could_not_be_read_is_named_and_never_an_error() -> None:
     assert [w.split()[3] for w in warnings] == ["torch", "torch_npu", "cann", "driver"]
     assert all("could not be read" in w for w in warnings)
     assert len(check_versions(TESTED, strict=True)) == 2
-    known = replace(TESTED, cann="9.1.0", driver="25.2.0")
-    for name in ("cann", "driver"):
-        first, *_ = check_versions(replace(known, **{name: None}), strict=True)
-        assert first == f"the version of {name} could not be read, so it is not checked"
 
 
 def install(home: Path, **files: str) -> Path:
@@ -68,8 +59,6 @@ def install(home: Path, **files: str) -> Path:
         ({"cfg": "# version: 1.0\nruntime_running_version=[7.0:7.0.0]\n"
                  "toolkit_running_version=[7.7.T9.0.B057:8.1.T6][7.7.T20.0.B210:8.1.RC1]\n"
                  "toolkit_installed_version=[7.7.T9.0.B057:8.1.T6]\n"}, None, "8.1.RC1"),
-        ({"cfg": "toolkit_installed_version=[8.2.0.2.220:8.2.RC2]\n"}, "9.9.9", "8.2.RC2"),
-        ({"info": "version=9.0.0\n", "cfg": "toolkit_installed_version=[1:8.2.RC2]\n"}, None, "9.0.0"),
         ({"cfg": "nothing here\n"}, "8.3.RC1", "8.3.RC1"),
         ({}, None, None),
     ],
@@ -78,17 +67,3 @@ def test_cann_is_read_from_its_files_or_its_runtime(
     tmp_path: Path, files: dict[str, str], runtime: str | None, cann: str | None
 ) -> None:
     assert read_versions(install(tmp_path, **files), runtime).cann == cann
-
-
-@pytest.mark.parametrize(
-    ("text", "driver"),
-    [
-        ("Version=25.0.rc1.1\nascendhal_version=7.35.23\n", "25.0.rc1.1"),
-        ("Version=7.35.23\nascendhal_version=7.35.23\npackage_version=26.0.rc1\n", "26.0.rc1"),
-        ("aicpu_version=1.0\n", None),
-    ],
-)
-def test_the_driver_is_read_from_its_file(tmp_path: Path, text: str, driver: str | None) -> None:
-    (tmp_path / "version.info").write_text(text)
-    assert read_versions(None, driver_info=tmp_path / "version.info").driver == driver
-    assert read_versions(None, driver_info=tmp_path / "none").driver is None

@@ -19,17 +19,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from executor.config.load import load_case
 from tests.command import umbra
 from tests.tiny import save_tiny, write_case
 from umbra.cli import execute
 from umbra.commands import evaluate
-from umbra.errors import UserError
 from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 
-TEXT = (ROOT / "checkpoints/austen_moe/held_out.txt").read_text()[:24000]
+TEXT = (ROOT / "checkpoints/austen_moe/held_out.txt").read_text()[:12000]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def test_perplexity_equals_transformers(perplexity: dict[str, float]) -> None:
                 logits = model(row[None]).logits[0, :-1]
                 total += float(torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum"))
                 count += len(row) - 1
-    assert count > 5000
+    assert count > 2500
     assert perplexity["none"] == pytest.approx(float(torch.tensor(total / count).exp()), rel=1e-3)
 
 
@@ -72,47 +70,21 @@ def test_quantisation_costs_little(perplexity: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("command", "complaint"),
     [
-        (["--text", "nowhere.txt"], "--text nowhere.txt: not readable"),
-        (["--text", "README.md", "--window", "1"], "--window 1 must be at least 2"),
-        (["--text", "README.md", "--window", "5000"], "input_max_len + max_new_tokens: 5001 exceed"),
-        (["--text", "README.md", "--against-set", "method=none"], "--against-set: belongs to --against CASE"),
+        (["evaluate", "--text", "nowhere.txt"], "--text nowhere.txt: not readable"),
+        (["evaluate", "--text", "README.md", "--window", "5000"], "input_max_len + max_new_tokens: 5001 exceed"),
+        (
+            ["evaluate", "--text", "README.md", "--against-set", "method=none"],
+            "--against-set: belongs to --against",
+        ),
+        (["logits", "--out", "x", "--ids", "1,99999", "--set", "world_size=2"], "99999"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments: list[str], complaint: str) -> None:
-    done = umbra("evaluate", "--case", "demo", *arguments)
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("ids", "steps", "complaint"),
-    [
-        ("1,2", "-1", "--steps -1: must not be negative"),
-        ("1,2", "5000", "input_max_len + max_new_tokens: 5003 exceed the model's"),
-        ("1,99999", "1", "99999"),
-    ],
-)
-def test_logits_that_cannot_be_asked_for_are_one_line(tmp_path: Path, ids: str, steps: str, complaint: str) -> None:
-    command = ["logits", "--case", "demo", "--set", "world_size=2", "--ids", ids, f"--steps={steps}"]
-    done = umbra(*command, "--out", str(tmp_path / "out.npz"))
+def test_bad_arguments_are_one_line(command: list[str], complaint: str) -> None:
+    done = umbra(*command, "--case", "demo")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert complaint in done.stderr
-
-
-def test_a_text_is_read_in_windows(tmp_path: Path) -> None:
-    case, path = load_case("demo"), tmp_path / "text"
-    path.write_text("Emma was quite obliged to hear, and was obliged to add.")
-    [ids] = evaluate.read_windows(case, path, 1000)
-    assert evaluate.read_windows(case, path, 3) == [ids[i : i + 3] for i in range(0, len(ids) - 1, 3)]
-    whole = len(ids) - 1
-    assert evaluate.read_windows(case, path, whole) == [ids[:whole]]  # nothing can be counted of a single token
-    for data, complaint in ((b"a", "fewer than two tokens"), (b"\xff", "not readable: ")):
-        path.write_bytes(data)
-        with pytest.raises(UserError, match=complaint):
-            evaluate.read_windows(case, path, 3)
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.\n"
@@ -192,6 +164,7 @@ def test_divergence_equals_float64(tiny: str, tmp_path: Path) -> None:
     assert said.splitlines()[-1].split()[-2:] == [f"{kl:.6f}", f"{agreement:.2f}"]
 
 
+@pytest.mark.thorough
 def test_ended_from_outside_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     command = [sys.executable, "-m", "umbra", *command_against(tmp_path, tiny, ["method=none"], tiny)]
@@ -204,10 +177,9 @@ def test_ended_from_outside_leaves_nothing_behind(tiny: str, tmp_path: Path) -> 
     assert not list(scratch.iterdir())
 
 
-@pytest.mark.parametrize(("size", "letters"), [(96, LETTERS[::-1]), (97, LETTERS)])
-def test_other_vocabularies_are_refused(tiny: str, tmp_path: Path, size: int, letters: str) -> None:
-    save_tiny(tmp_path / "other", vocab_size=size)
-    save_letters(tmp_path / "other", letters)
+def test_other_vocabularies_are_refused(tiny: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "other")
+    save_letters(tmp_path / "other", LETTERS[::-1])
     other = str(write_case(tmp_path / "other.yaml", tmp_path / "other"))
     done = run_against(tmp_path, tiny, ["method=none"], other)
     assert done.returncode == 2

@@ -1,8 +1,8 @@
-"""`umbra quantize` for MiniMax-M2: 4 bits and FP8 in their published layouts, from floats and from FP8."""
+"""`umbra quantize` for MiniMax-M2: 4 bits and FP8 in their published layouts, and the folders of the demo."""
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,16 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
-from executor.checkpoint.formats.detect import read_scheme
+from executor.config.load import load_case
 from tests.quantised import awq_meaning
-from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case
-from umbra.commands.logits import prefill_logits
+from tests.tiny import make_runner, save_tiny_m2
+from text.tokenizer import Tokenizer
+from umbra.commands.logits import prefill_logits, sized_for
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import Calibration, convert
 from umbra.commands.quantize.fp8 import Fp8Target
 from umbra.commands.quantize.source import Source
 from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.files import ROOT, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,6 @@ SIZES = dict(
     num_key_value_heads=4, num_local_experts=6, num_experts_per_tok=2,
 )  # fmt: skip
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6
-PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(130, 153))]
 MOE = "block_sparse_moe"
 BIAS = f"{MOE}.e_score_correction_bias"
 FLOAT32 = (f"{MOE}.gate.weight", BIAS)
@@ -64,11 +64,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def quantisation_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return found
-
-
 def floats_of(folder: Path) -> dict[str, Tensor]:
     """What the tensors of a quantised folder mean, computed without the project's reader."""
     tensors, floats = tensors_of(folder), {}
@@ -96,50 +91,17 @@ def dequantised(folder: Path) -> Path:
     return to
 
 
-def logits(folder: Path, checkpoint: Path) -> Tensor:
-    case = tiny_case(folder, checkpoint, model_name="minimax_m2", quantization={"method": "none"})
-    return torch.cat(prefill_logits(make_runner(case, folder), PROMPTS))
-
-
 def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
-    for folder, rotary in ((tmp_path / "half", 16), (tmp_path / "quarter", 8)):  # of 32 columns
-        save_m2(folder, rotary_dim=rotary)
-        oracle = MiniMaxM2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        source, ids = Source(folder), torch.arange(40).view(2, 20) * 7
-        hidden = source.rest()["model.embed_tokens.weight"].float()[ids]
-        for index in range(source.config.num_hidden_layers):
-            floats = {name: tensor.float() for name, tensor in source.layer(index).items()}
-            hidden = source.math(index, 20).forward(floats.__getitem__, hidden)
-        with torch.no_grad():
-            expected = oracle.model(ids).last_hidden_state
-            torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_fp8_has_the_official_layout(tmp_path: Path) -> None:
-    """Of Qwen3-MoE; that of MiniMax-M2 is in the demo's folder, byte by byte."""
-    save_tiny(tmp_path / "model", hidden_size=128, head_dim=32, num_key_value_heads=4, moe_intermediate_size=128)
-    inside = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
-    excluded = ["lm_head", *(f"model.layers.{i}.{name}" for i in range(2) for name in inside)]
-    convert(tmp_path / "out", Fp8Target(Source(tmp_path / "model"), ()))
-    assert quantisation_of(tmp_path / "out") == {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-        "modules_to_not_convert": excluded,
-    }  # fmt: skip
-    before, after, floats = tensors_of(tmp_path / "model"), tensors_of(tmp_path / "out"), floats_of(tmp_path / "out")
-    scheme, source = read_scheme(tmp_path / "out"), Source(tmp_path / "out")  # the project's reader
-    linear = {n for n in before if n.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))}
-    assert after.keys() == before.keys() | {f"{name}_scale_inv" for name in linear}
-    for name, weight in before.items():
-        assert torch.equal(source.read(name), floats[name])
-        if name not in linear:
-            assert torch.equal(after[name], weight)
-            continue
-        assert scheme.encoding(name.removesuffix(".weight"))
-        scales = after[f"{name}_scale_inv"]
-        assert (after[name].dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
-        assert scales.shape == (weight.shape[0] // 128, weight.shape[1] // 128)
-        bound = torch.maximum(weight.float().abs() / 16, torch.kron(scales, torch.ones(128, 128)) / 1024)
-        assert ((floats[name] - weight.float()).abs() <= bound * (1 + 1e-6)).all()
+    save_m2(tmp_path, rotary_dim=8)  # of 32 columns
+    oracle = MiniMaxM2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    source, ids = Source(tmp_path), torch.arange(40).view(2, 20) * 7
+    hidden = source.rest()["model.embed_tokens.weight"].float()[ids]
+    for index in range(source.config.num_hidden_layers):
+        floats = {name: tensor.float() for name, tensor in source.layer(index).items()}
+        hidden = source.math(index, 20).forward(floats.__getitem__, hidden)
+    with torch.no_grad():
+        expected = oracle.model(ids).last_hidden_state
+        torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_fp8_source_is_its_floats(tmp_path: Path, model: Path, calibration: Calibration) -> None:
@@ -173,3 +135,42 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, model: Path) -> None
     with pytest.raises(UserError, match=r"experts\.0\.w2\.weight: 192 columns are not a multiple of --group 128"):
         convert(tmp_path / "out", AwqTarget(Source(tmp_path / "odd"), (), 128))
     convert(tmp_path / "out", Fp8Target(Source(tmp_path / "odd"), ("experts",)))  # attention alone can be
+
+
+CHECKPOINTS = ROOT / "checkpoints"
+DEMO, FP8, AWQ = (CHECKPOINTS / f"austen_minimax{ending}" for ending in ("", "_fp8", "_awq"))
+HELD_OUT = (CHECKPOINTS / "austen_moe/held_out.txt").read_text()[:6000]
+
+
+def test_the_fp8_folder_is_what_the_tool_writes(tmp_path: Path) -> None:
+    convert(tmp_path / "out", Fp8Target(Source(DEMO), ()))
+    written = sorted((tmp_path / "out").iterdir())
+    assert [path.name for path in written] == sorted(p.name for p in FP8.iterdir() if p.name != "README.md")
+    for path in written:
+        assert path.read_bytes() == (FP8 / path.name).read_bytes(), path.name
+
+
+def test_the_awq_folder_was_made_of_the_demo() -> None:
+    """From these weights and this text, in QuantTrio's layout; the search is repeated in other tests."""
+    source, text = Source(DEMO), (CHECKPOINTS / "austen_moe_awq/calibration.txt").read_text()
+    assert read_json(AWQ / "quantize_state.json") == {
+        "quantization": AwqTarget(source, (), 128).quantisation,
+        "source": source.digest(),
+        "calibrate": hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": 16384,
+    }
+    assert read_json(AWQ / "config.json")["quantization_config"] == AwqTarget(source, (), 128).quantisation
+
+
+def log_probabilities(folder: Path, case_name: str) -> Tensor:
+    case = load_case(case_name, ["keep_packed=false", "method=auto"])
+    ids = Tokenizer(DEMO).encode(HELD_OUT, chat=False)[:1024]
+    rows = [ids[start : start + 256] for start in range(0, len(ids), 256)]
+    return torch.cat(prefill_logits(make_runner(sized_for(case, rows, 0), folder), rows)).log_softmax(-1)
+
+
+def test_the_folders_stay_close_to_the_demo(tmp_path: Path) -> None:
+    exact = log_probabilities(tmp_path, "demo_minimax")
+    for case, most in (("demo_minimax_fp8", 0.01), ("demo_minimax_awq", 0.05)):
+        ours = log_probabilities(tmp_path, case)
+        assert 0 < float((exact.exp() * (exact - ours)).sum(-1).mean()) < most

@@ -1,17 +1,19 @@
-"""`umbra quantize`: the files it writes, the search for scales, and runs that are killed and resumed."""
+"""`umbra quantize`: rounding, the files it writes, the search for scales, and runs that are killed and resumed."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from tests.command import umbra
 from tests.quantised import awq_meaning
 from tests.tiny import save_tiny
+from umbra.commands.quantize import awq, fp8
 from umbra.commands.quantize.awq import AwqTarget, quantise
 from umbra.commands.quantize.convert import Calibration, convert
 from umbra.commands.quantize.search import fold, search_layer
@@ -70,9 +72,8 @@ def as_float(folder: Path, to: Path) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM.from_pretrained(to, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_bias": True}, {"max_shard_size": "100KB"}])
-def test_plain_rounding_writes_the_format(tmp_path: Path, options: dict[str, object]) -> None:
-    save_model(tmp_path / "model", **options)
+def test_plain_rounding_writes_the_format(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", attention_bias=True, max_shard_size="100KB")
     before = tensors_of(tmp_path / "model")
     convert(tmp_path / "out", AwqTarget(Source(tmp_path / "model"), (), GROUP))
     after = tensors_of(tmp_path / "out")
@@ -94,13 +95,9 @@ def test_plain_rounding_writes_the_format(tmp_path: Path, options: dict[str, obj
     assert all(torch.equal(after[n], before[n]) for n in before.keys() - linears)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config.pop("quantization_config") == {
-        "quant_method": "awq",
-        "version": "gemm",
-        "bits": 4,
-        "group_size": GROUP,
-        "zero_point": True,
+        "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True,
         "modules_to_not_convert": ["mlp.gate"],
-    }
+    }  # fmt: skip
     assert config == json.loads((tmp_path / "model/config.json").read_text())
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == after.keys()
@@ -120,8 +117,7 @@ def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
         torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("layer", [0, 1])  # sparse, dense
+@pytest.mark.parametrize(("layer", "kv_heads"), [(0, 2), (1, 8)])  # sparse, dense
 @torch.no_grad()
 def test_folding_keeps_the_function(tmp_path: Path, layer: int, kv_heads: int) -> None:
     save_model(tmp_path, num_key_value_heads=kv_heads, attention_bias=True)
@@ -160,12 +156,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("renamed", "calibrated"),
-    [
-        pytest.param(renamed, calibrated, marks=[pytest.mark.thorough] * (renamed != calibrated))
-        for renamed in (False, True)
-        for calibrated in (False, True)
-    ],
+    ("renamed", "calibrated"), [(False, False), pytest.param(True, True, marks=pytest.mark.thorough)]
 )
 def test_a_killed_run_goes_on_to_the_same_bytes(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrated: bool, renamed: bool
@@ -203,13 +194,8 @@ def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) ->
     convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
     convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
     (tmp_path / "other.txt").write_text(TEXT + "!")
-    for calibration, complaint in (
-        (None, "calibrate, tokens"),
-        (Calibration(text, 41), "tokens"),
-        (Calibration(tmp_path / "other.txt", 40), "calibrate"),
-    ):
-        with pytest.raises(UserError, match=f"was begun with another {complaint}: use the same, or remove it"):
-            convert(out, AwqTarget(source, (), GROUP), calibration)
+    with pytest.raises(UserError, match="was begun with another calibrate: use the same, or remove it"):
+        convert(out, AwqTarget(source, (), GROUP), Calibration(tmp_path / "other.txt", 40))
     save_model(tmp_path / "other", rms_norm_eps=1e-5)
     with pytest.raises(UserError, match="another source"):
         convert(out, AwqTarget(Source(tmp_path / "other"), (), GROUP), Calibration(text, 40))
@@ -224,28 +210,11 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     save_model(tmp_path / "odd", head_dim=2)
     with pytest.raises(UserError, match=r"k_proj\.weight: 4 rows are not a multiple of 8"):
         convert(tmp_path / "out", AwqTarget(Source(tmp_path / "odd"), (), GROUP))
-    tensors = load_file(model / "model.safetensors")
-    damages: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
-        "1 tensors missing: model.norm.weight": lambda t: t.pop("model.norm.weight"),
-        "1 tensors that the model does not know: extra": lambda t: t.update(extra=torch.ones(1)),
-        "model.norm.weight has shape [7], expected [32]": lambda t: t.update({"model.norm.weight": torch.ones(7)}),
-        "model.norm.weight has type I32, expected one of": lambda t: t.update(
-            {"model.norm.weight": torch.ones(32, dtype=torch.int32)}
-        ),
-    }
-    folder = tmp_path / "damaged"
-    folder.mkdir()
-    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
-    for complaint, damage in damages.items():
-        damaged = dict(tensors)
-        damage(damaged)
-        save_file(damaged, folder / "model.safetensors")
-        with pytest.raises(UserError) as caught:
-            Source(folder)
-        assert complaint in str(caught.value)
-    (folder / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(UserError, match="truncated or corrupt"):
-        Source(folder)
+    damaged = load_file(tmp_path / "odd/model.safetensors")
+    del damaged["model.norm.weight"]
+    save_file(damaged, tmp_path / "odd/model.safetensors")
+    with pytest.raises(UserError, match=r"1 tensors missing: model\.norm\.weight"):
+        Source(tmp_path / "odd")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +222,6 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     [
         (["--tokens", "100"], "--tokens 100: must be at least 2, and needs --calibrate"),
         (["--model", "nowhere"], "--model nowhere: is not a folder"),
-        (["--calibrate", "nowhere.txt"], "--calibrate nowhere.txt: not readable"),
         (["--format", "fp8"], "--format fp8: has neither --group nor --calibrate"),
     ],
 )
@@ -262,3 +230,58 @@ def test_bad_arguments_are_one_line(model: Path, tmp_path: Path, arguments: list
     assert done.returncode == 2
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([1e-7, 1e-5, 0.02, 1.0, 3000.0]), st.floats(-3, 3))
+def test_no_weight_moves_by_more_than_half_a_step(seed: int, size: float, shift: float) -> None:
+    weight = (torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) + shift) * size
+    weight[0, :32] = 0
+    q = awq.quantise(weight, GROUP)
+    assert q.scales.dtype == torch.float16
+    assert (q.scales > 0).all()
+    assert isinstance(q.levels, torch.Tensor)
+    assert q.levels.max() <= 15
+    half = q.scales.float().repeat_interleave(GROUP, dim=1) / 2
+    assert ((q.floats() - weight).abs() <= half * (1 + 1e-5)).all()
+    assert torch.equal(q.floats()[0, :32], torch.zeros(32))
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    for bad in (float("nan"), float("inf"), 2e6):
+        weight = torch.ones(8, 32)
+        weight[3, 4] = bad
+        with pytest.raises(UserError, match=r"a\.q_proj\.weight: holds values that are not finite"):
+            awq.packed_linear("a.q_proj", weight, GROUP)
+
+
+# Every finite e4m3 from the least to the largest, from the definition: 4 bits of exponent with bias 7, 3 of fraction.
+POSITIVE = [f / 8 * 2.0**-6 for f in range(8)]
+POSITIVE += [(1 + f / 8) * 2.0 ** (e - 7) for e in range(1, 16) for f in range(8) if (e, f) != (15, 7)]
+VALUES = torch.tensor([-v for v in reversed(POSITIVE[1:])] + POSITIVE, dtype=torch.float64)
+
+
+def random(seed: int, rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-6, 0.02, 1.0, 3e4, 1e30]), st.floats(0, 9))
+def test_every_weight_becomes_the_nearest_value(seed: int, size: float, spread: float) -> None:
+    """Blocks of different sizes; within a block, magnitudes that reach far below the smallest normal number."""
+    weight = random(seed, 256, 384) * size * torch.exp(spread * random(seed + 1, 256, 384).clamp(-2, 0))
+    weight[:128, 128:256] *= 1e-3
+    quants, scales = fp8.quantise(weight)
+    assert (quants.dtype, quants.shape, scales.dtype) == (torch.float8_e4m3fn, weight.shape, torch.float32)
+    for i in range(2):
+        for j in range(3):
+            block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            assert scales[i, j] == weight[block].abs().max() / 448
+            exact = (weight[block] / scales[i, j]).double()
+            stored = quants[block].double()
+            assert torch.isin(stored, VALUES).all()
+            upper = torch.searchsorted(VALUES, exact).clamp(1, len(VALUES) - 1)
+            nearest = torch.minimum((VALUES[upper] - exact).abs(), (VALUES[upper - 1] - exact).abs())
+            assert torch.equal((stored - exact).abs(), nearest)
+            bound = torch.maximum(weight[block].abs() / 16, scales[i, j] / 1024)
+            assert ((quants[block].float() * scales[i, j] - weight[block]).abs() <= bound * (1 + 1e-6)).all()

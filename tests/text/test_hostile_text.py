@@ -1,6 +1,7 @@
-"""A tokenizer of a stranger works, or is refused in one line when it is loaded."""
+"""Tokenizers and chat templates of strangers work, or are refused in one line."""
 
 import json
+import os
 import resource
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.text.checkpoints import write_tokenizer
+from text.template import TOO_MUCH, Renderer, variables_of
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
 
@@ -25,30 +27,10 @@ def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": parts}
 
 
-def template(ids: list[int], times: int = 1, known: str = "X") -> dict[str, Any]:
-    text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "X", "type_id": 0}}
-    second = {"Sequence": {"id": "B", "type_id": 0}}
-    token = {"id": known, "ids": ids, "tokens": ["x"] * len(ids)}
-    parts = {"single": [special] * times + [text], "pair": [text, second], "special_tokens": {known: token}}
-    return {"type": "TemplateProcessing"} | parts
-
-
 STRANGE: dict[str, tuple[dict[str, Any], str]] = {
     "replaced by much": ({"normalizer": replace("b" * 1000, String="a")}, "normalizer: .* 32 times as long"),
-    "doubled often": ({"normalizer": sequence(*[replace("aa", String="a")] * 40)}, "normalizer: .* 32 times as long"),
-    "much between letters": ({"normalizer": replace("b" * 1000, Regex="")}, "normalizer: .* 32 times as long"),
     "an expression for answers": ({"decoder": replace("b", Regex="a+")}, "decoder: a regular expression"),
     "many parts": ({"normalizer": sequence(*[{"type": "NFC"}] * 100)}, "normalizer: has 101 parts, more than 64"),
-    "a table": (
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}}, "Precompiled is not supported",
-    ),
-    "a special token of many ids": ({"post_processor": template([1] * 1000)}, "adds 1000 ids to each text"),
-    "a special token that is not there": ({"post_processor": template([1], known="Y")}, "tokenizer"),
-    "ids beyond the vocabulary": ({"post_processor": template([4_000_000_000])}, "outside vocab_size"),
-    "no expression": ({"pre_tokenizer": split("(")}, "tokenizer not readable"),
-    "a long end of words": (
-        {"model": {"type": "BPE", "vocab": {}, "merges": [], "end_of_word_suffix": "x" * 1000}}, "longer than 64",
-    ),
     "deep lists": ({"normalizer": json.loads("[" * 500 + "]" * 500)}, "tokenizer not readable"),
 }  # fmt: skip
 
@@ -93,25 +75,16 @@ def test_what_only_some_texts_provoke_is_one_line(tmp_path: Path) -> None:
 
 
 UNIGRAM = {"type": "Unigram", "unk_id": 0, "byte_fallback": False}
-SLOW: dict[str, tuple[dict[str, Any], str]] = {
-    "long tokens": (
-        {"model": UNIGRAM | {"vocab": [["<u>", 0.0], *(["a" * i, -1.0] for i in range(1, 3000))]}}, "a" * 300_000,
-    ),
-    "an expression at each letter": ({"pre_tokenizer": split("a*a*a*[bc]")}, ("a" * 300 + "\n") * 30 + "b"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "long tokens" else [pytest.mark.thorough]) for name in SLOW]
-)
-def test_what_takes_long_is_ended(tmp_path: Path, name: str) -> None:
-    """Each would take minutes. What follows is encoded again."""
-    parts, text = SLOW[name]
-    tokenizer = Tokenizer(tmp_path, change(tmp_path, **parts))
+def test_what_takes_long_is_ended(tmp_path: Path) -> None:
+    """It would take minutes. What follows is encoded again."""
+    vocabulary = [["<u>", 0.0], *(["a" * i, -1.0] for i in range(1, 3000))]
+    tokenizer = Tokenizer(tmp_path, change(tmp_path, model=UNIGRAM | {"vocab": vocabulary}))
     short = tokenizer.encode("aab", chat=False)
     start = time.process_time()
     with pytest.raises(UserError, match=r"tokenizer failed: it takes more than .* s or .* MB for \d+ characters"):
-        tokenizer.encode(text, chat=False)
+        tokenizer.encode("a" * 300_000, chat=False)
     assert time.process_time() - start < 1
     assert tokenizer.encode("aab", chat=False) == short == list(tokenizer.hf("aab")["input_ids"])
 
@@ -123,3 +96,59 @@ def test_a_template_that_is_no_text_is_one_line(tmp_path: Path) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": wrong}))
         with pytest.raises(UserError, match="tokenizer not readable"):
             Tokenizer(tmp_path)
+
+
+HOSTILE = {
+    "loops": ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", TOO_MUCH),
+    "multiplied": ("{{ 'a' * 10 ** 11 }}", TOO_MUCH),
+    "longer than its input": ("{{ 'a' * 10 ** 7 }}", "it makes 10000000 characters of"),
+    "endless recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
+    "classes": ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+    "a list that changes": ("{{ messages.append(1) }}", "access to attribute 'append' of 'list'"),
+    "other files": ("{% include '/etc/passwd' %}", "no loader for this environment"),
+}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_are_one_line(renderer: Renderer, name: str) -> None:
+    source, complaint = HOSTILE[name]
+    before = os.times()
+    with pytest.raises(UserError, match=r"^the checkpoint's chat template failed: ") as raised:
+        renderer.render(source, {"messages": []})
+    after = os.times()
+    assert complaint in str(raised.value)
+    assert after.user + after.children_user - before.user - before.children_user < 2
+
+
+def test_the_next_conversation_is_rendered(renderer: Renderer) -> None:
+    """Also after one that has ended the process."""
+    assert renderer.render("{{ a }}", {"a": "b\ud800"}) == "b\ud800"
+    with pytest.raises(UserError):
+        renderer.render(*HOSTILE["loops"][:1], {})
+    assert renderer.render("{{ a }}", {"a": 1}) == "1"
+
+
+def test_templates_see_what_transformers_shows_them(renderer: Renderer) -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x", "name": None}, {"role": "assistant", "reasoning": "r", "content": "y"},
+    ]  # fmt: skip
+    variables = variables_of(messages, {"eos_token": "<e>", "tools": None})
+    source = (
+        "{%- for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% if loop.last %}{% break %}"
+        "{% endif %}{% endfor %}{{ dict(a=1) }}{{ tools is none }}{{ add_generation_prompt }}{{ eos_token }}"
+    )
+    assert renderer.render(source, variables) == (
+        '{"role": "user", "content": "x"}{"thinking": "r", "role": "assistant", "reasoning": "r", "content": "y", '
+        '"reasoning_content": "r"}{\'a\': 1}TrueTrue<e>'
+    )
+    assert renderer.render("{{ strftime_now('%Y') }}", {}) == time.strftime("%Y")
+    assert renderer.render("{% set n = namespace(a=1, b=2) %}{% set n.a = 5 %}{{ n.a + n.b }}", {}) == "7"
+    ascii = "{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}"
+    assert renderer.render(ascii, {}) == '{"a":"\\u00e9","b":1}'
+    with pytest.raises(UserError, match="failed: no system message"):
+        renderer.render("{{ raise_exception('no system message') }}", {})
