@@ -81,7 +81,7 @@ def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
         "prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_bytes", "versions",
     }  # fmt: skip
     assert wanted <= report.keys()
-    assert (report["case"], report["world_size"]) == (f"launch_{name}", ranks)
+    assert (report["case"], report["world_size"]) == (f"{WORKER}_{name}", ranks)
     assert len(report["completions"]) == 4
     for completion in report["completions"]:
         assert completion.keys() == {"prompt", "text", "tokens", "finish_reason"}
