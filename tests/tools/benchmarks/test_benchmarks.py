@@ -1,6 +1,8 @@
 """The benchmarks run, write the rows they document, and give llama.cpp exactly the numbers that the engine holds."""
 
+import functools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,11 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from models.layers.base import layers_of
+from tests.fakes.peer import DyingPeer
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
 from tools.benchmarks import cpu
 from tools.benchmarks.gguf_file import TYPES, entries, write_gguf
+from tools.benchmarks.peer_process import PeerDied, PeerProcess
 from tools.benchmarks.umbra_engine import Umbra
 
 pytestmark = pytest.mark.slow
@@ -108,3 +112,12 @@ def test_decode_steps_repeat_one_position(case: str) -> None:
         engine.step([token, token])
     logits = engine.step([5, 5])
     assert (logits - torch.cat(expected)).norm() < 0.02 * logits.norm()
+
+
+def test_a_peer_that_dies_says_by_which_signal() -> None:
+    peer = PeerProcess("llama.cpp", functools.partial(DyingPeer, 8, 3), os.sched_getaffinity(0))
+    assert peer.prefill_all([1, 2, 3]).shape == (3, 8)
+    for _ in range(2):
+        with pytest.raises(PeerDied, match=r"^llama\.cpp: died with SIGSEGV$"):
+            peer.prefill([1, 2, 3, 4])
+    peer.close()
