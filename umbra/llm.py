@@ -11,9 +11,11 @@ for piece in llm.stream("Emma was"):
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
+
+import msgspec
 
 from executor.config.case import Case
 from executor.config.env import rank_env
@@ -159,7 +161,7 @@ class LLM:
     def _submit(self, ids: list[int], sampling: SamplingParams) -> int:
         room = self.case.max_sequence_length - len(ids)
         if 0 < room < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
+            sampling = msgspec.structs.replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
         id = self.loop.submit(Request(tuple(ids), sampling)).id
         self._events[id] = deque()
         return id

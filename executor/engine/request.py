@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from umbra.errors import UserError
 
 LARGEST_SEED = (1 << 63) - 1
 MOST_LOGPROBS = 20  # alternatives to a token
 
 
-@dataclass(frozen=True)
-class Grammar:
+class Grammar(msgspec.Struct, frozen=True):
     """A pattern that the text of an answer must match: a JSON schema ("json"), a regular expression ("regex"), or a
     grammar in llguidance's dialect of Lark ("lark")."""
 
@@ -21,9 +22,9 @@ class Grammar:
     text: str
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """The settings by which one request's tokens are chosen, and when it ends.
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
+    """The settings by which one request's tokens are chosen, and when it ends. The API server builds them, and they
+    travel to the ranks as they are.
 
     The token at position p of a request is drawn from (seed, p) alone: neither the other requests of a batch nor
     preemption nor the number of ranks changes it.
@@ -37,7 +38,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has already
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the answer
     repetition_penalty: float = 1.0  # divides positive logits of tokens of the prompt or the answer, multiplies others
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    logit_bias: Mapping[int, float] = {}  # added to the logits of these tokens
     seed: int | None = None  # None: the request's id is used as its seed
     stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence tokens
     ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the request
@@ -92,13 +93,12 @@ class Request:
     """A prompt as token ids, and how to continue it."""
 
     ids: tuple[int, ...]
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # requests with a lower number run first and are preempted last
     salt: bytes = b""  # only requests with the same salt find each other's prefixes
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token's log-probability in the model's own distribution, before temperature and penalties."""
 
     logprob: float

@@ -2,15 +2,14 @@
 
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
 import msgspec
 
 from executor.config.case import Case
-from executor.engine import request as engine
+from executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
 from serving.api.errors import ApiError, invalid, of_validation
-from serving.ranks.messages import Grammar, Ready, Sampling
+from serving.ranks.messages import Ready
 from umbra.errors import UserError
 
 DEEPEST = 64  # levels of a request's JSON
@@ -186,7 +185,7 @@ def check_depth(data: Any) -> None:
 
 def sampling_of(
     fields: Fields, case: Case, ready: Ready, max_tokens: int, grammar: Grammar | None, logprobs: int | None
-) -> Sampling:
+) -> SamplingParams:
     """Returns the sampling parameters of this request. Fields that are absent are as `sampling_config` of the case
     says."""
     default = case.sampling_config
@@ -196,28 +195,27 @@ def sampling_of(
     for name, values in (("stop_token_ids", fields.stop_token_ids or []), ("logit_bias", bias)):
         if len(values) > MOST_LISTED:
             raise invalid(name, f"{len(values)} entries are more than {MOST_LISTED}")
-    given: dict[str, Any] = {
-        "temperature": default.temperature if fields.temperature is None else fields.temperature,
-        "top_k": default.top_k if fields.top_k is None else _top_k(fields.top_k, ready.vocabulary),
-        "top_p": default.top_p if fields.top_p is None else fields.top_p,
-        "min_p": fields.min_p or 0.0,
-        "presence_penalty": fields.presence_penalty or 0.0,
-        "frequency_penalty": fields.frequency_penalty or 0.0,
-        "repetition_penalty": 1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-        "seed": secrets.randbits(62) if fields.seed is None else fields.seed & engine.LARGEST_SEED,
-        "stop_token_ids": tuple(fields.stop_token_ids or ()),
-        "ignore_eos": bool(fields.ignore_eos),
-        "logprobs": logprobs,
-    }
     try:
-        engine.SamplingParams(
-            **given, logit_bias=bias, grammar=engine.Grammar(grammar.kind, grammar.text) if grammar else None
-        )  # checks ranges
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=default.temperature if fields.temperature is None else fields.temperature,
+            top_k=default.top_k if fields.top_k is None else _top_k(fields.top_k, ready.vocabulary),
+            top_p=default.top_p if fields.top_p is None else fields.top_p,
+            min_p=fields.min_p or 0.0,
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+            logit_bias=bias,
+            seed=secrets.randbits(62) if fields.seed is None else fields.seed & LARGEST_SEED,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            ignore_eos=bool(fields.ignore_eos),
+            logprobs=logprobs,
+            grammar=grammar,
+        )
     except UserError as error:
         param, _, message = str(error).partition(": ")
-        known: Collection[str] = {field.name for field in fields_of(engine.SamplingParams)}
-        raise (invalid(param, message) if param in known else ApiError(400, str(error))) from None
-    return Sampling(max_tokens=max_tokens, logit_bias=bias, grammar=grammar, **given)
+        known = param in SamplingParams.__struct_fields__
+        raise (invalid(param, message) if known else ApiError(400, str(error))) from None
 
 
 def _top_k(given: int, vocabulary: int) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from executor.config.case import Case
 from executor.config.load import load_model_config, model_folder
+from executor.engine.request import SamplingParams
 from serving.api.auth import Keys
 from serving.api.compiling import Compiler
 from serving.api.errors import ApiError, unavailable
@@ -20,7 +21,7 @@ from serving.api.limits import Admission, Ticket
 from serving.api.live import Live
 from serving.api.metrics import Metrics
 from serving.ranks.client import EngineClient, EngineGone, RequestRefused
-from serving.ranks.messages import Message, Ready, Row, Sampling
+from serving.ranks.messages import Message, Ready, Row
 from serving.ranks.supervisor import Supervisor
 from text.formats import TAGS, Format, choose_format
 from text.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ class Job:
     """One sequence of the engine: a prompt and how to continue it."""
 
     ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     stops: tuple[str, ...] = ()
     priority: int = 0
     salt: bytes = b""

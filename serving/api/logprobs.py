@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from executor.engine.request import TokenLogprob
 from serving.api.front import Text
 from serving.api.streams import Token
-from serving.ranks.messages import Ready, TokenLogprob
+from serving.ranks.messages import Ready
 
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -37,8 +38,7 @@ def chat_logprobs(tokens: Sequence[Token], names: Names) -> dict[str, Any]:
         return {"token": name_of(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
 
     content = [
-        {**entry(t.id, t.found.logprob), "top_logprobs": [entry(other.token, other.logprob) for other in t.found.top]}
-        for t in tokens
+        {**entry(t.id, t.found.logprob), "top_logprobs": [entry(*other) for other in t.found.top]} for t in tokens
     ]
     return {"content": content, "refusal": None}
 
@@ -63,7 +63,7 @@ class CompletionLogprobs:
         return self._lists(names, values, top, [before + t.start for t in tokens])
 
     def _top(self, found: TokenLogprob) -> dict[str, float]:
-        return {self.names.name(other.token): max(other.logprob, LEAST) for other in found.top}
+        return {self.names.name(token): max(logprob, LEAST) for token, logprob in found.top}
 
     def _lists(
         self, names: list[str], values: Sequence[float | None], top: Sequence[dict[str, float] | None],

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from executor.engine.request import MOST_LOGPROBS
+from executor.engine.request import MOST_LOGPROBS, Grammar
 from serving.api.errors import ApiError, invalid
 from serving.api.fields import Fields, length_of_answer, read, sampling_of
 from serving.api.front import Front, Job, Text
@@ -19,7 +19,7 @@ from serving.api.openai_completions import check_grammar, check_length, nth_choi
 from serving.api.sse import DONE, event
 from serving.api.streams import Piece, Stream, Token, Turns, Usage, together
 from serving.api.structured import Marks, after_reasoning, calls_grammar, grammar_field, wanted_grammar
-from serving.ranks.messages import Grammar, Ready
+from serving.ranks.messages import Ready
 from text import chat as conversations
 from text.formats import FORMATS, THINK, THINK_END, Format
 from text.parser import Parser

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
 from serving.api.errors import ApiError, invalid
 from serving.api.fields import Fields, length_of_answer, read, sampling_of
 from serving.api.front import Front, Job, Text
@@ -16,7 +17,7 @@ from serving.api.logprobs import CompletionLogprobs, Names, joined
 from serving.api.sse import DONE, event
 from serving.api.streams import Piece, Stream, Turns, Usage, together
 from serving.api.structured import grammar_field, wanted_grammar
-from serving.ranks.messages import Grammar, Ready
+from serving.ranks.messages import Ready
 from umbra.errors import UserError
 
 MOST_PROMPTS = 64
@@ -215,9 +216,11 @@ def check_grammar(
         raise invalid(param, own or problem, "invalid_grammar")
 
 
-def nth_choice(sampling: Any, choice: int) -> Any:
+def nth_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
     """The sampling of choice number `choice`: the first one has the request's seed, the others have the next ones."""
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & ((1 << 63) - 1)) if choice else sampling
+    if not choice or sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & LARGEST_SEED)
 
 
 def salt_of(key: bytes, given: str | None) -> bytes:

@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from executor.engine.request import TokenLogprob
 from serving.api.front import Front, Job, Text
 from serving.api.limits import Ticket
-from serving.ranks.messages import Ready, TokenLogprob
+from serving.ranks.messages import Ready
 from text.stops import Stops
 
 Item = TypeVar("Item")
@@ -58,7 +59,7 @@ class Stream:
     ready: Ready
     job: Job
     usage: Usage
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     async def pieces(self, ticket: Ticket) -> AsyncGenerator[Piece, None]:
         """Yields what is certain, row by row; the last piece has a finish reason."""

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from executor.engine.request import Grammar
 from serving.api.errors import ApiError, invalid
 from serving.api.fields import Fields, Structured
-from serving.ranks.messages import Grammar
 from text.formats import FORMATS, THINK, THINK_END, Format
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar

@@ -98,7 +98,7 @@ class Channel:
             with self._socket.makefile("rb") as stream:
                 while header := stream.read(HEADER.size):
                     self._inbox.put(self._decoder.decode(stream.read(length_of(header))))
-        except (OSError, ValueError, RecursionError, struct.error, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError, struct.error, msgspec.MsgspecError, UserError) as error:
             if not self._closed:
                 print(f"the front's messages cannot be read: {error}")
         self._inbox.put(None)

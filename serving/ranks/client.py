@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from executor.engine.request import SamplingParams
 from serving.ranks.channel import HEADER, framed, length_of
 from serving.ranks.messages import (
     Abort,
@@ -27,7 +28,6 @@ from serving.ranks.messages import (
     Refused,
     Residency,
     Row,
-    Sampling,
     State,
     Stop,
     Submit,
@@ -112,7 +112,7 @@ class EngineClient:
         return next(self._ids)
 
     async def rows(
-        self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b"", id: int | None = None
+        self, ids: list[int], sampling: SamplingParams, priority: int = 0, salt: bytes = b"", id: int | None = None
     ) -> AsyncGenerator[Row, None]:
         """Submits a request and yields its rows; the last one has a finish reason. `id` is one of `next_id`, for those
         who want to know it. Closing the iterator ends the request. If ranks end before its first row, and are started

@@ -7,39 +7,13 @@ from typing import Annotated
 
 import msgspec
 
+from executor.engine.request import SamplingParams, TokenLogprob
+
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True):
     pass
-
-
-class Grammar(msgspec.Struct, frozen=True):
-    """A pattern that the text of an answer must match: a JSON schema, a regular expression, or a Lark grammar of
-    llguidance."""
-
-    kind: str  # "json", "regex", "lark"
-    text: str
-
-
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of executor.engine.request.SamplingParams."""
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # number of alternatives to each token; None: no log-probabilities
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt, from the second on
-    grammar: Grammar | None = None
 
 
 # Front to rank 0.
@@ -50,7 +24,7 @@ class Submit(Message, frozen=True):
 
     id: int
     ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     priority: int = 0
     salt: bytes = b""
 
@@ -93,16 +67,6 @@ class Ready(Message, frozen=True):
     results: str = ""  # folder of the ranks' logs
 
 
-class TopToken(msgspec.Struct, frozen=True, array_like=True):
-    token: int
-    logprob: float
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    logprob: float
-    top: list[TopToken]
-
-
 class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of one step for one request."""
 
@@ -110,8 +74,8 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: list[int]
     finish: str = ""  # "stop", "length"; empty while it runs
     cached_tokens: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
-    logprobs: list[TokenLogprob] = []  # one for each of `tokens`, if wanted
-    prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens from the second on, in the first row, if wanted
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, if wanted
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from token 2 on, in the first row, if wanted
     queued_s: float = 0.0  # how long it waited until its first step; in the first row of a request
 
 

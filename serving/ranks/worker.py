@@ -22,13 +22,12 @@ from executor.checkpoint.stop_ids import stop_ids
 from executor.config import env
 from executor.config.case import Case
 from executor.config.resolved import read_resolved
-from executor.engine import request
 from executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
 from executor.engine.drafts import SIZES
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.loop import Loop
 from executor.engine.memory_split import MemorySplit
-from executor.engine.request import Event, Grammar, Request, SamplingParams
+from executor.engine.request import Event, Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.engine.sequence import Sequence
 from executor.engine.timings import PrefillRate, Timings
@@ -50,13 +49,10 @@ from serving.ranks.messages import (
     Refused,
     Row,
     Running,
-    Sampling,
     State,
     Stop,
     Submit,
     Tick,
-    TokenLogprob,
-    TopToken,
     Watch,
 )
 from serving.ranks.processes import run_and_leave
@@ -177,7 +173,8 @@ class Worker:
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
-                    self.loop.submit(request_of(event), event.id)
+                    request = Request(tuple(event.ids), event.sampling, event.priority, event.salt)
+                    self.loop.submit(request, event.id)
                     if self.channel:
                         self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
@@ -220,8 +217,12 @@ class Worker:
         for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
             if (arrived := self._arrived.pop(id, None)) is not None:
                 self._queued_s[id] = start - arrived
-        found = [(event, row_of(event, self._queued_s.pop(event.id, 0.0))) for event in events]
-        rows = [row for event, row in found if event.finish_reason != "abort"]
+        rows = []
+        for event in events:
+            queued_s = self._queued_s.pop(event.id, 0.0)
+            if event.finish_reason != "abort":
+                id, tokens, finish, cached_tokens, logprobs, prompt_logprobs = event
+                rows.append(Row(id, list(tokens), finish, cached_tokens, logprobs, prompt_logprobs, queued_s))
         if rows:
             channel.send(Out(self.steps, rows))
 
@@ -347,30 +348,6 @@ class Worker:
                 self._shown = now
                 channel.send(residency)
         channel.send(state)
-
-
-def request_of(submit: Submit) -> Request:
-    """Raises UserError if the request's settings are out of range."""
-    fields = {name: getattr(submit.sampling, name) for name in Sampling.__struct_fields__}
-    if grammar := submit.sampling.grammar:
-        fields["grammar"] = Grammar(grammar.kind, grammar.text)
-    return Request(tuple(submit.ids), SamplingParams(**fields), submit.priority, submit.salt)
-
-
-def row_of(event: Event, queued_s: float = 0.0) -> Row:
-    return Row(
-        id=event.id,
-        tokens=list(event.tokens),
-        finish=event.finish_reason,
-        cached_tokens=event.cached_tokens,
-        queued_s=queued_s,
-        logprobs=[logprob_of(found) for found in event.logprobs],
-        prompt_logprobs=[logprob_of(found) for found in event.prompt_logprobs],
-    )
-
-
-def logprob_of(found: request.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(found.logprob, [TopToken(token, value) for token, value in found.top])
 
 
 def running_of(sequence: Sequence) -> Running:

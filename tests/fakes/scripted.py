@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from executor.engine.request import SamplingParams
 from executor.model_runner import ModelRunner
-from serving.ranks.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
+from serving.ranks.messages import Abort, Message, Out, Row, Stop, Submit
 from serving.ranks.worker import Worker
 
 
@@ -46,7 +47,7 @@ class Server:
         self.script.sent.clear()
 
     def submit(self, id: int, ids: list[int], tokens: int, **fields: Any) -> None:
-        sampling = Sampling(tokens, ignore_eos=True, **fields)
+        sampling = SamplingParams(tokens, ignore_eos=True, **fields)
         self.script.messages.append(Submit(id, ids, sampling))
 
     def abort(self, id: int) -> None:

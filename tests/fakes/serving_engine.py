@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from executor.engine.request import TokenLogprob
 from serving.ranks.messages import (
     Abort,
     Fatal,
@@ -25,8 +26,6 @@ from serving.ranks.messages import (
     Stop,
     Submit,
     ToEngine,
-    TokenLogprob,
-    TopToken,
     Watch,
 )
 
@@ -179,11 +178,11 @@ class FakeEngine:
         prompt = s.submit.ids[1:] if first and sampling.prompt_logprobs is not None else []
         return Row(
             s.submit.id, new, finish, self.cached_tokens if first else 0,
-            [logprob(t, sampling.logprobs) for t in new] if sampling.logprobs is not None else [],
-            [logprob(t, sampling.prompt_logprobs or 0) for t in prompt],
+            tuple(logprob(t, sampling.logprobs) for t in new) if sampling.logprobs is not None else (),
+            tuple(logprob(t, sampling.prompt_logprobs or 0) for t in prompt),
         )  # fmt: skip
 
 
 def logprob(token: int, top: int) -> TokenLogprob:
     """The more probable, the smaller its id."""
-    return TokenLogprob(-token / 100, [TopToken(other, -other / 100) for other in range(65, 65 + top)])
+    return TokenLogprob(-token / 100, tuple((other, -other / 100) for other in range(65, 65 + top)))

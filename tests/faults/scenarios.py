@@ -20,10 +20,11 @@ from executor import model_runner as runner
 from executor.checkpoint.packed import PackedCache
 from executor.config.load import load_case
 from executor.config.resolved import write_resolved
+from executor.engine.request import SamplingParams
 from executor.launch import results
 from serving.ranks import worker
 from serving.ranks.channel import HEADER, framed, length_of
-from serving.ranks.messages import Fatal, Out, Ready, Sampling, Stop, Submit, ToFront
+from serving.ranks.messages import Fatal, Out, Ready, Stop, Submit, ToFront
 from serving.ranks.processes import SOCKET
 from tests.faults.forks import Ended, Fork, forked, share_what_is_imported
 from tests.faults.preload import Faults
@@ -194,7 +195,7 @@ def talk(listener: socket.socket, begun: Callable[[], None]) -> None:
                 if isinstance(message, Ready):
                     begun()
                     for id in tokens:
-                        connection.sendall(framed(Submit(id, [id, 2, 3], Sampling(4, ignore_eos=True))))
+                        connection.sendall(framed(Submit(id, [id, 2, 3], SamplingParams(4, ignore_eos=True))))
                 elif isinstance(message, Fatal):
                     said["told"] = message.reason
                 elif isinstance(message, Out):

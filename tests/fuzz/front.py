@@ -14,13 +14,13 @@ import msgspec
 from uvicorn.server import ServerState
 
 from executor.config.load import load_case
+from executor.engine.request import SamplingParams
 from serving.api.auth import Keys
 from serving.api.front import Front, Text
 from serving.api.server import make_server
 from serving.ranks.channel import framed
 from serving.ranks.client import EngineClient
-from serving.ranks.messages import Message, Ready, Row, Sampling, Submit, ToEngine
-from serving.ranks.worker import request_of
+from serving.ranks.messages import Message, Ready, Row, Submit, ToEngine
 from tests.fakes.serving_engine import logprob
 from tests.fuzz.target import Violation
 from tests.text.checkpoints import write_tokenizer
@@ -40,18 +40,18 @@ class Engine(EngineClient):
         self._reads: Any = msgspec.msgpack.Decoder(ToEngine)
 
     async def rows(
-        self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b"", id: int | None = None
+        self, ids: list[int], sampling: SamplingParams, priority: int = 0, salt: bytes = b"", id: int | None = None
     ) -> AsyncGenerator[Row, None]:
-        submit = self._reads.decode(framed(Submit(id or 0, ids, sampling, priority, salt))[4:])
-        request_of(submit)
+        submit = Submit(id or 0, ids, sampling, priority, salt)
+        assert self._reads.decode(framed(submit)[4:]) == submit
         wanted, prompt = sampling.logprobs, sampling.prompt_logprobs
-        of_prompt = [] if prompt is None else [logprob(token, prompt) for token in ids[1:]]
+        of_prompt = () if prompt is None else tuple(logprob(token, prompt) for token in ids[1:])
         for token, finish in ((65, "length" if sampling.max_tokens == 1 else ""), (self.end, "stop")):
-            found = [] if wanted is None else [logprob(token, wanted)]
+            found = () if wanted is None else (logprob(token, wanted),)
             yield Row(id or 0, [token], finish, logprobs=found, prompt_logprobs=of_prompt)
             if finish:
                 return
-            of_prompt = []
+            of_prompt = ()
 
     def send(self, message: Message) -> None: ...
 

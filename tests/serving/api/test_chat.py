@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serving.ranks.messages import Sampling
+from executor.engine.request import SamplingParams
 from tests.serving.api.front import Server, run, until
 
 TOOL: dict[str, Any] = {
@@ -227,7 +227,7 @@ def test_settings_reach_the_engine() -> None:
         }  # fmt: skip
         await server.complete(**given, logit_bias={"5": -100}, stop_token_ids=[9], priority=3, cache_salt="a")
         submit = server.engine.submitted[-1]
-        assert submit.sampling == Sampling(**given, stop_token_ids=(9,), logit_bias={5: -100.0})
+        assert submit.sampling == SamplingParams(**given, stop_token_ids=(9,), logit_bias={5: -100.0})
         assert (submit.priority, submit.salt) == (3, b"a")
         await server.complete(top_k=-1)
         got = server.engine.submitted[-1].sampling

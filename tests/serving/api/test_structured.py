@@ -12,12 +12,12 @@ import pytest
 from llguidance import LLMatcher
 
 from executor.engine.grammar import Grammars
-from executor.engine.request import Grammar as EngineGrammar
+from executor.engine.request import Grammar
 from serving.api import compiling, structured
 from serving.api.compiling import Compiler
 from serving.api.errors import ApiError
 from serving.api.fields import Fields
-from serving.ranks.messages import Grammar, Ready
+from serving.ranks.messages import Ready
 from tests.serving.api.front import family_tokenizer
 from text.formats import FORMATS, TAGS
 from text.parser import Parser
@@ -28,7 +28,7 @@ def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
     tokenizer = family_tokenizer(family)
     size, end = tokenizer.backend.get_vocab_size(), tokenizer.hf.eos_token_id
     grammars = Grammars(tokenizer, size, [end])
-    matcher = LLMatcher(grammars.tokens, grammars.checked(EngineGrammar(grammar.kind, grammar.text)))
+    matcher = LLMatcher(grammars.tokens, grammars.checked(grammar))
     tokens = tokenizer.encode(text, chat=False)
     return matcher.consume_tokens(tokens) and matcher.is_accepting()
 

@@ -20,11 +20,12 @@ from executor.config.load import load_case
 from executor.engine.drafts import Drafts
 from executor.engine.loop import Loop
 from executor.engine.memory_split import MemorySplit
+from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
-from serving.ranks.messages import Abort, Message, Out, Refused, Row, Sampling, Stop, Submit, Tick
-from serving.ranks.worker import Worker, request_of
+from serving.ranks.messages import Abort, Message, Out, Refused, Row, Stop, Submit, Tick
+from serving.ranks.worker import Worker
 
 VOCABULARY = 96
 LONG = b"other" * 1000  # a salt that makes a tick longer than the broadcast that every step makes
@@ -81,7 +82,9 @@ class Traffic:
             start = [*earlier.ids, *(t for row in self.rows.get(earlier.id, []) for t in row.tokens)]
         ids = [*start, *(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20)))][-40:]
         hot = draw.random() < 0.5
-        sampling = Sampling(draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True)
+        sampling = SamplingParams(
+            draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True
+        )
         submit = Submit(len(self.submitted), ids, sampling, draw.randint(0, 1), draw.choice([b"", b"", LONG]))
         self.submitted.append(submit)
         return submit
@@ -128,7 +131,7 @@ def alone(worker: Worker, submit: Submit) -> list[int]:
     """The request's tokens if nothing else runs, nothing is found and nothing is drafted."""
     loop = Loop(worker.engine, worker.stop_ids)
     loop.scheduler.drafts = None
-    loop.submit(request_of(submit), submit.id)
+    loop.submit(Request(tuple(submit.ids), submit.sampling, submit.priority, submit.salt), submit.id)
     tokens: list[int] = []
     while not loop.idle:
         tokens += [token for event in loop.step() for token in event.tokens]

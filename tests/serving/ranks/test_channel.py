@@ -15,18 +15,16 @@ from executor.engine.request import SamplingParams
 from serving.ranks import channel
 from serving.ranks.channel import HEADER, Channel, framed
 from serving.ranks.client import ENDED, EngineClient
-from serving.ranks.messages import Abort, Message, Out, Ping, Pong, Progress, Ready, Row, Sampling, Stop, Submit
+from serving.ranks.messages import Abort, Message, Out, Ping, Pong, Progress, Ready, Row, Stop, Submit
 from umbra.errors import UserError
 
 READY = Ready(416, 4, 96, 16, 50, 2, [0], 100.0)
+COLD = msgspec.msgpack.encode({"type": "Submit", "id": 1, "ids": [2], "sampling": {"temperature": -1.0}})
 
 
-def test_settings_that_are_left_out_are_the_engine_s() -> None:
-    ours, engine = Sampling(max_tokens=32), SamplingParams()
-    assert {name: getattr(engine, name) for name in Sampling.__struct_fields__} == msgspec.structs.asdict(ours)
-    assert msgspec.to_builtins(Submit(1, [2], ours)) == {
-        "type": "Submit", "id": 1, "ids": [2], "sampling": {"max_tokens": 32},
-    }  # fmt: skip
+def test_settings_that_are_left_out_do_not_travel() -> None:
+    submit = Submit(1, [2], SamplingParams(7))
+    assert msgspec.to_builtins(submit) == {"type": "Submit", "id": 1, "ids": [2], "sampling": {"max_tokens": 7}}
 
 
 @dataclass
@@ -92,6 +90,7 @@ def test_a_front_that_does_not_read_is_behind() -> None:
     [
         (framed(Stop()), [Stop(), None], ""),
         (framed(Ping(3)) + HEADER.pack(1 << 30), [Ping(3), None], "cannot be read: a message of 1073741824 bytes"),
+        (HEADER.pack(len(COLD)) + COLD, [None], "cannot be read: temperature: -1.0 must be"),
     ],
 )  # fmt: skip
 def test_rank_0_leaves_when_its_front_is_gone(
@@ -119,7 +118,7 @@ def test_the_front_s_end_of_the_socket(tmp_path: Path) -> None:
     async def run() -> None:
         await client.listen()
         with pytest.raises(Exception, match="the model is still loading"):
-            await anext(client.rows([1], Sampling(3)))
+            await anext(client.rows([1], SamplingParams(3)))
         reader, writer = await asyncio.open_unix_connection(str(client.path))
         writer.write(framed(Progress("loading", 0.5)) + framed(READY))
         while client.ready is None:
@@ -127,9 +126,9 @@ def test_the_front_s_end_of_the_socket(tmp_path: Path) -> None:
         assert (client.alive, client.ready, client.progress) == (True, READY, Progress("loading", 0.5))
         second, _ = await asyncio.open_unix_connection(str(client.path))
         assert await second.read() == b""
-        rows = client.rows([1, 2], Sampling(3), 7, b"salt")
+        rows = client.rows([1, 2], SamplingParams(3), 7, b"salt")
         first = asyncio.create_task(anext(rows))
-        sent = framed(Submit(0, [1, 2], Sampling(3), 7, b"salt"))
+        sent = framed(Submit(0, [1, 2], SamplingParams(3), 7, b"salt"))
         assert await reader.readexactly(len(sent)) == sent
         writer.write(framed(Out(1, [Row(1, [9]), Row(0, [5])])))  # another's row first
         assert await first == Row(0, [5])
