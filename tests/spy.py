@@ -18,10 +18,9 @@ class Spy:
         self,
         engine: Engine,
         before_pack: Callable[[list[Sequence]], object],
-        before: Callable[[Batch], object],
         after: Callable[[Tensor], object],
     ):
-        self.engine, self.before_pack, self.before, self.after = engine, before_pack, before, after
+        self.engine, self.before_pack, self.after = engine, before_pack, after
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -31,7 +30,6 @@ class Spy:
         return self.engine.pack(groups, decode)
 
     def forward(self, batch: Batch, decode: bool) -> Tensor:
-        self.before(batch)
         logits = self.engine.forward(batch, decode)
         self.after(logits)
         return logits
@@ -40,8 +38,7 @@ class Spy:
 def spy_on(
     runner: ModelRunner,
     before_pack: Callable[[list[Sequence]], object] = lambda sequences: None,
-    before: Callable[[Batch], object] = lambda batch: None,
     after: Callable[[Tensor], object] = lambda logits: None,
 ) -> None:
     """From now on the runner's loop calls these around every step; `before_pack` gets the step's sequences."""
-    runner.loop = Loop(cast(Engine, Spy(runner.engine, before_pack, before, after)), runner.loop.stop_ids)
+    runner.loop = Loop(cast(Engine, Spy(runner.engine, before_pack, after)), runner.loop.stop_ids)

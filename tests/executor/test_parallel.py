@@ -13,8 +13,6 @@ import pytest
 
 from executor.config.load import load_case
 from executor.run.prompts import encode_prompts
-from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
-from tests.ops.parallel.row_mistakes import ROW_MISTAKES
 from tests.ranks import run_ranks
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, write_case
 from text.tokenizer import Tokenizer
@@ -30,25 +28,17 @@ Splits = dict[str, dict[str, Any]]
 QWEN3: Splits = {
     "tp2": dict(world_size=2),
     "tp4_moe_2x2": dict(world_size=4, moe_tp_size=2),
-    "tp8": dict(world_size=8),
-    "tp8_ep8": dict(world_size=8, moe_tp_size=1, embed_tp_size=4, lmhead_tp_size=2),
     "tp4_graph": dict(world_size=4, moe_tp_size=2, exe_mode="graph"),
     "dp4_tp2_moe_2x4": dict(world_size=8, attn_tp_size=2, moe_tp_size=2, batch_size=8),
-    "dp4_moe_tp4_graph": dict(world_size=4, attn_tp_size=1, batch_size=8, exe_mode="graph"),
     "dp4_moe_tp4": dict(world_size=4, attn_tp_size=1, batch_size=8),
     "tp2_sp": dict(world_size=2, sequence_parallel_tokens=1),
     "tp2_sp_row_by_row": dict(world_size=2, chunked_prefill_size=1, sequence_parallel_tokens=1),
     "tp4_moe_2x2_sp": dict(world_size=4, moe_tp_size=2, sequence_parallel_tokens=1),
     "tp8_sp": dict(world_size=8, sequence_parallel_tokens=1),  # 36 tokens and 4 of padding
-    "dp2_tp2_sp": dict(world_size=4, attn_tp_size=2, batch_size=6, sequence_parallel_tokens=2),
     "dp4_sp": dict(world_size=4, attn_tp_size=1, batch_size=8, sequence_parallel_tokens=1),
     "tp4_sp_in_chunks": dict(world_size=4, chunked_prefill_size=5, sequence_parallel_tokens=3),
 }
-DEMO: Splits = {
-    "tp2": dict(world_size=2),
-    "tp4": dict(world_size=4),
-    "tp8": dict(world_size=8),
-}
+DEMO: Splits = {"tp2": dict(world_size=2)}
 DEMO_TP8: Splits = {"as it is": dict(world_size=8)}
 PLACED: Splits = {  # 16 experts in slots; the prefill and the third step count, others move a layer each
     "ep2_still": dict(world_size=2, expert_slots=8, rebalance_steps=0),
@@ -62,18 +52,14 @@ PLACED: Splits = {  # 16 experts in slots; the prefill and the third step count,
 # The official 48 query and 8 KV heads: of 16 ranks, two hold copies of each KV head.
 M2: Splits = {
     "tp2": dict(world_size=2),
-    "tp2_graph": dict(world_size=2, exe_mode="graph"),
     "tp2_sp": dict(world_size=2, sequence_parallel_tokens=1),
     "dp2_ep2": dict(world_size=2, attn_tp_size=1, moe_tp_size=1),
     "dp2_graph": dict(world_size=2, attn_tp_size=1, exe_mode="graph"),
     "tp4_moe_2x2": dict(world_size=4, moe_tp_size=2),
     "tp4_ep4_graph": dict(world_size=4, moe_tp_size=1, exe_mode="graph"),
-    "dp2_tp2_moe_2x2": dict(world_size=4, attn_tp_size=2, moe_tp_size=2),
     "dp2_tp2_ep4_graph": dict(world_size=4, attn_tp_size=2, moe_tp_size=1, exe_mode="graph"),
-    "dp2_tp2_in_chunks": dict(world_size=4, attn_tp_size=2, chunked_prefill_size=5),
     "tp4_graph_sp": dict(world_size=4, exe_mode="graph", sequence_parallel_tokens=1),
     "dp2_tp2_sp_in_chunks": dict(world_size=4, attn_tp_size=2, chunked_prefill_size=5, sequence_parallel_tokens=1),
-    "tp8": dict(world_size=8),
     "tp8_ep8_graph": dict(world_size=8, moe_tp_size=1, exe_mode="graph"),
     "dp2_tp4_moe_4x2": dict(world_size=8, attn_tp_size=4, moe_tp_size=4),
     **{name: dict(attn_tp_size=1, moe_tp_size=1, **sizes) for name, sizes in PLACED.items()},
@@ -92,8 +78,6 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "m2": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=48, num_key_value_heads=8),
     "m2_few_kv": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=16, num_key_value_heads=2),
 }
-# The mistakes of a split, and the split that each is made in.
-WHERE = dict.fromkeys(SPLIT_MISTAKES, ("m2_few_kv", "tp4")) | dict.fromkeys(ROW_MISTAKES, ("m2", "tp2_sp"))
 IN_FLOATS = ["dtype=float32", "method=none"]
 
 
@@ -120,22 +104,20 @@ class Jobs:
         return collect_logits(make_runner(case, self.folder), self.ids[model], STEPS)
 
     def _job(self, world_size: int) -> "subprocess.CompletedProcess[str]":
-        right = [(model, name, None) for model, splits in SPLITS.items() for name in splits]
-        wrong = [(*where, mistake) for mistake, where in WHERE.items()]
         jobs = [
-            [file_of(*entry), self.cases[model], overrides_of(SPLITS[model][name]), self.ids[model], mistake]
-            for entry in right + wrong
-            for model, name, mistake in [entry]
-            if SPLITS[model][name]["world_size"] == world_size
+            [f"{model}_{name}", self.cases[model], overrides_of(sizes), self.ids[model]]
+            for model, splits in SPLITS.items()
+            for name, sizes in splits.items()
+            if sizes["world_size"] == world_size
         ]
         path = self.folder / f"ranks{world_size}.json"
         path.write_text(json.dumps(jobs))
-        program = ["tests/executor/logits_ranks.py", str(path), str(STEPS)]
+        program = ["tests/executor/run/logits_ranks.py", str(path), str(STEPS)]
         return run_ranks(self.folder, world_size, program)
 
-    def split(self, model: str, name: str, mistake: str | None = None) -> Arrays:
+    def split(self, model: str, name: str) -> Arrays:
         done = self.job(SPLITS[model][name]["world_size"])
-        path = self.folder / f"{file_of(model, name, mistake)}.npz"
+        path = self.folder / f"{model}_{name}.npz"
         assert path.exists(), done.stdout + done.stderr
         assert done.returncode == 0, done.stdout + done.stderr
         with np.load(path) as arrays:
@@ -144,12 +126,8 @@ class Jobs:
     def facts(self, name: str) -> dict[str, Any]:
         """What became of the experts of a split of PLACED."""
         self.split("m2", name)
-        found: dict[str, Any] = json.loads((self.folder / f"{file_of('m2', name, None)}.json").read_text())
+        found: dict[str, Any] = json.loads((self.folder / f"m2_{name}.json").read_text())
         return found
-
-
-def file_of(model: str, split: str, mistake: str | None) -> str:
-    return f"{model}_{split}_{mistake or 'right'}"
 
 
 @pytest.fixture(scope="module")
@@ -209,15 +187,7 @@ def test_experts_move_and_ranks_are_evened_out(jobs: Jobs, split: str) -> None:
     assert facts["graphs"] == ("graph" in split)
 
 
-@pytest.mark.parametrize("mistake", WHERE)
-def test_mistake_in_a_split_changes_the_logits(jobs: Jobs, mistake: str) -> None:
-    """The test above would fail for MiniMax-M2 if its norm over all heads were split wrongly, or rows were shared
-    wrongly."""
-    model, split = WHERE[mistake]
-    wrong, right = jobs.split(model, split, mistake), jobs.alone(model)
-    assert max(np.abs(wrong[f"prefill_{i}"] - right[f"prefill_{i}"]).max() for i in range(len(IDS))) > 0.1
-
-
+@pytest.mark.thorough
 def test_the_command_starts_its_ranks(jobs: Jobs, tmp_path: Path) -> None:
     """`umbra logits` of a case with two ranks starts itself on both."""
     text = ";".join(",".join(map(str, row)) for row in IDS)

@@ -9,14 +9,12 @@ from torch import Tensor
 import models.minimax_m2.model as model
 from models.build import Build
 from models.layers.experts import Experts
-from models.layers.linear import Source
 from models.layers.norm import SplitRMSNorm
 from models.layers.router import Router
 from models.rope import RopeConfig
 from ops import reference
 from ops.cpu import ops as cpu
 from ops.format import FORMATS
-from ops.parallel.groups import Group, Shard
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
 Routing = Callable[[Tensor, Tensor | None, int, bool], tuple[Tensor, Tensor]]
@@ -64,32 +62,6 @@ def gate_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(model, "Router", router)
 
 
-def variance_of_own_heads(patch: pytest.MonkeyPatch) -> None:
-    def forward(self: SplitRMSNorm, *parts: Tensor) -> list[Tensor]:
-        return [self.ops.rms_norm(x, weight, self.eps) for x, weight in zip(parts, self.weights, strict=True)]
-
-    patch.setattr(SplitRMSNorm, "forward", forward)
-
-
-def k_norm_by_rank(patch: pytest.MonkeyPatch) -> None:
-    def norm(build: Build, group: Group, sources: list[Source], eps: float) -> SplitRMSNorm:
-        q, k = sources
-        heads = Shard(group.rank, k.rows // k.kept)
-        part = Shard(heads.rank % heads.size, heads.size).part(k.rows)
-        return SplitRMSNorm(build, group, [q, Source(k.name, k.rows, part, k.order)], eps)
-
-    patch.setattr(model, "SplitRMSNorm", norm)
-
-
-def copies_of_k_counted_once(patch: pytest.MonkeyPatch) -> None:
-    def norm(build: Build, group: Group, sources: list[Source], eps: float) -> SplitRMSNorm:
-        layer = SplitRMSNorm(build, group, sources, eps)
-        layer.counts = [source.rows for source in sources]
-        return layer
-
-    patch.setattr(model, "SplitRMSNorm", norm)
-
-
 MISTAKES: dict[str, Mistake] = {
     "norm_of_each_head": norm_of_each_head,
     "neighbours_are_pairs": neighbours_are_pairs,
@@ -98,9 +70,4 @@ MISTAKES: dict[str, Mistake] = {
         lambda logits, bias, top_k, renormalise: reference.route_sigmoid(logits, bias, top_k, False)
     ),
     "gate_and_up_swapped": gate_and_up_swapped,
-}
-SPLIT_MISTAKES: dict[str, Mistake] = {  # of a model that is split over ranks
-    "variance_of_own_heads": variance_of_own_heads,
-    "k_norm_by_rank": k_norm_by_rank,
-    "copies_of_k_counted_once": copies_of_k_counted_once,
 }

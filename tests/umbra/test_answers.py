@@ -64,12 +64,3 @@ def test_answers_have_reasoning_content_and_calls(tmp_path: Path, family: str) -
 def test_a_case_may_say_how_answers_are_read(tmp_path: Path, settings: dict[str, object], expected: Answer) -> None:
     llm = open_llm(tmp_path, "minimax_m2", **settings)
     assert llm.generate([Chat([USER], TOOLS)], saying(OUTPUTS["minimax_m2"]))[0].answer == expected
-
-
-def test_a_request_ends_when_its_parts_are_closed(tmp_path: Path) -> None:
-    llm = open_llm(tmp_path, "qwen3")
-    parts = llm.parts("hi", SamplingParams(max_tokens=40, ignore_eos=True))
-    next(parts)
-    assert len(llm.loop.scheduler.running) == 1
-    parts.close()
-    assert not llm.loop.scheduler.running

@@ -84,18 +84,6 @@ def test_prompts_may_be_ids_or_a_chat(llm: LLM) -> None:
     assert chat.tokens != llm.generate(["Who is Emma?"], DRAWN)[0].tokens
 
 
-def test_text_of_several_bytes_comes_whole(llm: LLM) -> None:
-    """Pieces never end within a character; half of a character at the end of the text is returned as well."""
-    text = "naïve — déjà vu “Ω” 你好 🙂"
-    ids = llm.tokenizer.encode(text, chat=False)
-    assert len(ids) > len(text.encode()) / 4
-    for end in range(1, len(ids) + 1):
-        detokenizer = llm.tokenizer.detokenizer()
-        pieces = [detokenizer.push([token]) for token in ids[:end]]
-        assert not any("\ufffd" in piece for piece in pieces)
-        assert "".join(pieces) + detokenizer.rest() == llm.tokenizer.decode(ids[:end])
-
-
 def test_a_prompt_that_cannot_run_stops_all_of_its_call_and_nothing_else(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], DRAWN)
     first = next(stream)
@@ -135,7 +123,6 @@ def test_a_checkpoint_without_a_case_gets_settings_and_says_which(capsys: pytest
     ("model", "settings", "complaint"),
     [
         ("demo", {"batchsize": 3}, "^batchsize: unknown key, did you mean 'batch_size'"),
-        ("demo", {"batch_size": "x"}, "batch_size: 'x' is not an integer"),
         ("demo_tp8", {}, "world_size: 8: this runs on one rank"),
         ("dmo", {}, "no case 'dmo'"),
         ("tests", {}, "config.json does not exist"),

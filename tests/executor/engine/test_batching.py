@@ -1,7 +1,6 @@
-"""What a batch is made of, number by number; and that attention over pages is attention."""
+"""A batch of sequences in pages: attention over them is attention, and page numbers are never stale."""
 
 from array import array
-from typing import Any
 
 import hypothesis.strategies as st
 import torch
@@ -9,87 +8,16 @@ from hypothesis import given, settings
 
 from executor.engine.batching import pack
 from executor.engine.pages import Block, PagePool
-from executor.engine.request import Request, SamplingParams
-from executor.engine.sequence import Sequence, new_sequence
-from models.batch import Batch
+from executor.engine.request import Request
+from executor.engine.sequence import new_sequence
 from ops import load_ops
 
-OPS, SIZE = load_ops("reference"), 4
-
-
-def sequence(ids: int, cached: int, pages: list[int], prompt: int | None = None, **sampling: Any) -> Sequence:
-    """Tokens 100, 101 and so on, in these pages."""
-    given = tuple(range(100, 100 + ids))
-    made = new_sequence(7, Request(given[:prompt], SamplingParams(**sampling)))
-    made.ids = array("q", given)
-    made.num_computed, made.blocks = cached, [Block(page) for page in pages]
-    return made
-
-
-def packed(*sequences: Sequence, **options: Any) -> tuple[Batch, PagePool]:
-    pool = PagePool(20, SIZE)
-    return pack(OPS, sequences, pool, (9, 9), 3, **options), pool
-
-
-def numbers(batch: Batch) -> list[Any]:
-    return [torch.as_tensor(numbers).tolist() for numbers in (batch.token_ids, batch.positions, *batch.paged)]
-
-
-def test_prompts_are_packed_one_after_another() -> None:
-    one, two = sequence(7, 2, [5, 3]), sequence(3, 0, [9])
-    one.limit = 4
-    batch, _ = packed(one, two)
-    assert numbers(batch) == [
-        [102, 103, 104, 105, 100, 101, 102],
-        [2, 3, 4, 5, 0, 1, 2],
-        [22, 23, 12, 13, 36, 37, 38],
-        [[5, 3, 0], [9, 0, 0]],
-        [0, 4, 7],
-        [6, 3],
-    ]
-    assert batch.logit_rows is not None
-    assert batch.logit_rows.tolist() == [3, 6]
-    assert (batch.tokens_per_group, batch.sequence_parallel, batch.wanted_per_group) == ((9, 9), False, None)
-    batch, _ = packed(one, two, all_logits=True, sequence_parallel=True, wanted_per_group=(1, 2))
-    assert batch.logit_rows is None
-    assert (batch.sequence_parallel, batch.wanted_per_group) == (True, (1, 2))
-
-
-def test_drafted_tokens_are_rows_of_their_own() -> None:
-    one, two = sequence(7, 4, [5, 3], prompt=4), sequence(2, 1, [9], prompt=1)
-    one.drafted = 2
-    batch, _ = packed(one, two, decode=True, all_logits=True)
-    assert numbers(batch) == [
-        [104, 105, 106, 101],
-        [4, 5, 6, 1],
-        [12, 13, 14, 37],
-        [[5, 3, 0], [5, 3, 0], [5, 3, 0], [9, 0, 0]],
-        [0, 1, 2, 3, 4],
-        [5, 6, 7, 2],
-    ]
-
-
-def test_padding_rows_are_written_to_the_page_for_padding() -> None:
-    batch, pool = packed(sequence(2, 1, [9], prompt=1), decode=True, rows=4)
-    assert pool.padding == 20
-    assert numbers(batch) == [
-        [101, 0, 0, 0],
-        [1, 0, 0, 0],
-        [37, 80, 81, 82],
-        [[9, 0, 0], [20] * 3, [20] * 3, [20] * 3],
-        [0, 1, 2, 3, 4],
-        [2, 2, 2, 2],
-    ]
-    assert batch.logit_rows is not None
-    assert batch.logit_rows.tolist() == [0, 1, 2, 3]
-    batch, _ = packed(rows=6)  # more than a page has tokens
-    assert torch.as_tensor(batch.paged.slot_mapping).tolist() == [80, 81, 82, 83, 80, 81]
+OPS = load_ops("reference")
 
 
 def test_page_numbers_are_read_again_after_pages_have_moved() -> None:
-    one = sequence(9, 4, [5, 3])
-    pool = PagePool(20, SIZE)
-    one.limit = 4
+    one, pool = new_sequence(7, Request(tuple(range(100, 109)))), PagePool(20, 4)
+    one.num_computed, one.blocks, one.limit = 4, [Block(5), Block(3)], 4
     pack(OPS, [one], pool, (4,), 3)
     assert (one.table.tolist(), one.table_version) == ([5, 3], 0)
     one.blocks[0].page = 11

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from llguidance import LLMatcher, LLTokenizer
 
-from executor.config.case import MOST_DRAFTING
-from executor.engine.batch_limits import Limits
-from executor.engine.drafts import FORGET_STEPS, Drafts
+from executor.engine.drafts import Drafts
 from executor.engine.grammar import Matcher
 from executor.engine.loop import Loop
-from executor.engine.ngrams import FIRST_HIT_RATE, MATCH, PAUSE, NgramIndex
+from executor.engine.ngrams import MATCH, NgramIndex
 from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
 from tests.fakes.drafts import FreeDrafts
 from tests.tiny import make_runner, save_tiny, tiny_case
@@ -25,10 +22,8 @@ from tests.tiny import make_runner, save_tiny, tiny_case
 PROMPTS = [[5, 17, 3] * 4, [7, 8, 9, 7, 8, 9, 7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "sampled": {"temperature": 0.5, "top_p": 0.9, "seed": 3},
+    "sampled": {"temperature": 0.5, "top_p": 0.9, "seed": 3, "logprobs": 2, "stop_token_ids": (50,)},
     "penalised": {"temperature": 0.3, "seed": 1, "frequency_penalty": 0.02, "repetition_penalty": 1.01},
-    "scored": {"logprobs": 2},
-    "stopped": {"stop_token_ids": (3, 17, 50), "temperature": 0.3, "seed": 5},
 }
 
 
@@ -57,8 +52,7 @@ def answers(loop: Loop, sampling: dict[str, Any]) -> dict[int, list[Event]]:
     return found
 
 
-@pytest.mark.parametrize("exe_mode", ["graph", "eager"])
-@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize(("kind", "exe_mode"), [("greedy", "graph"), ("sampled", "eager"), ("penalised", "graph")])
 def test_tokens_are_those_without_drafts(model: Path, kind: str, exe_mode: str) -> None:
     plain, drafting = loop_of(model, 0, exe_mode), loop_of(model, 5, exe_mode)
     expected, found = answers(plain, SAMPLING[kind]), answers(drafting, SAMPLING[kind])
@@ -74,10 +68,9 @@ def test_tokens_are_those_without_drafts(model: Path, kind: str, exe_mode: str) 
     assert not drafting.scheduler.caches[0].held
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(model: Path, kv: str) -> None:
+def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(model: Path) -> None:
     options: dict[str, Any] = {
-        "quantization": {"method": "q8"}, "cache_config": {"page_size": 4, "kv_dtype": kv},
+        "quantization": {"method": "q8"}, "cache_config": {"page_size": 4, "kv_dtype": "int8"},
         "offload_config": {"mode": "elastic", "arena_mb": 0.3, "max_swaps": 2},
     }  # fmt: skip
     tokens = [
@@ -136,77 +129,8 @@ def test_steps_have_as_many_drafts_as_pay() -> None:
     assert proposed(timed({2: 1.0, 4: 1.1, 8: 3.0}), 2, 0.9) == 2  # of two sequences
 
 
-@pytest.mark.parametrize("count", [MOST_DRAFTING, MOST_DRAFTING + 1])
-def test_few_sequences_get_drafts(count: int) -> None:
-    scheduler = Scheduler(Limits(count, 40, 4, draft_tokens=2))
-    scheduler.drafts = FreeDrafts(2)
-    for sequence in sequences_of(count, 0.9):
-        scheduler.add(sequence)
-    for token in (4, 1):
-        step = scheduler.schedule()
-        assert step
-        drafted = [s.drafted for s in step.sequences]
-        scheduler.reserve(step.sequences)
-        scheduler.commit(step, [token for s in step.sequences for _ in range(1 + s.drafted)])
-    assert any(drafted) == (count == MOST_DRAFTING)
-
-
-def test_sequences_with_the_best_chances_come_first() -> None:
-    drafts, made = timed({2: 1.0, 3: 1.02, 4: 1.04, 6: 2.0}), sequences_of(2, 0.3)
-    made[1].ngrams.rate = 0.9
-    drafts.propose(made, [8, 8])
-    assert [s.drafted for s in made] == [0, 2]
-
-
-def test_what_seemed_too_slow_is_measured_anew() -> None:
-    drafts = timed({1: 1.0, 2: 1.9, 4: 3.9, 8: 7.9})
-    assert proposed(drafts, 1, 0.9) == 0
-    for _ in range(2 * FORGET_STEPS):
-        drafts.took(1, 1.0)
-    assert proposed(drafts, 1, 0.9) > 0
-
-
-def test_a_sequence_without_matches_is_looked_at_now_and_then() -> None:
-    ngrams, ids = NgramIndex(), array("q", range(10))
-    assert not ngrams.look_up(ids, 4)
-    assert ngrams.pause == 10 + PAUSE
-    assert ngrams.rate == FIRST_HIT_RATE
-    paused, due = sequences_of(2, 0.9)
-    paused.ngrams.pause, due.ngrams.pause = len(paused.ids) + 1, len(due.ids)
-    FreeDrafts(8).propose([paused, due], [2, 2])
-    assert [s.drafted for s in (paused, due)] == [0, 2]
-
-
 def test_answers_with_a_grammar_get_no_drafts() -> None:
     follows, free = sequences_of(2, 0.9)
     follows.matcher = Matcher(LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex("a+")))
     FreeDrafts(8).propose([follows, free], [2, 2])
     assert [s.drafted for s in (follows, free)] == [0, 2]
-
-
-@pytest.mark.parametrize(("rows", "drafted"), [(8, [1, 3, 0]), (5, [1, 1, 0]), (2, [0, 0, 0])])
-def test_one_step_can_be_filled_to_a_size(rows: int, drafted: list[int]) -> None:
-    drafts, made = Drafts(3), sequences_of(3, 0.0)
-    drafts.fill(rows)
-    drafts.propose(made, [1, 3, 0])
-    assert [s.drafted for s in made] == drafted
-    later = sequences_of(3, 0.0)
-    drafts.propose(later, [1, 3, 0])
-    assert not any(s.drafted for s in later)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "taken", "outcomes"),
-    [([4, 1, 9], [4, 1, 9], [True, True]), ([4, 7, 9], [4, 7], [True, False]), ([5, 1, 9], [5], [False])],
-)
-def test_a_draft_counts_as_far_as_it_is_what_was_chosen(
-    chosen: list[int], taken: list[int], outcomes: list[bool]
-) -> None:
-    (one,), learned = sequences_of(1, 0.5), NgramIndex(rate=0.5)
-    one.ids.extend([4, 1])
-    one.drafted = 2
-    assert list(Drafts(8).accept(one, chosen)) == taken
-    assert (list(one.ids), one.drafted) == ([1, 2, 3, 4, 1, 2, 3], 0)
-    for right in outcomes:
-        learned.learn(right)
-    assert one.ngrams.rate == learned.rate

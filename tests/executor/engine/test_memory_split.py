@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_offload.history import StepRecord
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.memory_split import MemorySplit
 from executor.engine.pages import PagePool
@@ -41,22 +40,14 @@ class Rank:
         return self.memory_split.expert_pages
 
 
-def test_half_of_the_pages_are_left_to_experts_at_first() -> None:
-    assert [Rank(pages).memory_split.expert_pages for pages in (64, 15)] == [32, 7]
-
-
 @pytest.mark.parametrize(
     ("counted", "pages"),
     [
-        ({}, 32),
         ({"steps": 5}, 36),  # experts that would come are used 6 times a step, those that would go 3 times
         ({"prompts": 1}, 36),
-        ({"found": 5}, 32),  # nothing would come in the place of the prefixes
         ({"missed": 5}, 28),
         ({"found": 9, "steps": 5}, 36),  # 9 * 0.2 s are saved by pages that would go, 5 * 6 * 0.1 s by experts
-        ({"found": 11, "steps": 5}, 32),  # not clearly more
         ({"missed": 99, "steps": 1}, 28),  # 99 * 4 / 32 * 0.2 s against 3 * 0.1 s
-        ({"missed": 15, "steps": 1, "found": 9}, 32),
     ],
 )
 def test_the_share_moves_where_it_is_worth_clearly_more(counted: dict[str, int], pages: int) -> None:
@@ -72,26 +63,3 @@ def test_the_share_moves_once_a_second_and_stays_within_all_pages() -> None:
     assert [rank.second(steps=5) for _ in range(10)][-2:] == [64] * 2
     rank = Rank()
     assert [rank.second(missed=5) for _ in range(10)][-2:] == [0] * 2
-
-
-def test_totals_are_sums_of_steps_that_are_forgotten_then() -> None:
-    def step(hits: list[int], misses: list[int], times: list[list[int]]) -> StepRecord:
-        none = np.zeros((2, 1), np.uint8)
-        return StepRecord(0, 9, np.array(hits), np.array(misses), np.array(times), none, 4, 0, 0, 0)
-
-    steps = [
-        step([3, 1], [1, 2], [[0, 900_000_000, 500_000_000, 750_000_000], [0, 0, 900, 100]]),  # waits below 0 are none
-        step([2, 2], [1, 0], [[10, 1_000_000_010, 0, 0], [0, 0, 0, 0]]),  # a device that does not tell
-    ]
-    shadows: Any = FakeShadowExperts(HERE, LASTING, steps=steps)
-    totals = ExpertTotals(shadows)
-    assert totals.miss_s == 0.0
-    for _ in range(2):
-        totals.collect()
-        assert (totals.steps, totals.hits, totals.misses, shadows.steps) == (2, 8, 4, [])
-        assert totals.miss_s == pytest.approx(1.25 / 4)
-    for tokens in (0, 5, 7, 0):
-        totals.prefilled(tokens)
-    assert (totals.prompt_steps, totals.prompt_tokens) == (2, 12)
-    totals.restart()
-    assert (totals.steps, totals.misses, totals.exposed_s, totals.prompt_tokens) == (0, 0, 0.0, 0)

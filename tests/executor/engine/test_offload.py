@@ -44,11 +44,8 @@ def runner_of(model: Path, folder: Path, exe_mode: str = "graph", **offload: Any
 
 MODES: list[dict[str, Any]] = [
     {"mode": "resident"},
-    {"mode": "fixed", "slots": -1},
     {"mode": "fixed", "arena_mb": 150 / 1024},
-    {"mode": "fixed", "slots": 5, "stream_tokens": 4},
     {"mode": "fixed", "slots": 5, "max_swaps": -1, "stream_tokens": -1},
-    {"mode": "elastic", "arena_mb": MB},
     {"mode": "elastic", "arena_mb": MB, "interval": 3, "max_swaps": 8},
     {"mode": "elastic", "arena_mb": MB, "start_layer": 1, "stream_tokens": 20},
 ]
@@ -119,10 +116,8 @@ def test_a_stalled_pool_is_an_error_that_names_layer_and_step(model: Path, tmp_p
     ("offload", "complaint"),
     [
         ({"mode": "none", "slots": 3}, "offload_config.slots: has no meaning with offload_config.mode: none"),
-        ({"mode": "elastic", "slots": 3}, "offload_config.slots: 3 needs mode: fixed, not elastic"),
         ({"mode": "elastic", "slots": -1}, "offload_config.slots: -1 needs mode: fixed, not elastic"),
         ({"mode": "elastic", "stream_tokens": 3}, "stream_tokens: 3 must be above the 3 rows of a decode step"),
-        ({"mode": "elastic", "stream_tokens": -2}, "offload_config.stream_tokens: -2"),
         ({"mode": "elastic", "arena_mb": 3 / 1024}, "have no room for one sequence of 18 pages"),
         ({"mode": "elastic", "start_layer": 2}, "no layers with experts of one size"),
     ],

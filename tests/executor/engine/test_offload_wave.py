@@ -1,5 +1,5 @@
 """Sequences come in waves to an arena that cannot hold all experts beside their pages: memory moves between the two,
-every sequence ends with the same tokens, and nothing is captured again."""
+every sequence ends with the same tokens, whatever the free memory contains, and nothing is captured again."""
 
 import random
 from itertools import pairwise
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from executor.model_runner import ModelRunner
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 WAVES, BATCH, PROMPT, NEW = (16, 4, 12), 16, (4, 16), (8, 40)
 ARENA_MB = 1
+NAN = 0xFF  # every byte: not a number in each float type
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "minimax_m2"])
@@ -68,7 +70,7 @@ class Watch:
             assert arena.free_frames >= self.shadows.balance.high
 
     def __call__(self) -> None:
-        """Each byte has at most one owner, and all owners are within the arena."""
+        """Each byte has at most one owner, all owners are within the arena, and what has none becomes garbage."""
         graphs = self.runner.engine.decode_step.graphs.values()  # type: ignore[attr-defined]
         self.captured |= {id(graph): graph for graph in graphs}
         shadows, pool = self.shadows, self.runner.loop.scheduler.pools[0]
@@ -82,6 +84,9 @@ class Watch:
         assert owned[-1][0] + owned[-1][1] <= begin + memory.nbytes
         assert all(start + size <= following for (start, size), (following, _) in pairwise(owned))
         assert len(units) + arena.slot_frames + arena.free_frames == arena.frames
+        raw, end = memory.view(-1).view(torch.uint8), begin + memory.nbytes
+        for (start, size), (following, _) in pairwise([(begin, 0), *owned, (end, 0)]):
+            raw[start + size - begin : following - begin] = NAN
         named = sum(int((layer.layer.device != 0).sum()) for layer in shadows.layers)
         assert named + len(shadows.copies) == len(shadows.slots)
 

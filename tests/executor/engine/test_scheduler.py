@@ -42,25 +42,6 @@ def run(scheduler: Scheduler, token: int = 1) -> list[Event]:
     return scheduler.commit(step, [token for s in step.finished_prompts for _ in range(1 + s.drafted)])
 
 
-def with_kept_pages(pages: int = 10, **limits: Any) -> Scheduler:
-    """Four pages of a prompt of the tokens 0 to 15 are kept."""
-    scheduler = added(scheduler_of(pages, prefixes=True, **limits), sequence(0, 16))
-    while not scheduler.idle:
-        run(scheduler)
-    assert len(scheduler.caches[0].idle) == 4
-    return scheduler
-
-
-def test_each_group_has_pages_for_its_longest_sequences() -> None:
-    limits = Limits(6, 17, PAGE, groups=2)
-    assert (limits.per_group, limits.table_width, limits.pages) == (3, 5, 15)
-    assert [pool.pages for pool in Scheduler(limits).pools] == [15, 15]
-    own = PagePool(9, PAGE)
-    smaller = Scheduler(limits, (), own, 1)
-    assert smaller.pools[1] is own
-    assert smaller.pools[0].pages == 9
-
-
 def test_a_sequence_that_can_never_run_is_refused() -> None:
     scheduler = added(scheduler_of(pages=3), sequence(0, 11, most=1))  # twelve tokens in three pages
     remedy = r"lower max_new_tokens or input_max_len, or raise offload_config\.arena_mb"
@@ -83,10 +64,8 @@ def test_sequences_wait_by_priority_and_arrival() -> None:
     ("reserve", "most", "preemptions", "pages"),
     [
         (None, 20, 0, 7),  # all that it can ever have: 5 + 20 tokens
-        (3, 20, 0, 2),
         (4, 20, 0, 3),
         (4, 3, 0, 2),  # it never has more than 8
-        (3, 20, MOST_PREEMPTIONS - 1, 2),
         (3, 20, MOST_PREEMPTIONS, 7),
     ],
 )
@@ -96,96 +75,6 @@ def test_pages_are_promised_for_what_is_reserved(reserve: int | None, most: int,
     scheduler = added(scheduler_of(reserve=reserve), one)
     assert scheduler.admit() == [one]
     assert one.promised == scheduler.committed(0) == pages
-
-
-@pytest.mark.parametrize(("pages", "admitted"), [(10, [1, 2]), (9, [1])])
-def test_pages_that_others_hold_count_once_and_nobody_overtakes(pages: int, admitted: list[int]) -> None:
-    """The second sequence that holds the kept pages needs only its own part of nine."""
-    scheduler = added(with_kept_pages(pages), sequence(1, 17, most=3), sequence(2, 17, most=19), sequence(3, [7]))
-    found = scheduler.admit()
-    assert [s.id for s in found] == admitted
-    assert [s.id for s in scheduler.waiting] == [2, 3][len(admitted) - 1 :]
-    assert {(s.num_computed, s.published, s.cached_tokens, len(s.blocks)) for s in found} == {(16, 4, 16, 4)}
-    assert [block.holders for block in found[0].blocks] == [len(admitted)] * 4
-    assert scheduler.committed(0) == (10 if len(admitted) == 2 else 5)
-
-
-def test_prompts_that_are_scored_are_computed_again() -> None:
-    scored = sequence(1, 17, prompt_logprobs=0)
-    added(with_kept_pages(), scored).admit()
-    assert (scored.num_computed, scored.cached_tokens, scored.blocks) == (0, 0, [])
-
-
-def test_the_emptiest_group_gets_the_next_sequence() -> None:
-    scheduler = added(scheduler_of(batch=4, groups=2), *(sequence(id, 1) for id in range(6)))
-    assert [(s.id, s.group) for s in scheduler.admit()] == [(0, 0), (2, 0), (1, 1), (3, 1)]
-    assert [[s.id for s in of] for of in scheduler.by_group(scheduler.running)] == [[0, 2], [1, 3]]
-    scheduler.abort(1)
-    assert [(s.id, s.group) for s in scheduler.admit()] == [(4, 1)]
-
-
-def test_a_request_can_be_ended_wherever_it_is() -> None:
-    scheduler = added(scheduler_of(batch=1), sequence(5, 6, most=3), sequence(6, 6, most=3))
-    run(scheduler)
-    assert scheduler.abort(7) is None
-    assert scheduler.abort(6) == Event(6, (), "abort")
-    assert scheduler.abort(6) is None
-    assert scheduler.abort(5) == Event(5, (), "abort")
-    assert (scheduler.idle, scheduler.caches[0].held, scheduler.schedule()) == (True, 0, None)
-
-
-@pytest.mark.parametrize(
-    ("experts", "floor", "kept"),
-    [(6, 0, 4), (7, 0, 3), (8, 0, 2), (8, 3, 3), (8, 9, 4), (99, 0, 0)],
-)
-def test_kept_prefixes_leave_pages_to_experts(experts: int, floor: int, kept: int) -> None:
-    """A step drops those that leave too few of ten pages, down to the floor."""
-    scheduler = with_kept_pages(prefix_floor=floor)
-    scheduler.expert_pages = experts
-    assert scheduler.schedule() is None
-    assert len(scheduler.caches[0].idle) == kept
-
-
-def test_steps_take_as_many_prompt_tokens_as_they_may() -> None:
-    scheduler = scheduler_of(pages=30, prefill_tokens=6, mixed_tokens=3)
-    added(scheduler, sequence(0, 5, most=3), sequence(1, 9, most=3))
-    taken = []
-    for _ in range(4):
-        step = scheduler.schedule()
-        assert step
-        taken.append(([(s.id, s.new_tokens) for s in step.sequences], [s.id for s in step.finished_prompts]))
-        scheduler.reserve(step.sequences)
-        scheduler.commit(step, [1] * len(step.finished_prompts))
-    assert taken == [
-        ([(0, 5), (1, 1)], [0]),
-        ([(0, 1), (1, 3)], [0]),
-        ([(0, 1), (1, 3)], [0]),  # the first one has all its tokens now
-        ([(1, 2)], [1]),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("drafts", "most", "experts", "kept", "drafted", "promised"),
-    [  # behind 6 tokens, with two pages promised, in ten pages
-        (2, 31, 0, False, 2, 2),  # as many as drafts may have
-        (3, 31, 7, False, 3, 3),
-        (3, 31, 8, False, 2, 2),  # an expert would have to go
-        (3, 31, 3, True, 3, 3),
-        (3, 31, 4, True, 2, 2),  # or a kept page
-        (8, 4, 0, False, 2, 2),  # as many as it can have
-        (8, 5, 0, False, 3, 3),
-        (8, 2, 0, False, 0, 2),
-    ],
-)
-def test_drafts_take_a_page_only_if_nobody_has_to_give_it(
-    drafts: int, most: int, experts: int, kept: bool, drafted: int, promised: int
-) -> None:
-    limits = {"draft_tokens": drafts, "reserve": 0}
-    scheduler, one = with_kept_pages(**limits) if kept else scheduler_of(**limits), sequence(1, [1, 2, 3, 1, 2], most)
-    run(added(scheduler, one), token=3)
-    scheduler.expert_pages = experts
-    assert scheduler.schedule()
-    assert (one.drafted, one.promised) == (drafted, promised)
 
 
 def grown(*sequences: Sequence) -> Scheduler:
@@ -216,9 +105,8 @@ def test_the_youngest_gives_back_its_pages_and_waits() -> None:
 
 @pytest.mark.parametrize(
     ("priorities", "preempted", "gone"),
-    [((0, 0), (0, 0), 1), ((1, 0), (0, 0), 0), ((0, 0), (0, MOST_PREEMPTIONS), 0), ((0, 0), (3, 0), 1),
-     ((1, 0), (MOST_PREEMPTIONS, 0), 1), ((0, 0), (MOST_PREEMPTIONS, MOST_PREEMPTIONS), 1)],
-)  # fmt: skip
+    [((1, 0), (0, 0), 0), ((0, 0), (0, MOST_PREEMPTIONS), 0)],
+)
 def test_who_is_preempted(priorities: tuple[int, int], preempted: tuple[int, int], gone: int) -> None:
     """Whoever is of less priority, or came later, unless it was preempted often already."""
     pair = [sequence(id, 7, most=5, priority=priority) for id, priority in enumerate(priorities)]
@@ -232,13 +120,8 @@ def test_who_is_preempted(priorities: tuple[int, int], preempted: tuple[int, int
 ENDS: list[tuple[dict[str, Any], int, list[int], list[int], str]] = [
     ({}, 3, [1, 2, 3], [1, 2, 3], "length"),
     ({}, 9, [1, STOP, 3], [1, STOP], "stop"),
-    ({}, 2, [1, STOP, 3], [1, STOP], "stop"),
-    ({}, 9, [1, OWN_STOP, 3], [1, OWN_STOP, 3], ""),
     ({"stop_token_ids": (OWN_STOP,)}, 9, [1, OWN_STOP, 3], [1, OWN_STOP], "stop"),
-    ({"stop_token_ids": (OWN_STOP,)}, 9, [1, STOP, 3], [1, STOP], "stop"),
     ({"stop_token_ids": (OWN_STOP,), "ignore_eos": True}, 9, [STOP, OWN_STOP, 3], [STOP, OWN_STOP], "stop"),
-    ({"ignore_eos": True}, 9, [1, STOP, 3], [1, STOP, 3], ""),
-    ({"ignore_eos": True}, 2, [1, STOP, 3], [1, STOP], "length"),
     ({}, 9, [1, FAILED, 3], [1], "error"),
 ]
 
@@ -255,19 +138,7 @@ def test_tokens_count_up_to_the_end(
     assert (one.generated, one.finish_reason, scheduler.idle) == (taken, reason, bool(reason))
 
 
-def test_a_step_publishes_full_pages_and_tells_what_was_found() -> None:
-    scheduler = scheduler_of(pages=30, prefixes=True, prefill_tokens=13)
-    whole, part = sequence(0, 7, most=5), sequence(1, range(20, 31), most=5)
-    added(scheduler, whole, part)
-    assert run(scheduler) == [Event(0, (1,), "", 0)]
-    assert [(s.num_computed, s.limit, s.published) for s in (whole, part)] == [(7, None, 1), (6, None, 1)]
-    assert run(scheduler) == [Event(0, (1,), "", 0), Event(1, (1,), "", 0)]
-    assert [block.key for block in part.blocks] == [*part.keys, b""]
-    again = added(scheduler, sequence(2, range(20, 31), most=1))
-    assert [event for event in run(again) if event.id == 2] == [Event(2, (1,), "length", 8)]
-
-
-@pytest.mark.parametrize("ids", [("a",), (1.5,), (1 << 63,)])
-def test_tokens_must_be_integers(ids: tuple[Any, ...]) -> None:
-    with pytest.raises(UserError, match=r"^prompt 6: its tokens must be integers: "):
-        new_sequence(6, Request(ids))
+def test_tokens_must_be_integers() -> None:
+    for ids in (("a",), (1 << 63,)):
+        with pytest.raises(UserError, match=r"^prompt 6: its tokens must be integers: "):
+            new_sequence(6, Request(ids))  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
-"""Why a job failed, by what its ranks have left; the folder of a run, and the logs in it."""
+"""Why a job failed, by what its ranks have left; and the folder of a run."""
 
-import io
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from executor.launch.causes import Cause, cause_of
-from executor.launch.results import Log, Tee, create_results, discard_results, share_results
+from executor.launch.results import create_results, discard_results, share_results
 from umbra.errors import EXIT_STATUS, UserError
 
 STACK = "Traceback\n  a line\nValueError: the cup is empty\n"
@@ -70,19 +69,6 @@ def test_the_cause_of_a_failed_job(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cause(-9, node="node 3 (c)").text == named
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        {"message": "why", "timestamp": 1},
-        {"message": {"extraInfo": {"timestamp": 1}}},
-        {"message": {"message": 3, "extraInfo": {"timestamp": 1}}},
-    ],
-)
-def test_whatever_a_rank_leaves_is_one_line(tmp_path: Path, left: object) -> None:
-    cause = cause_of({0: failed(tmp_path, 0, 2, left)}, tmp_path, {})
-    assert cause == Cause(f"rank 0 (pid 100) failed: exit status 2; all ranks' logs: {tmp_path}")
-
-
 def test_folders_of_runs(tmp_path: Path) -> None:
     made = {create_results("case", tmp_path) for _ in range(3)}  # in the same second, or not
     assert len(made) == 3
@@ -92,26 +78,9 @@ def test_folders_of_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be created: Not a directory"):
         create_results("x", tmp_path / "file")
-    with pytest.raises(UserError, match="cannot be created: "):
-        share_results("x", "now", tmp_path / "file")
-
-
-def test_only_logs_are_discarded(tmp_path: Path) -> None:
-    folder = create_results("case", tmp_path)
-    (folder / "rank0.log").write_text("")
+    discard_results(tmp_path / "case" / "now")
+    assert not (tmp_path / "case" / "now").exists()
+    folder = made.pop()
     (folder / "report.json").write_text("")
-    discard_results(folder)
+    discard_results(folder)  # only logs are discarded
     assert folder.exists()
-    (folder / "report.json").unlink()
-    discard_results(folder)
-    assert not folder.exists()
-    discard_results(folder)  # another node was quicker
-
-
-def test_a_terminal_shows_what_the_log_has_and_bars(tmp_path: Path) -> None:
-    terminal, log = io.StringIO(), Log(tmp_path / "log")
-    tee = Tee(terminal, log, loud=True)
-    tee.write("a\udce4b\n")
-    tee.write("\r50 %")
-    assert terminal.getvalue() == "a\udce4b\n\r50 %"
-    assert (tmp_path / "log").read_text() == "a\\udce4b\n"

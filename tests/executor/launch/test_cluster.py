@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from executor.config.env import NodeEnv
+from executor.launch.nodes import Nodes
 from tests.nodes import Cluster, Job, Node, cluster, parent, until
+from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
+from umbra.errors import UserError
 from umbra.files import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
@@ -48,8 +53,9 @@ def decoding(made: Cluster, case: str, ranks: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_job_answers_and_ends_without_its_launcher(tmp_path: Path) -> None:
-    """Folders of results have one name on all nodes. Then, in a job that would take minutes, one launcher is killed."""
+def test_a_job_answers_and_every_node_says_why_it_ended(tmp_path: Path) -> None:
+    """Folders of results have one name on all nodes. Then, in jobs that would take minutes, a rank is killed; one of
+    the launchers; and node 0."""
     case = write_job(tmp_path, "short", 4, 3, **SPLIT)
     with cluster(2, tmp_path) as made:
         jobs = started(made, "infer.sh", case)
@@ -61,16 +67,31 @@ def test_a_job_answers_and_ends_without_its_launcher(tmp_path: Path) -> None:
         found = [sorted(path.name for path in folder.iterdir()) for folder in folders]
         assert found == [["rank0.log", "rank1.log", "report.json"], ["rank2.log", "rank3.log"]]
 
-        case = write_job(tmp_path, "endless", 2, ENDLESS)
-        jobs = started(made, "infer.sh", case)
-        decoding(made, "endless", 2)
-        node = made.nodes[1]
+        killed = endless(tmp_path, made, "rank")
+        os.kill(made.nodes[1].ranks()[1], signal.SIGKILL)
+        assert [job.end() for job in killed] == [1, 1]
+        (line,) = {line for job in killed for line in job.said()}
+        assert re.match(r"error: rank 1 \(pid \d+\) on node 1 \(host-b\) failed: killed by SIGKILL; logs on each", line)
+
+        jobs, node = endless(tmp_path, made, "launcher"), made.nodes[1]
         os.kill(parent(max(node.ranks().values())), signal.SIGKILL)
         assert jobs[0].end() == 1
         (line,) = jobs[0].said()
         assert re.fullmatch(r"error: node 1 \(host-b\) has not answered node 0 \(host-a\) for 5 s: .*", line)
         until(lambda: not node.processes())
         assert not made.nodes[0].processes()
+
+        jobs = endless(tmp_path, made, "first")
+        made.nodes[0].die()
+        assert jobs[1].end() == 1
+        assert jobs[1].said()[0].startswith("error: node 0 (host-a) is gone: ")
+
+
+def endless(folder: Path, made: Cluster, name: str) -> list[Job]:
+    """A job that decodes on both nodes."""
+    jobs = started(made, "infer.sh", write_job(folder, name, 2, ENDLESS))
+    decoding(made, name, 2)
+    return jobs
 
 
 def test_a_server_goes_on_when_a_node_is_replaced_and_ends_when_it_is_cut_off(tmp_path: Path) -> None:
@@ -109,3 +130,18 @@ def ask(node: Node, path: str, **body: Any) -> Any:
     code += "print(f.read().decode())"
     command = node.inside(sys.executable, "-c", code, f"http://127.0.0.1:8000{path}", json.dumps(body) if body else "")
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_a_node_that_does_not_come_is_named() -> None:
+    port = free_port()
+    with pytest.raises(UserError, match=rf"node 1 of NNODES=2 did not come to 127.0.0.1:{port} within 2 s"):
+        Nodes(NodeEnv(2, 0, "127.0.0.1", port), 15, 2).join("folder")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"^MASTER_PORT={port} of this node is in use$"):
+            Nodes(NodeEnv(2, 0, "127.0.0.1", port), 15, 30).join("folder")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch.halts import Halts
 from executor.launch.processes import is_running, rank_of
 from tests.nodes import until
 from tests.ranks import launch_ranks
-from tests.tiny import save_tiny, write_case
 from tests.variants import thorough_but
 from umbra.files import ROOT
 
@@ -63,25 +60,19 @@ def assert_one_error_line(done: subprocess.CompletedProcess[str], complaint: str
     assert complaint in done.stderr
 
 
-FOUR = ["world_size=4", "attn_tp_size=4", "embed_tp_size=4", "lmhead_tp_size=4"]  # test_parallel.py has all eight
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("demo", 1), pytest.param("demo_tp8", 4, marks=pytest.mark.thorough)])
-def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
-    case = str(cases / f"{WORKER}_{name}.yaml")
-    before = folders(case)
-    split = FOUR if ranks == 4 else []
-    done = infer(case, "--set", "max_new_tokens=6", "sampling_config.ignore_eos=true", "dtype=float32", *split)
+def test_demo_answers_and_reports(demo: str) -> None:
+    before, ranks = folders(demo), 2
+    done = infer(demo, "--set", "max_new_tokens=6", "sampling_config.ignore_eos=true", "dtype=float32", "world_size=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr  # no progress bars where there is no terminal
-    (folder,) = folders(case) - before
+    (folder,) = folders(demo) - before
     report = json.loads((folder / "report.json").read_text())
     wanted = {
         "case", "platform", "exe_mode", "world_size", "completions", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99",
         "prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_bytes", "versions",
     }  # fmt: skip
     assert wanted <= report.keys()
-    assert (report["case"], report["world_size"]) == (f"{WORKER}_{name}", ranks)
+    assert (report["case"], report["world_size"]) == (Path(demo).stem, ranks)
     assert len(report["completions"]) == 4
     for completion in report["completions"]:
         assert completion.keys() == {"prompt", "text", "tokens", "finish_reason"}
@@ -98,47 +89,22 @@ def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
 def test_bad_case_and_bad_key_leave_nothing_behind(demo: str, demo_tp8: str) -> None:
     before = folders(demo), folders(demo_tp8)
     assert_one_error_line(infer("demmo"), "no case 'demmo'")
-    assert_one_error_line(infer(demo, "--set", "max_new_token=1"), "did you mean 'max_new_tokens'?")
     assert_one_error_line(infer(demo, "--set", "input_max_len=2"), "tokens, input_max_len is 2")
     assert_one_error_line(infer(demo, WORLD_SIZE="eight"), "WORLD_SIZE='eight' is not an integer")
-    assert_one_error_line(infer(demo_tp8, NNODES="3"), "NNODES=3 also needs MASTER_ADDR and MASTER_PORT")
     where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
     assert_one_error_line(infer(demo_tp8, NNODES="3", **where), "NNODES=3 does not divide world_size: 8")
-    assert_one_error_line(infer(demo, NNODES="2", **where), "NNODES=2 does not divide world_size: 1")
     assert (folders(demo), folders(demo_tp8)) == before
     assert not (RESULTS / "demmo").exists()
 
 
-@pytest.mark.parametrize("ranks", thorough_but([1, 2], 2))
-def test_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path: Path, ranks: int) -> None:
-    save_tiny(tmp_path / "model", vocab_size=4096)  # the tokenizer's
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    case = write_case(
-        tmp_path / "damaged.yaml", tmp_path / "model", world_size=ranks, model_config={"with_ckpt": True},
-        data_config={"prompts": ["x"]},
-    )  # fmt: skip
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / name).write_bytes((ROOT / "checkpoints/austen_moe" / name).read_bytes())
-    assert_one_error_line(infer(str(case)), "model.safetensors: truncated or corrupt")
-    assert folders("damaged") == set()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "length", "file"),
-    [
-        pytest.param(1, 2, "case.json", marks=pytest.mark.thorough),
-        (3, 2, "report.json"),
-        pytest.param(3, 300, "rank0.log", marks=pytest.mark.thorough),
-    ],
-)
-def test_full_disk_is_one_line(demo: str, blocks: int, length: int, file: str) -> None:
-    """A file-size limit stands in for a full disk: the case does not fit, or else the report or the log."""
+@pytest.mark.thorough
+def test_full_disk_is_one_line(demo: str) -> None:
+    """A file-size limit stands in for a full disk: the report does not fit."""
     before = folders(demo)
-    command = f"ulimit -f {blocks}; exec bash infer.sh {demo} --set max_new_tokens={length}"
+    command = f"ulimit -f 3; exec bash infer.sh {demo} --set max_new_tokens=2"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert_one_error_line(done, "cannot be written: File too large")
-    assert f"{file}: cannot be written" in done.stderr
+    assert "report.json: cannot be written" in done.stderr
     assert folders(demo) == before
 
 
@@ -175,18 +141,6 @@ def test_ranks_end_with_their_launcher(demo: str) -> None:
     job.kill()
     job.wait()
     until(lambda: not any(is_running(pid) for pid in ranks), 20)
-
-
-def test_a_process_that_stays_halted_is_killed_with_a_reason() -> None:
-    with Halts(0.4, 0.02) as watch, subprocess.Popen(["sleep", "9"]) as brief, subprocess.Popen(["sleep", "9"]) as long:
-        for each in (brief, long):
-            each.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
-        brief.send_signal(signal.SIGCONT)
-        assert long.wait(30) == -signal.SIGKILL
-        assert watch.reasons == {long.pid: "halted by a signal for 0.4 s"}
-        assert brief.poll() is None
-        brief.kill()
 
 
 def test_a_halted_rank_ends_its_job_and_is_named(tmp_path: Path) -> None:

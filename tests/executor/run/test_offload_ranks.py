@@ -57,6 +57,7 @@ def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: st
             assert all(run["evictions_for_cache"] > 0 for run in runs)
 
 
+@pytest.mark.thorough
 def test_a_stopped_pool_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     """The other rank waits for it in a collective."""
     case, ranks_program = program(tmp_path, "tp2", "--stop")

@@ -35,7 +35,6 @@ MIB = 1024 * 1024
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_bf16_tp8": dict(tp=8, layers=48, hidden=2048, heads=32, inner=768, q4=False),
     "qwen3_235b_a22b_w4a16_tp8": dict(tp=8, layers=94, hidden=4096, heads=64, inner=1536, q4=True),
-    "qwen3_235b_a22b_bf16_tp16": dict(tp=16, layers=94, hidden=4096, heads=64, inner=1536, q4=False),
 }
 
 
@@ -103,17 +102,6 @@ def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
     assert [part.nbytes for part in plan.decode] == [others, hit, BATCH * LONGEST * token]
 
 
-def test_the_whole_models_are_as_large_as_they_are_called() -> None:
-    parameters = {"qwen3_30b_a3b_bf16_tp8": 30_532_122_624, "qwen3_235b_a22b_bf16_tp16": 235_093_634_560}
-    for name, count in parameters.items():
-        shape = CASES[name]
-        weights = by_hand(**shape)["weights"]
-        doubled = (shape["tp"] - 4) * shape["layers"] * 2 * DIM * shape["hidden"] * 2  # copies of the 4 KV heads
-        copied = (shape["tp"] - 1) * (weights["router"] + weights["norms"])
-        whole = shape["tp"] * (sum(weights.values()) - weights["rotary"]) - doubled - copied
-        assert whole == 2 * count
-
-
 def tiny(folder: Path, *, config: dict[str, Any] | None = None, **sections: Any) -> Case:
     sizes = dict(hidden_size=64, moe_intermediate_size=128) | (config or {})
     if not (folder / "model").exists():
@@ -126,8 +114,7 @@ def tiny(folder: Path, *, config: dict[str, Any] | None = None, **sections: Any)
     return tiny_case(folder, folder / "model", **on_ascend | sections)
 
 
-@pytest.mark.parametrize("method", ["none", "q4"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("method", "ranks"), [("none", 1), ("q4", 2)])
 def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks: int) -> None:
     config = dict(attention_bias=True, mlp_only_layers=[0], intermediate_size=64)
     wanted = {"method": method, "zero_points": method == "q4"}
@@ -154,15 +141,9 @@ def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixt
     assert "does not fit" in capsys.readouterr().out
     with pytest.raises(UserError) as raised:
         check_fits(plan)
-    told = str(raised.value)
-    assert (
-        f"{plan.total / GB:.2f} GB are {(plan.total - 32 * GB) / GB:.2f} GB more than ascend_config.memory_gb: 32"
-        in told
-    )
-    assert f"the largest share is weights with {plan.of('weights') / GB:.2f} GB: raise world_size" in told
-    crowded = make_plan(load_case("qwen3_30b_a3b_bf16_tp8", ["batch_size=1024"]))
-    with pytest.raises(UserError, match=r"the largest share is KV cache .* lower batch_size, input_max_len or max_new"):
-        check_fits(crowded)
+    over = f"{plan.total / GB:.2f} GB are {(plan.total - 32 * GB) / GB:.2f} GB more than ascend_config.memory_gb: 32"
+    assert over in str(raised.value)
+    assert f"weights with {plan.of('weights') / GB:.2f} GB: raise world_size" in str(raised.value)
     long = make_plan(load_case("qwen3_30b_a3b_bf16_tp8", ["batch_size=64", "chunked_prefill_size=0", "memory_gb=30"]))
     with pytest.raises(UserError, match=r"prefill step .* lower chunked_prefill_size"):
         check_fits(long)
@@ -173,7 +154,7 @@ def start(command: list[str], **environment: str) -> subprocess.CompletedProcess
 
 
 def test_the_command_prints_the_plan_and_starts_no_rank() -> None:
-    name = "qwen3_235b_a22b_bf16_tp16"
+    name = "qwen3_30b_a3b_bf16_tp8"
     planned = umbra("plan", name)
     assert planned.returncode == 0, planned.stderr
     assert f"{CASES[name]['tp']} rank(s)" in planned.stdout
@@ -181,12 +162,10 @@ def test_the_command_prints_the_plan_and_starts_no_rank() -> None:
     assert not (ROOT / "results" / name).exists()
 
 
-def test_run_py_and_infer_sh_print_the_same_plan() -> None:
+def test_run_py_prints_the_same_plan() -> None:
     name = next(iter(CASES))
     alone = start([sys.executable, "run.py", "--plan"], CASE_NAME=name)
-    launched = start(["bash", "infer.sh", name, "--plan"])
-    assert alone.returncode == launched.returncode == 0, alone.stderr + launched.stderr
-    assert alone.stdout == launched.stdout == umbra("plan", name).stdout
+    assert alone.stdout == umbra("plan", name).stdout, alone.stderr
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -198,15 +177,15 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_refusals_are_one_line_before_any_rank() -> None:
     name = "qwen3_235b_a22b_w4a16_tp8"
-    small = start(["bash", "infer.sh", name, "--plan", "--set", "memory_gb=16"])
+    small = umbra("plan", name, "--set", "memory_gb=16")
     assert "GB more than ascend_config.memory_gb: 16" in one_line(small)
     assert "does not fit" in small.stdout
-    elsewhere = start(["bash", "infer.sh", "demo", "--plan"])
+    elsewhere = umbra("plan", "demo")
     assert "case demo: --plan: platform: cpu has no memory plan, only ascend has" in one_line(elsewhere)
     if not (ROOT / "checkpoints/Qwen3-235B-A22B/model.safetensors.index.json").exists():
-        missing = one_line(start(["bash", "infer.sh", name]))
+        missing = one_line(umbra("run", name))
         assert "Qwen3-235B-A22B holds neither model.safetensors nor model.safetensors.index.json" in missing
     if not find_spec("torch_npu"):
-        missing = one_line(start(["bash", "infer.sh", name, "--set", "with_ckpt=false"]))
+        missing = one_line(umbra("run", name, "--set", "with_ckpt=false"))
         assert "platform: ascend needs torch_npu, which is not installed: on a machine with CANN" in missing
     assert not (ROOT / "results" / name).exists()

@@ -1,5 +1,4 @@
-"""Memory plans of the MiniMax-M2 cases, counted by hand and beside the rounded figures of a table worked out apart from
-this project (GB are 10^9 bytes in it); and the planner at the model's true sizes."""
+"""Memory plans of the MiniMax-M2 cases, and the planner of shadow experts at the model's true sizes."""
 
 import json
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 from executor.config.case import Case
 from executor.config.load import load_case
 from executor.run.ascend_memory_plan import make_plan
-from executor.run.memory_report import check_fits
 from executor.run.shadow_plan import sizes_of
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -18,9 +16,8 @@ pytestmark = pytest.mark.slow
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCABULARY = 62, 256, 8, 3072, 1536, 48, 8, 128, 200064
 EXPERT = 3 * HIDDEN * INNER
-PARAMETERS = 228_689_764_864
 LONGEST, PAGE = 4096 + 1024, 128
-BF16, W4A16, OFFLOAD = "minimax_m2_bf16_tp16", "minimax_m2_w4a16_tp8", "minimax_m2_w4a16_offload"
+W4A16, OFFLOAD = "minimax_m2_w4a16_tp8", "minimax_m2_w4a16_offload"
 MIB = 1 << 20
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
 
@@ -43,21 +40,6 @@ def by_hand(ranks: int, q4: bool) -> dict[str, int]:
         "rotary": 2 * LONGEST * DIM * 2,
     }
     return {name: size for name, size in sizes.items() if size}
-
-
-@pytest.mark.parametrize(("name", "ranks", "q4"), [(BF16, 16, False), (W4A16, 8, True)])
-def test_the_cases_are_as_counted_by_hand_and_fit(name: str, ranks: int, q4: bool) -> None:
-    plan, weights = make_plan(load_case(name)), by_hand(ranks, q4)
-    assert {part.name: part.nbytes for part in plan.sections["weights"]} == weights
-    assert weights["router"] == 195_035_136 + LAYERS * EXPERTS * 4  # the gates have 195 MB
-    assert plan.page_nbytes == PAGE * 31_744  # one KV head a rank, of 8 or of 16 ranks
-    assert plan.of("KV cache") == (4 * LONGEST // PAGE + 1) * PAGE * 31_744
-    assert plan.left > 29 * 1024 * MIB
-    check_fits(plan)
-    experts = weights["experts"] + weights.get("experts' scales", 0)
-    others = sum(weights.values()) - experts - weights["embedding"] - weights["rotary"]
-    hit = round(experts * (1 - (1 - TOP_K / EXPERTS) ** 4))
-    assert [part.nbytes for part in plan.decode] == [others, hit, 4 * LONGEST * 31_744]
 
 
 def awq(folder: Path, case: str, *excluded: str, **sizes: int) -> Case:

@@ -1,5 +1,4 @@
-"""The planner of shadow experts: its model on made-up measurements, its choices, printed lines and report. Real
-measurements are run, but no test depends on how long anything takes."""
+"""The planner of shadow experts: its model on made-up measurements, its choices, printed lines and report."""
 
 import dataclasses
 import json
@@ -9,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from cpu_offload.planner.model import LEAST_COST, MOST_COST, Costs, Line, Planner, Sample, Shape, fit
+from cpu_offload.planner.model import Costs, Line, Planner, Sample, Shape, fit
 from executor.config.case import Case
-from executor.model_runner import ModelRunner, make_runner
+from executor.model_runner import make_runner
 from executor.run.memory_report import show_plan
 from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
-from umbra.errors import UserError
 
 SHAPE = Shape(layers=10, experts=64, top_k=8)
 COSTS = Costs(
@@ -23,20 +21,10 @@ COSTS = Costs(
 )  # fmt: skip
 
 
-def test_fit_finds_the_coefficients_and_none_is_negative() -> None:
+def test_fit_finds_the_coefficients() -> None:
     wanted = Line(0.5, 0.25, 0.0625)
-    sizes = [(1, 1), (2, 2), (8, 8), (1, 4), (2, 8), (8, 32), (30, 32)]
-    found = fit([Sample(e, p, wanted.ms(e, p)) for e, p in sizes])
+    found = fit([Sample(e, p, wanted.ms(e, p)) for e, p in [(1, 1), (2, 2), (8, 8), (1, 4), (2, 8), (8, 32), (30, 32)]])
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(wanted))
-    falling = fit([Sample(e, p, 1 + 0.1 * e - 0.01 * p) for e, p in sizes])
-    assert falling.pair == 0
-    assert min(falling.fixed, falling.expert) > 0
-
-
-def test_experts_that_tokens_use() -> None:
-    assert SHAPE.used(1) == pytest.approx(8)
-    assert SHAPE.used(2) == pytest.approx(8 + 8 * 56 / 64)
-    assert Shape(1, 4, 4).used(3) == 4
 
 
 def test_a_layer_is_the_longer_side_and_what_is_not_hidden() -> None:
@@ -51,16 +39,6 @@ def test_a_layer_is_the_longer_side_and_what_is_not_hidden() -> None:
     assert planner.layer_ms(1, 1.0) == pytest.approx(0.01 + 0.002 + 8 * 0.0012)  # nothing is handed over
     assert planner.layer_ms(1, 0.0) == pytest.approx(0.01 + 0.04 + 8 * 0.021)  # the device has nothing to do
     assert dataclasses.replace(planner, rest=3.0).step_ms(1, 0.5) == pytest.approx(3 + 10 * (0.01 + shadow))
-
-
-def test_a_swap_must_save_what_its_copy_costs() -> None:
-    miss = 0.04 / 8 + 0.02 + 0.001  # a share of the hand-over, the expert, its pair
-    assert Planner(SHAPE, COSTS).swap_cost == LEAST_COST  # all of it hides
-    half = dataclasses.replace(COSTS, slip=0.5)
-    assert Planner(SHAPE, half).swap_cost == pytest.approx(0.5 * 0.052 / miss)
-    assert Planner(SHAPE, dataclasses.replace(half, copy=0.0)).swap_cost == LEAST_COST
-    assert Planner(SHAPE, dataclasses.replace(half, copy=100.0)).swap_cost == MOST_COST
-    assert Planner(SHAPE, dataclasses.replace(half, shadow=Line(0, 0, 0))).swap_cost == MOST_COST
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +65,9 @@ def case_of(model: Path, folder: Path, family: str = "qwen3_moe", arena_kb: int 
             "KV pages: 56 for 4 sequence(s) at their longest, 99 can be had\n",
             "no sequence         0 pages,      8 slots:  50% of the experts fit",
             "slots             as many as the KV cache leaves room for",
-            " ms a step at 31% hits; ",
-            "may take 1 part in 4 of",
-            "  stream_tokens     ",
             "half as long       28 pages,      5 slots:  31%",
             "the longest        56 pages,      3 slots:  19%",
         ]),
-        ({"mode": "fixed", "slots": 5, "start_layer": 1, "arena_kb": 100}, [
-            "8 with shadows, 12288 bytes each; 5 may be resident",
-            "56 for 4 sequence(s) at their longest, 39 can be had: not all sequences run at once",
-            "no sequence         0 pages,      5 slots:  62%",
-            "slots             5 of 8: given",
-        ]),
-        ({"mode": "fixed", "arena_kb": 100}, [" of 16: ", "ms a token of even traffic with ", "sequence(s) at once"]),
         ({"mode": "fixed", "slots": -1, "max_swaps": -1, "stream_tokens": 9, "shadow_threads": 2}, [
             "16 with shadows, 12288 bytes each; 0 may be resident",
             "slots             0 of 16: given",
@@ -128,13 +96,9 @@ def test_plan_counts_memory_and_predicts_without_the_checkpoint(
     assert "the time to read" in out
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
-def test_plan_agrees_with_what_a_run_makes(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
-) -> None:
-    if family == "minimax_m2":
-        save_tiny_m2(model := tmp_path / "model", **TINY_AS_M2)
-    case = case_of(model, tmp_path, family, mode="elastic", arena_kb=100)
+def test_plan_agrees_with_what_a_run_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_m2(model := tmp_path / "model", **TINY_AS_M2)
+    case = case_of(model, tmp_path, "minimax_m2", mode="elastic", arena_kb=100)
     show_plan(case)
     planned = capsys.readouterr().out
     runner = make_runner(case, tmp_path, ONE_RANK)
@@ -145,31 +109,11 @@ def test_plan_agrees_with_what_a_run_makes(
     assert f"part of {arena.extent_slots} slots in {arena.extent_frames} frames" in planned
 
 
-@pytest.mark.parametrize(
-    ("offload", "complaint"),
-    [
-        ({"mode": "none"}, "--plan: platform: cpu has no memory plan, only ascend has"),
-        ({"mode": "elastic", "start_layer": 2}, "offload_config.start_layer: 2: no layers with experts of one size"),
-        ({"mode": "elastic", "arena_kb": 3}, "have no room for one sequence of 14 pages"),
-    ],
-)
-def test_plan_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        show_plan(case_of(model, tmp_path, **offload))
-
-
-def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> tuple[ModelRunner, dict[str, Any]]:
-    case = case_of(model, folder, mode="fixed", slots=5)
-    settings: dict[str, Any] = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
-    case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **settings))
-    runner = make_runner(case, folder, ONE_RANK)
-    return runner, runner.run()
-
-
-def test_a_run_values_copies_and_compares(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runner, report = run(model, tmp_path, monkeypatch)
+def test_a_run_values_copies_and_compares(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = case_of(model, tmp_path, mode="fixed", slots=5)
+    data = dataclasses.replace(case.data_config, prompts=(), input_max_len=6, max_new_tokens=12)
+    runner = make_runner(dataclasses.replace(case, data_config=data), tmp_path, ONE_RANK)
+    report = runner.run()
     assert runner.engine.shadows is not None
     plan = json.loads(json.dumps(report["offload"]["plan"]))
     measured = plan["costs"]

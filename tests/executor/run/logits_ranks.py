@@ -1,8 +1,7 @@
 """A job that writes the logits of several cases, one after another, so that its ranks import torch only once.
 
-The argument is a JSON file, [[name, case, overrides, ids, mistake], ...]; rank 0 writes `name`.npz beside it. `mistake`
-is null, or names a patch of tests/models/minimax_m2_mistakes.py or tests/ops/parallel/row_mistakes.py. Where experts
-were placed anew, `name`.json says what became of it.
+The argument is a JSON file, [[name, case, overrides, ids], ...]; rank 0 writes `name`.npz beside it. Where experts were
+placed anew, `name`.json says what became of it.
 """
 
 import argparse
@@ -11,10 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
-import pytest
 from torch import distributed
 
 from executor.config.env import RankEnv
@@ -22,8 +20,6 @@ from executor.config.load import load_case
 from executor.engine.teacher_forcing import ForcedRun
 from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
-from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
-from tests.ops.parallel.row_mistakes import ROW_MISTAKES
 from umbra.commands.logits import collect_logits, sized_for
 
 
@@ -42,19 +38,16 @@ def main() -> None:
         new_group = distributed.new_group
         made = functools.cache(lambda *ids: new_group(list(ids)))
         distributed.new_group = lambda ids, **_: made(*ids)
-        for name, case_name, overrides, ids, mistake in jobs:
+        for name, case_name, overrides, ids in jobs:
             case = sized_for(load_case(case_name, overrides), ids, args.steps)
-            with pytest.MonkeyPatch.context() as patch:
-                if mistake:
-                    (SPLIT_MISTAKES | ROW_MISTAKES)[mistake](patch)
-                runner = make_runner(case, results, ranks)
-                runner.setup()
-                arrays = collect_logits(runner, ids, args.steps)
-                if case.data_config.chunked_prefill_size:  # `collect_logits` prefills in one step
-                    forced = ForcedRun(runner.engine)
-                    for i, logits in enumerate(forced.add(ids, 1)):
-                        arrays[f"prefill_{i}"][-1:] = logits
-                    forced.close()
+            runner = make_runner(case, results, ranks)
+            runner.setup()
+            arrays = collect_logits(runner, ids, args.steps)
+            if case.data_config.chunked_prefill_size:  # `collect_logits` prefills in one step
+                forced = ForcedRun(runner.engine)
+                for i, logits in enumerate(forced.add(ids, 1)):
+                    arrays[f"prefill_{i}"][-1:] = logits
+                forced.close()
             if ranks.rank == 0:
                 np.savez(args.jobs.with_name(f"{name}.npz"), allow_pickle=False, **arrays)
                 if placed := runner.engine.rebalancing:
