@@ -37,7 +37,7 @@ def test_a_case_that_does_not_fit_is_refused_with_its_sizes(tmp_path: Path) -> N
     case = tiny_case(tmp_path, tmp_path / "model")
     check_host_memory(case, 1)
     many = 1_000_000
-    with pytest.raises(UserError, match=rf"on each of {many} rank\(s\) do not fit into the .* GB of .*: --set qua"):
+    with pytest.raises(UserError, match=rf"on each of {many} rank\(s\) do not fit into the .* GB of .*: set qua"):
         check_host_memory(case, many)
     arena = tiny_case(tmp_path, tmp_path / "model", offload_config={"mode": "elastic", "arena_mb": 100})
     with pytest.raises(UserError, match=r"0\.10 GB of KV cache"):  # the arena, which is allocated whole
