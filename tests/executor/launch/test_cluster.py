@@ -65,7 +65,8 @@ def test_a_job_answers_and_every_node_says_why_it_ended(tmp_path: Path) -> None:
         folders = [next((node.results / "short").iterdir()) for node in made.nodes]
         assert folders[0].name == folders[1].name
         found = [sorted(path.name for path in folder.iterdir()) for folder in folders]
-        assert found == [["rank0.log", "rank1.log", "report.json"], ["rank2.log", "rank3.log"]]
+        first = ["case.json", "rank0.log", "rank1.log", "report.json"]
+        assert found == [first, ["case1.json", "rank2.log", "rank3.log"]]
 
         killed = endless(tmp_path, made, "rank")
         os.kill(made.nodes[1].ranks()[1], signal.SIGKILL)
