@@ -30,7 +30,7 @@ def test_traffic_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_traffic_on_four_ranks(tmp_path: Path) -> None:
-    check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 400, 20, MANY)
+    check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 800, 20, MANY)
 
 
 def check_traffic(
