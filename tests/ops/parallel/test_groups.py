@@ -56,7 +56,8 @@ def test_other_errors_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "comparisons"), [(2, 72), pytest.param(3, 72, marks=pytest.mark.thorough), (4, 108)]
+    ("world_size", "comparisons"),
+    [(2, 72), *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((3, 72), (4, 108)))],
 )
 def test_shares_equal_whole_rows(tmp_path: Path, world_size: int, comparisons: int) -> None:
     """Shares of a step's rows give the values of whole rows (gloo)."""
