@@ -1,11 +1,13 @@
 """Shadow experts without weights: what is decided about their memory, and what is counted of them."""
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cpu_offload.history import StepRecord
+from cpu_offload.policy.residency import Swap
 
 
 @dataclass
@@ -53,3 +55,15 @@ class FakeForecasts:
     """Stands for a `Residency` that only forecasts."""
 
     forecast: FakeForecast
+
+
+def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
+    """Stands for `Residency.swaps`: a random expert that is not resident comes, for another or into a free slot."""
+    coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
+    if not coming or not (leaving or free_slots):
+        return []
+    layer, expert = random.choice(coming)
+    if free_slots:
+        return [Swap(layer, expert, None)]
+    other_layer, other = random.choice(leaving)
+    return [Swap(layer, expert, (other_layer, other))]

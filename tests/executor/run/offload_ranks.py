@@ -18,7 +18,6 @@ import torch
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.device import Device
 from cpu_offload.manager import ShadowExperts
-from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
@@ -27,6 +26,7 @@ from executor.launch.platform_settings import platform_settings
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner
 from executor.platform.cpu import CpuPlatform
+from tests.fakes.shadow_experts import any_swaps
 from umbra.commands.logits import collect_logits
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
@@ -42,17 +42,6 @@ class SlowDevice(CpuDevice):
 class SlowPlatform(CpuPlatform):
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         return SlowDevice(stream_tokens, self.decode_rows)
-
-
-def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
-    coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
-    if not coming or not (leaving or free_slots):
-        return []
-    layer, expert = random.choice(coming)
-    if free_slots:
-        return [Swap(layer, expert, None)]
-    gone_layer, gone = random.choice(leaving)
-    return [Swap(layer, expert, (gone_layer, gone))]
 
 
 def done_by(shadows: ShadowExperts) -> dict[str, Any]:

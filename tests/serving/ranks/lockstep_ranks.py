@@ -7,14 +7,11 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
-import numpy as np
 import torch
 
-from cpu_offload.policy.residency import Swap
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.drafts import Drafts
@@ -26,21 +23,11 @@ from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
 from serving.ranks.messages import Abort, Message, Out, Refused, Row, Stop, Submit, Tick
 from serving.ranks.worker import Worker
+from tests.fakes.shadow_experts import any_swaps
 
 VOCABULARY = 96
 LONG = b"other" * 1000  # a salt that makes a tick longer than the broadcast that every step makes
 CROWD = 60  # steps in which many requests come, and then few
-
-
-def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
-    coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
-    if not coming or not (leaving or free_slots):
-        return []
-    layer, expert = random.choice(coming)
-    if free_slots:
-        return [Swap(layer, expert, None)]
-    other_layer, other = random.choice(leaving)
-    return [Swap(layer, expert, (other_layer, other))]
 
 
 def any_share(self: MemorySplit, prefill_s: float) -> None:
