@@ -9,13 +9,14 @@ from pathlib import Path
 
 from executor.config import env
 from executor.config.case import Case
-from executor.config.load import load_case, load_model_config
+from executor.config.load import load_model_config
 from executor.config.resolved import read_resolved
 from executor.launch.platform_settings import platform_settings
-from executor.launch.preflight import check_ready
+from executor.launch.preflight import check_prompts, check_ready
 from executor.launch.rank import run_rank
 from executor.platform import start_environment
 from executor.platform.ascend.compile_cache import clear_cache
+from executor.run.defaults import RUNNING, open_case
 from umbra.errors import UserError, run_main
 from umbra.files import write_json
 
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> None:
     name = env.case_name()
     if not name:
         raise UserError("CASE_NAME is not set: CASE_NAME=demo .venv/bin/python run.py, or bash infer.sh demo")
-    case = load_case(name, args.set)
+    case = open_case(name, RUNNING, args.set)
     if args.clear_cache:
         print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
         return
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> None:
         from executor.run.memory_report import show_plan
 
         return show_plan(case)
+    check_prompts(case)
     check_ready(case)
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
     generate(case, args.results, own_results=False)

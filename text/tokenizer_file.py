@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from umbra.errors import UserError, short
+from umbra.files import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 LARGEST = 32 << 20  # bytes of tokenizer.json
 LARGEST_BESIDE = 1 << 20  # bytes of each of the other files
 BESIDE = re.compile(r"(tokenizer_config|special_tokens_map|added_tokens|chat_template)\.(json|jinja)")
@@ -48,6 +50,14 @@ def check_tokenizer(folder: Path) -> None:
             raise UserError(f"{path}: tokenizer not readable: larger than {LARGEST_BESIDE >> 20} MB")
     if (folder / TOKENIZER_FILES[0]).is_file():
         _check_file(folder / TOKENIZER_FILES[0])
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the files of the tokenizer in `folder` have a chat template."""
+    if any((folder / name).is_file() for name in TEMPLATE_FILES):
+        return True
+    settings = folder / TOKENIZER_FILES[1]
+    return settings.is_file() and bool(read_json(settings).get("chat_template"))
 
 
 def _check_file(path: Path) -> None:

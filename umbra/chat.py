@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from executor.run.defaults import open_case
+from executor.config.case import Case
 from text.chat import Message
 from text.parser import Answer, Part
 from umbra.llm import LLM
@@ -13,11 +13,11 @@ from umbra.llm import LLM
 HELP = "Ctrl-C stops an answer; /new forgets the conversation; /help shows this line; Ctrl-D or /quit ends."
 
 
-def chat(case_name: str, overrides: list[str]) -> None:
+def chat(case: Case) -> None:
     """Chat with the model of a case until the user ends the chat. Each answer sees the conversation so far."""
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys and history for `input`)
-    llm = LLM(open_case(case_name, {}, overrides))
+    llm = LLM(case)
     llm.check_chat()
     print(f"\n{HELP}\n")
     history: list[Message] = []

@@ -8,6 +8,7 @@ import ast
 import difflib
 import runpy
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from executor.config.load import list_cases, load_case, load_model_config
 from executor.config.resolved import read_resolved
 from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
+from executor.run.defaults import CHATTING, RUNNING, SERVING, Purpose, open_case, write_case
 from ops.format import GROUP_SIZES
 from umbra import check_packages
 from umbra.errors import UserError, run_main
 from umbra.files import ROOT
+from umbra.flags import add_flags, given, unknown_flag
 
-CASE = "a name in yaml_configs/, or a path ending in .yaml"
+CASE = "a case (umbra list), the path of a case file, or the folder of a checkpoint"
 QUANTIZE_TOKENS = 8192
 BENCHMARKS = ("tools/benchmarks", "planner/benchmarks")  # their folders
 
@@ -31,12 +34,15 @@ class Help(argparse.HelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28, width=100)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(text, width, break_on_hyphens=False)
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose help starts with an example."""
 
     def __init__(self, *, example: str, **options: Any):
-        super().__init__(formatter_class=Help, **options)
+        super().__init__(formatter_class=Help, allow_abbrev=False, **options)
         self.example = example
 
     def format_help(self) -> str:
@@ -50,7 +56,11 @@ def main() -> None:
 
 def execute(argv: list[str]) -> None:
     """Run one command. Bad input raises UserError, or ends the process with argparse's message and status 2."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        unknown = next((word for word in rest if word.startswith("-")), rest[0])
+        raise unknown_flag(unknown, args.parser)
     call: Callable[[argparse.Namespace], None] = args.call
     call(args)
 
@@ -67,27 +77,30 @@ def make_parser() -> Parser:
         added: Parser = commands.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", example=f"umbra {name} {example}"
         )
-        added.set_defaults(call=call)
+        added.set_defaults(call=call, parser=added)
         return added
 
-    add = command("run", run, "run a case on all its ranks", "demo_tp8 --set max_new_tokens=40 temperature=0.9")
-    add.add_argument("case", nargs="?", default="demo", help=f"{CASE} (default: demo)")
-    overrides(add)
+    add = command("run", run, "run the prompts of a case on all its ranks", 'PATH/TO/MODEL --prompt "Once upon a time"')
+    case_argument(add, "demo")
+    add.add_argument("--prompt", nargs="+", metavar="TEXT", help="these prompts in place of the case's")
 
-    add = command("chat", talk, "talk to a case's model at the terminal", "demo_chat --set temperature=0.7")
-    add.add_argument("case", nargs="?", default="demo_chat", help=f"{CASE} (default: demo_chat)")
-    overrides(add)
+    add = command("chat", talk, "talk to a model at the terminal", "PATH/TO/MODEL --temperature 0.7")
+    case_argument(add, "demo_chat")
 
-    add = command("serve", serve_case, "serve a case to OpenAI clients over HTTP", "demo_serve --set port=8001")
-    add.add_argument("case", nargs="?", default="demo_serve", help=f"{CASE} (default: demo_serve)")
+    add = command("serve", serve_case, "serve a model to OpenAI clients over HTTP", "PATH/TO/MODEL --port 8001")
+    case_argument(add, "demo_serve", server=True)
     add.add_argument("--restarts", type=int, metavar="N", help="the same as --set serve_config.restarts=N")
+
+    add = command("init", init, "write a case file for a checkpoint, to edit", "PATH/TO/MODEL --out my_model.yaml")
+    add.add_argument("folder", type=Path, help="the folder of a checkpoint")
+    add.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: NAME_OF_FOLDER.yaml here)")
     overrides(add)
+    add_flags(add, server=True)
 
     add = command(
         "plan", plan, "count a rank's memory; with shadow experts also predict times", "qwen3_235b_a22b_w4a16_tp8"
     )
-    add.add_argument("case", nargs="?", help=CASE)
-    overrides(add)
+    case_argument(add, None)
     add.add_argument(
         "--cluster", type=Path, metavar="FILE", help="instead, find the best layouts of a model over machines"
     )
@@ -168,6 +181,16 @@ def make_parser() -> Parser:
     return parser
 
 
+def case_argument(parser: Parser, default: str | None, server: bool = False) -> None:
+    """A case as the first argument or, as other engines have it, by --model; and its settings."""
+    note = f" (default: {default})" if default else ""
+    parser.add_argument("case", nargs="?", help=f"{CASE}{note}")
+    parser.add_argument("--model", "--model-path", dest="model", help=argparse.SUPPRESS)
+    parser.set_defaults(default_case=default)
+    overrides(parser)
+    add_flags(parser, server)
+
+
 def overrides(parser: Parser, flag: str = "--set", text: str = "override keys (docs/config.md)") -> None:
     parser.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
 
@@ -179,29 +202,52 @@ def by_ranks(parser: Parser) -> None:
 
 
 def case_of(args: argparse.Namespace) -> Case:
-    return read_resolved(args.resolved) if args.resolved else load_case(args.case, args.set)
+    """The case of a command that is started again as its own ranks."""
+    return read_resolved(args.resolved) if args.resolved else open_case(args.case, RUNNING, args.set)
+
+
+def opened(args: argparse.Namespace, purpose: Purpose, more: dict[str, object] | None = None) -> Case:
+    """The case of a command that has `case_argument`."""
+    return open_case(named(args), purpose, args.set, given(args) | (more or {}))
+
+
+def named(args: argparse.Namespace) -> str:
+    if args.case and args.model:
+        raise UserError(f"--model {args.model}: the model is given already: {args.case}; give one of the two")
+    name: str = args.case or args.model or args.default_case
+    return name
 
 
 def run(args: argparse.Namespace) -> None:
-    run_case(load_case(args.case, args.set))
+    prompts: dict[str, object] = {"data_config.prompts": args.prompt} if args.prompt else {}
+    run_case(opened(args, RUNNING, prompts))
 
 
 def talk(args: argparse.Namespace) -> None:
     from umbra.chat import chat
 
-    chat(args.case, args.set)
+    chat(opened(args, CHATTING))
 
 
 def serve_case(args: argparse.Namespace) -> None:
     from serving.api.server import serve
 
-    restarts = [] if args.restarts is None else [f"serve_config.restarts={args.restarts}"]
-    serve(load_case(args.case, [*args.set, *restarts]))
+    restarts: dict[str, object] = {} if args.restarts is None else {"serve_config.restarts": args.restarts}
+    serve(opened(args, SERVING, restarts))
+
+
+def init(args: argparse.Namespace) -> None:
+    folder = args.folder.expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{args.folder}: there is no such folder: give that of a checkpoint")
+    out = args.out or Path(f"{folder.resolve().name}.yaml")
+    write_case(folder, out, args.set, given(args))
+    print(f"wrote {out}: edit it, then `umbra serve {out}`")
 
 
 def plan(args: argparse.Namespace) -> None:
     if args.cluster:
-        if args.case:
+        if args.case or args.model:
             raise UserError("--cluster FILE: the file names the case; give none")
         if args.simulate:
             from planner.simulation.report import show_simulation
@@ -210,9 +256,9 @@ def plan(args: argparse.Namespace) -> None:
         from planner.plan import show_cluster_plan
 
         return show_cluster_plan(args.cluster, args.set, args.json, args.plot)
-    if args.case is None:
-        raise UserError("umbra plan: name a case, or give --cluster FILE")
-    case = load_case(args.case, args.set)
+    if not (args.case or args.model):
+        raise UserError("umbra plan: name a case or the folder of a checkpoint, or give --cluster FILE")
+    case = opened(args, SERVING)
     load_model_config(case)  # refuse a wrong case before torch is imported
     from executor.run.memory_report import show_plan
 
@@ -257,7 +303,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     if args.against_set and not args.against:
         raise UserError("--against-set: belongs to --against CASE, which is missing")
-    against = load_case(args.against, args.against_set) if args.against else None
+    against = open_case(args.against, RUNNING, args.against_set) if args.against else None
     asked = Evaluation(
         case=case_of(args), text=args.text, against=against, window=args.window, batch=args.batch, json=args.json,
         results=args.results, logits=args.logits,

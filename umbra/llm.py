@@ -23,7 +23,7 @@ from executor.config.load import model_folder
 from executor.engine.request import Event, Request, SamplingParams
 from executor.launch.preflight import check_ready
 from executor.model_runner import make_runner
-from executor.run.defaults import open_case
+from executor.run.defaults import CALLING, open_case
 from executor.run.report import Completion
 from text.chat import Chat, Message
 from text.formats import choose_format
@@ -32,6 +32,7 @@ from text.stops import Stops
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
 from umbra.files import ROOT
+from umbra.flags import settings_of
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat
 
@@ -48,9 +49,9 @@ class LLM:
 
     def __init__(self, model: str | Path | Case, **settings: object):
         """`model` is the name of a case in yaml_configs/, the path of a case, or the folder of a checkpoint, for which
-        sensible settings are chosen and printed. `settings` override keys of the case (docs/config.md), by their names
-        or as `**{"section.key": value}`."""
-        case = model if isinstance(model, Case) else open_case(str(model), settings)
+        settings are chosen and printed. `settings` override keys of the case (docs/config.md), by their names, as
+        `**{"section.key": value}`, or by the names of vLLM and SGLang, as `max_model_len` (docs/serving.md)."""
+        case = model if isinstance(model, Case) else open_case(str(model), CALLING, settings=settings_of(settings))
         if case.world_size != 1:
             raise UserError(
                 f"case {case.name}: world_size: {case.world_size}: this runs on one rank: choose another case, or "

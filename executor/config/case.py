@@ -28,7 +28,10 @@ class ModelSettings:
         True, "load the checkpoint; false: random weights of the shapes in `config.json`, for benchmarks"
     )
     dtype: str = key(
-        "bfloat16", "type of weights, activations and KV cache", choices=("bfloat16", "float16", "float32")
+        "bfloat16",
+        "type of weights, activations and KV cache",
+        choices=("bfloat16", "float16", "float32"),
+        elsewhere=("dtype",),
     )
     tokenizer_mode: str = key(
         "default", "`chat` puts each prompt through the checkpoint's chat template", choices=("default", "chat")
@@ -52,28 +55,36 @@ class ModelSettings:
 @dataclass(frozen=True)
 class DataSettings:
     prompts: tuple[str, ...] = key(
-        (), "the prompts; may be empty only with `with_ckpt: false`, then `batch_size` random ones are made"
+        (),
+        "the prompts of `run`, which a server, a chat and `LLM` do not need; with `with_ckpt: false` and none, "
+        "`batch_size` random ones are made",
     )
-    input_max_len: int = key(
-        1024, "most tokens of a prompt", minimum=1, maximum=1 << 20,
-        elsewhere=("max_model_len", "context_length", "n_ctx", "ctx_size"),
+    max_model_len: int | None = key(
+        None, "most tokens of a prompt and its answer together; `input_max_len` is then what `max_new_tokens` leaves "
+        "of them, which may be half at most. 0: the sum of the two", means=OPEN, minimum=0, maximum=1 << 21,
+        elsewhere=("max_model_len", "context_length", "ctx_size", "n_ctx"),
     )  # fmt: skip
+    input_max_len: int = key(1024, "most tokens of a prompt", minimum=1, maximum=1 << 20)
     long_prompts: str = key(
         "error",
         "what to do with a prompt longer than `input_max_len`: refuse it, or keep its last `input_max_len` tokens",
         choices=("error", "truncate"),
     )
     max_new_tokens: int = key(
-        32, "most tokens generated for a prompt", minimum=1, maximum=1 << 20, elsewhere=("max_tokens", "n_predict")
+        32,
+        "most tokens generated for a prompt",
+        minimum=1,
+        maximum=1 << 20,
+        elsewhere=("max_tokens", "n_predict"),
     )
     batch_size: int = key(
         1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
-        maximum=4096, elsewhere=("max_num_seqs", "max_running_requests"),
+        maximum=4096, elsewhere=("max_num_seqs", "max_running_requests", "parallel"),
     )  # fmt: skip
     chunked_prefill_size: int | None = key(
         None,
         "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
-        means=OPEN, minimum=0,
+        means=OPEN, minimum=0, elsewhere=("chunked_prefill_size",),
     )  # fmt: skip
     mixed_prefill_size: int | None = key(
         256, "the same for a step in which other sequences decode; a smaller limit slows them down less while a long "
@@ -91,11 +102,23 @@ class DataSettings:
 @dataclass(frozen=True)
 class SamplingSettings:
     temperature: float = key(
-        0.0, "divides the logits before sampling; 0: always take the most probable token", minimum=0.0, maximum=100.0
+        0.0,
+        "divides the logits before sampling; 0: always take the most probable token",
+        minimum=0.0,
+        maximum=100.0,
+        elsewhere=("temperature", "temp"),
     )
-    top_k: int | None = key(None, "sample among the k likeliest tokens; 0: all", means=OPEN, minimum=0)
-    top_p: float = key(1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0)
-    seed: int = key(0, "prompt i draws its random numbers from the seed `seed` + i", minimum=0, maximum=1 << 62)
+    top_k: int | None = key(
+        None, "sample among the k likeliest tokens; 0: all", means=OPEN, minimum=0, elsewhere=("top_k",)
+    )
+    top_p: float = key(
+        1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0,
+        elsewhere=("top_p",),
+    )  # fmt: skip
+    seed: int = key(
+        0, "prompt i draws its random numbers from the seed `seed` + i", minimum=0, maximum=1 << 62,
+        elsewhere=("seed",),
+    )  # fmt: skip
     ignore_eos: bool = key(
         False, "end-of-sequence tokens do not end a sequence, so `max_new_tokens` are generated; for benchmarks"
     )
@@ -154,7 +177,7 @@ class QuantizationSettings:
         "quantised and the platform supports its format; else like none. none: in `dtype`. q8, q4: quantised to 8 or "
         "4 bits while the checkpoint is read, unless it has that many bits already. If any are quantised, the output "
         "head gets 8 bits in groups of 32 on cpu; the router and the embedding keep `dtype`",
-        choices=("auto", "none", "q8", "q4"),
+        choices=("auto", "none", "q8", "q4"), elsewhere=("quantization",),
     )  # fmt: skip
     group_size: int = key(
         32, "columns of a row that share a scale: 32, 64 or 128", minimum=GROUP_SIZES[0], maximum=GROUP_SIZES[-1]
@@ -170,11 +193,12 @@ class QuantizationSettings:
 class CacheSettings:
     page_size: int = key(
         0, "tokens in one page of the KV cache; 0: the platform's choice, 16 on cpu, 128 on ascend", minimum=0,
-        maximum=4096,
+        maximum=4096, elsewhere=("block_size", "page_size"),
     )  # fmt: skip
     kv_dtype: str = key(
         "auto", "type of cached keys and values; auto: model_config.dtype; int8: half of bfloat16's bytes, with a "
         "scale for each token and head", choices=("auto", "bfloat16", "float16", "float32", "int8"),
+        elsewhere=("kv_cache_dtype", "cache_type_k"),
     )  # fmt: skip
 
 
@@ -273,10 +297,18 @@ class AscendSettings:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    host: str = key("127.0.0.1", "address that the server listens on; one that others can reach needs `api_key_file`")
-    port: int = key(8000, "port that the server listens on", minimum=1, maximum=65535)
-    api_key_file: str = key("", "file with one API key a line; clients must send one of them; empty: none is needed")
-    served_model_name: str = key("", "the model's name in the API; empty: the case's name")
+    host: str = key(
+        "127.0.0.1", "address that the server listens on; one that others can reach needs `api_key_file`",
+        elsewhere=("host",),
+    )  # fmt: skip
+    port: int = key(8000, "port that the server listens on", minimum=1, maximum=65535, elsewhere=("port",))
+    api_key_file: str = key(
+        "", "file with one API key a line; clients must send one of them; empty: none is needed",
+        elsewhere=("api_key_file",),
+    )  # fmt: skip
+    served_model_name: str = key(
+        "", "the model's name in the API; empty: the case's name", elsewhere=("served_model_name", "alias")
+    )
     max_queue: int | None = key(
         None, "most requests that wait; further ones get status 429; 0: four times `batch_size`", means=OPEN, minimum=0
     )
@@ -338,12 +370,14 @@ class Case:
         "qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(FAMILIES)
     )
     model_path: str = key("", "folder of the checkpoint; a relative path starts at the project's root")
-    platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS))
+    platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS), elsewhere=("device",))
     exe_mode: str = key(
         "eager", "how the decode step runs: op by op, or captured once for each batch size and replayed",
         choices=EXE_MODES,
     )  # fmt: skip
-    world_size: int = key(1, "number of ranks", minimum=1, maximum=4096)
+    world_size: int = key(
+        1, "number of ranks", minimum=1, maximum=4096, elsewhere=("tensor_parallel_size", "tp_size", "tp")
+    )
     instruction_set: str = key(
         "auto", "instruction set of the CPU's kernels; auto: the best that this machine has",
         choices=(
@@ -355,7 +389,7 @@ class Case:
         "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
         "measured at start; with several ranks on a machine, its physical cores divided by them; the planner of "
         "`offload_config` may leave some to the shadow pool",
-        means=OPEN, minimum=0, maximum=1024,
+        means=OPEN, minimum=0, maximum=1024, elsewhere=("threads",),
     )  # fmt: skip
     strict: bool = key(
         False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "

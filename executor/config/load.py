@@ -67,7 +67,8 @@ class StrictLoader(yaml.SafeLoader):
 
 def load_case(name: str, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None) -> Case:
     """The case `name` with its keys overridden, checked, sizes filled in."""
-    path = _find(name)
+    if (path := find_case(name)) is None:
+        raise no_case(name)
     return make_case(read_yaml(path, "a case"), path.stem, path.name, overrides, settings)
 
 
@@ -79,7 +80,7 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    data = _parse(text, str(path.name))
+    data = parse_value(text, str(path.name))
     if not isinstance(data, dict):
         raise UserError(f"{path.name}: {what} is a mapping of keys to values, not {short(data):.60}")
     return data
@@ -105,7 +106,7 @@ def set_keys(kind: type, data: dict[str, Any], overrides: Sequence[str], docs: s
         key, equals, value = pair.partition("=")
         if not equals:
             raise UserError(f"--set {pair}: write key=value or section.key=value")
-        override(kind, data, key, _parse(value, f"--set {pair}"), docs, flag="--set ")
+        override(kind, data, key, parse_value(value, f"--set {pair}"), docs, flag="--set ")
 
 
 def list_cases() -> list[tuple[str, str]]:
@@ -140,18 +141,27 @@ def load_model_config(case: Case) -> ModelConfig:
     if case.max_sequence_length > config.max_positions:
         raise UserError(
             f"case {case.name}: input_max_len + max_new_tokens: {case.max_sequence_length} exceed the model's "
-            f"{config.max_positions} positions"
+            f"{config.max_positions} positions: lower max_model_len"
         )
     return config
 
 
-def _find(name: str) -> Path:
-    path = Path(name) if name.endswith(".yaml") else CASES / f"{name}.yaml"
-    if path.is_file():
-        return path
-    names = [p.stem for p in sorted(CASES.glob("*.yaml"))]
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
-    raise UserError(f"no case {name!r} ({path} does not exist); nearest: {', '.join(close)}; all: bash infer.sh --list")
+def find_case(name: str) -> Path | None:
+    """The file of the case `name`, which is a name in yaml_configs/ or ends in .yaml; None: there is none."""
+    path = Path(name).expanduser() if name.endswith(".yaml") else CASES / f"{name}.yaml"
+    return path if path.is_file() else None
+
+
+def no_case(name: str) -> UserError:
+    """The error for a `name` that is no case and no checkpoint either."""
+    if name.endswith(".yaml"):
+        return UserError(f"no case {name!r}: there is no such file; `umbra list` shows the cases that come along")
+    close = difflib.get_close_matches(name, [p.stem for p in CASES.glob("*.yaml")], n=3, cutoff=0.5)
+    near = f" nearest cases: {', '.join(close)};" if close else ""
+    return UserError(
+        f"no case {name!r}, and no folder of that name:{near} give a case (`umbra list` shows all), the path of a case "
+        "file, or the folder of a checkpoint"
+    )
 
 
 def _count_values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
@@ -170,7 +180,8 @@ def _too_many_values(where: yaml.Mark) -> yaml.YAMLError:
     return yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values", where)
 
 
-def _parse(text: str, where: str) -> Any:
+def parse_value(text: str, where: str) -> Any:
+    """What a YAML text means; `where` names its source in errors."""
     try:
         return yaml.load(text, StrictLoader)
     except RecursionError:
@@ -182,11 +193,15 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _fill_sizes(case: Case) -> Case:
-    sizes = case.parallel_config
+    sizes, data = case.parallel_config, case.data_config
+    if data.max_model_len:
+        new = max(1, min(data.max_new_tokens, data.max_model_len // 2))
+        data = dataclasses.replace(data, input_max_len=max(1, data.max_model_len - new), max_new_tokens=new)
     attn_tp_size = sizes.attn_tp_size or case.world_size
     page_size = case.cache_config.page_size or PLATFORMS[case.platform].page_size
     return dataclasses.replace(
         case,
+        data_config=data,
         parallel_config=dataclasses.replace(
             sizes,
             attn_tp_size=attn_tp_size,

@@ -65,8 +65,8 @@ def check(case: Case, where: str) -> None:
         )
     if not case.model_path:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
-    if not data.prompts and case.model_config.with_ckpt:
-        raise UserError(f"{where}: data_config.prompts is empty: give at least one prompt")
+    if data.max_model_len and case.max_sequence_length > data.max_model_len:  # which is 1
+        raise UserError(f"{where}: data_config.max_model_len: {data.max_model_len} must be at least 2")
 
 
 def check_slots(case: Case, where: str) -> None:

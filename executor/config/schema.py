@@ -55,8 +55,8 @@ def key(
     elsewhere: Sequence[str] = (),
 ) -> Any:
     """A leaf. `means` has the numbers that stand for something else in a file, and the values that they become:
-    `{0: None, -1: 0}` for "0: chosen for you, -1: none". `elsewhere` has the key's names in other engines, for
-    suggestions."""
+    `{0: None, -1: 0}` for "0: chosen for you, -1: none". `elsewhere` has the names that other engines give the
+    key, which the command line and `LLM` take as well; in a file they are errors that name the key."""
     return dataclasses.field(
         default=default,
         metadata=dict(

@@ -25,7 +25,7 @@ from executor.config.resolved import write_resolved
 from executor.launch.causes import Cause, cause_of
 from executor.launch.halts import Halts
 from executor.launch.platform_settings import platform_settings
-from executor.launch.preflight import check_ready
+from executor.launch.preflight import check_prompts, check_ready
 from executor.launch.results import create_results, discard_results, share_results
 from executor.platform import start_environment
 from umbra.errors import EXIT_STATUS, UserError
@@ -40,6 +40,7 @@ SIOCGIFADDR = 0x8915
 
 def run_case(case: Case) -> None:
     """Check the case, then generate with it on all its ranks."""
+    check_prompts(case)
     load_model_config(case)  # refuse before a single rank is started
     check_ready(case)
     launch(case, [str(ROOT / "run.py")])

@@ -24,3 +24,11 @@ def check_ready(case: Case) -> None:
             f"platform: {case.platform} needs {plugin}, which is not installed: on a machine with CANN, "
             f".venv/bin/python -m pip install {plugin}=={release}"
         )
+
+
+def check_prompts(case: Case) -> None:
+    """Refuse to run the prompts of a case that has none."""
+    if not case.data_config.prompts and case.model_config.with_ckpt:
+        raise UserError(
+            f"case {case.name}: data_config.prompts is empty: give at least one prompt there, or by --prompt TEXT"
+        )

@@ -1,65 +1,184 @@
-"""Opens a case, or chooses settings for a checkpoint that is run without a case file."""
+"""Opens a case, or chooses settings for a checkpoint that is run without a case file, by what it is run for and by what
+fits into this machine's memory."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from executor.checkpoint.formats.detect import read_scheme
 from executor.config.case import Case
-from executor.config.load import load_case, make_case
-from executor.run.host_memory import memory_limit
+from executor.config.load import find_case, load_case, make_case, no_case, set_keys
+from executor.config.platforms import PLATFORMS
+from executor.config.schema import override
+from executor.config.units import GB
+from executor.run.host_memory import free_memory
 from models.registry import family_in, read_config
+from text.tokenizer_file import has_chat_template
+from umbra.errors import UserError
+from umbra.files import write_whole
 
-SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # sequences at once; tokens of each, if the model has enough positions
-SHARE = 0.7  # share of the machine's free memory that weights may take; the rest is for the KV cache and activations
+LONGEST, SHORTEST = 32768, 256  # tokens of a prompt and its answer that are tried
+LEAST = 4096  # tokens for one sequence that should fit before weights are quantised for them
+SHARE = 0.85  # of the free memory that weights and KV cache may take
+PROGRAM = 0.7 * GB  # what a rank and the server take besides
+CHUNK = 2048  # prompt tokens of a prefill step, which bounds its activations
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def open_case(model: str, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:
-    """The case for `model`: the name or path of a case, or the folder of a checkpoint."""
-    if not model.endswith(".yaml") and Path(model).expanduser().is_dir():
-        return case_of_checkpoint(Path(model).expanduser(), settings, overrides)
-    return load_case(model, overrides, settings)
+@dataclass(frozen=True)
+class Purpose:
+    """What a checkpoint without a case is run for."""
+
+    what: str  # as the user reads it
+    sequences: int  # at once, if there is memory
+    new_tokens: int = 1024
+    chat: bool = True  # whether prompts go through the chat template, if there is one
 
 
-def case_of_checkpoint(folder: Path, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:
-    """Returns a case that runs the checkpoint in `folder` on this machine's CPU. The user's settings override what is
-    chosen here. Prints what was chosen."""
+SERVING = Purpose("serving", 8)
+CHATTING = Purpose("a chat with", 1)
+RUNNING = Purpose("running", 4, 256)
+CALLING = Purpose("running", 4, chat=False)  # `LLM`, whose `generate` takes texts as they are
+
+
+def open_case(
+    model: str, purpose: Purpose, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None
+) -> Case:
+    """The case for `model`: the name of a case, the path of a case file, or the folder of a checkpoint. A case's name
+    goes before a folder's, which ./NAME names as well."""
+    if find_case(model):
+        return load_case(model, overrides, settings)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        case, _ = case_of_checkpoint(path, purpose, overrides, settings)
+        return case
+    if path.suffix == ".gguf":
+        raise UserError(f"{model}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
+    if path.suffix == ".safetensors":
+        raise UserError(f"{model}: give the folder that it lies in, {path.parent}, which also has its config.json")
+    if HUB.fullmatch(model) and not path.parent.is_dir():
+        raise UserError(
+            f"{model}: there is no such folder, and names on the Hugging Face hub are not fetched yet: "
+            f"`hf download {model} --local-dir {path.name}`, then give {path.name}"
+        )
+    raise no_case(model)
+
+
+def case_of_checkpoint(
+    folder: Path, purpose: Purpose, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None
+) -> tuple[Case, dict[str, Any]]:
+    """Chooses a case that runs the checkpoint in `folder`, and prints what was chosen in two lines. The user's settings
+    override it. -> the case, and the keys of a case file that says the same"""
+    asked: dict[str, Any] = {}
+    for key, value in (settings or {}).items():
+        override(Case, asked, key, value)
+    set_keys(Case, asked, overrides)
+    platform = str(asked.get("platform", "cpu"))
+    if platform not in PLATFORMS:
+        platform = "cpu"  # the case says what is wrong
     name = family_in(folder)
     positions = read_config(folder, name).max_positions
-    new = min(NEW, max(positions // 2, 1))
-    data: dict[str, Any] = {
-        "model_name": name,
-        "model_path": str(folder.resolve()),
-        "platform": "cpu",
-        "exe_mode": "graph",
-        "quantization": {"method": _method(folder)},
-        "data_config": {
-            "prompts": ["Hello"],
-            "batch_size": SEQUENCES,
-            "input_max_len": min(PROMPT, positions - new),
-            "max_new_tokens": new,
-            "warm_up": False,
-        },
-    }
-    case = make_case(data, folder.resolve().name, str(folder), overrides, settings)
-    chosen = yaml.safe_dump({key: value for key, value in data.items() if key != "model_path"}, default_flow_style=True)
-    print(f"no case for {folder}: settings are {' '.join(chosen.split())}")
-    return case
+    chat = purpose.chat and has_chat_template(folder)
+
+    def made(method: str, context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
+        data: dict[str, Any] = {
+            "model_name": name,
+            "model_path": str(folder.resolve()),
+            "platform": platform,
+            "exe_mode": PLATFORMS[platform].exe_modes[1],
+            "model_config": {"tokenizer_mode": "chat" if chat else "default"},
+            "quantization": {"method": method},
+            "data_config": {
+                "prompts": ["Write a short story." if chat else "Once upon a time"],
+                "max_new_tokens": min(purpose.new_tokens, positions // 2 or 1),
+                "batch_size": sequences,
+                "chunked_prefill_size": CHUNK,
+                "warm_up": False,
+            },
+        }
+        if "input_max_len" not in (asked.get("data_config") or {}):
+            data["data_config"]["max_model_len"] = context
+        return make_case(data, folder.resolve().name, str(folder), overrides, settings), data
+
+    case, data, counted, note = _fitting(folder, made, positions, purpose.sequences)
+    print(f"{purpose.what} {folder}: {case.model_name}, {counted.weights / GB:.2f} GB of weights{note}")
+    several = f"{case.data_config.batch_size} sequences" if case.data_config.batch_size > 1 else "one sequence"
+    print(
+        f"chosen for this machine: {several} of up to {case.max_sequence_length:,} tokens "
+        f"({counted.cache(case) / GB:.2f} GB of KV cache), {case.exe_mode} mode; `umbra init {folder}` writes all as a "
+        "case to edit",
+        flush=True,
+    )
+    return case, data
 
 
-def _method(folder: Path) -> str:
-    """The `quantization.method` to use: auto if the checkpoint is quantised or its weights fit into memory as they are,
-    else q8 or q4."""
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if any(encoding.format for encoding in read_scheme(folder).encodings):
-        return "auto"
-    room = SHARE * _free_bytes()
-    return "auto" if size <= room else "q8" if size / 2 <= room else "q4"
+@dataclass(frozen=True)
+class Counted:
+    """The bytes that a case takes on one rank."""
+
+    weights: int
+    token: float  # of the KV cache
+
+    def cache(self, case: Case) -> float:
+        return case.data_config.batch_size // case.attn_dp_size * case.max_sequence_length * self.token
 
 
-def _free_bytes() -> int:
-    text = Path("/proc/meminfo").read_text()
-    free = int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:"))) * 1024
-    return min(free, memory_limit()[0])
+def _fitting(
+    folder: Path, made: Callable[[str, int, int], tuple[Case, dict[str, Any]]], positions: int, sequences: int
+) -> tuple[Case, dict[str, Any], Counted, str]:
+    """The first of the methods, contexts and numbers of sequences that fits, or the smallest of them, with a note on
+    the method."""
+    from executor.checkpoint.formats.detect import read_scheme
+    from executor.run.model_sketch import cache_of, sketch_of, weights_of
+
+    quantised = any(encoding.format for encoding in read_scheme(folder).encodings)
+    for method in ("auto",) if quantised else ("auto", "q8", "q4"):
+        case, data = made(method, min(SHORTEST, positions), sequences)
+        sketch = sketch_of(case)
+        cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
+        weights = sum(part.nbytes for part in weights_of(sketch.model))
+        counted = Counted(weights, cache / sketch.pages / case.cache_config.page_size)
+        room = _room(case)
+        if room >= counted.weights + min(LEAST, positions) * counted.token:
+            break
+    used = case.quantization.method
+    note = f" in {used}" if used in ("q8", "q4") else ""
+    if used == method != "auto":
+        note += ", as more does not fit into the free memory"
+    for context, count in _ladder(positions, sequences, case.attn_dp_size):
+        case, data = made(method, context, count)
+        if counted.weights + counted.cache(case) <= room:
+            break
+    return case, data, counted, note
+
+
+def _ladder(positions: int, sequences: int, least: int) -> Iterator[tuple[int, int]]:
+    """Yields contexts with numbers of sequences, of which there are `least` or more, the best first."""
+    context, count = min(positions, LONGEST), max(sequences, least)
+    yield context, count
+    while context > SHORTEST or count > least:
+        if count > least and context <= 2 * LEAST:
+            count = max(count // 2 // least * least, least)
+        else:
+            context = max(context // 2, min(SHORTEST, positions))
+        yield context, count
+
+
+def _room(case: Case) -> float:
+    """The bytes that weights and KV cache of one rank may take."""
+    if not PLATFORMS[case.platform].is_host:
+        return SHARE * case.ascend_config.memory_gb * GB
+    return SHARE * (free_memory() / case.world_size - PROGRAM)
+
+
+def write_case(folder: Path, out: Path, overrides: Sequence[str], settings: Mapping[str, object]) -> None:
+    """Writes a case file for the checkpoint in `folder` to `out`, which must not exist yet."""
+    if out.exists():
+        raise UserError(f"{out}: is there already: give another name with --out")
+    case, data = case_of_checkpoint(folder, SERVING, overrides, settings)
+    text = yaml.safe_dump({"description": f"{case.name}, as `umbra init` chose", **data}, sort_keys=False)
+    text = "# Every key and its meaning: docs/config.md\n" + text
+    write_whole(out, lambda file: file.write(text.encode()))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from executor.config.case import Case
 from executor.config.units import GB, MB
-from executor.run.model_sketch import cache_of, sketch_of, weights_of
 from umbra.errors import UserError
 
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -17,6 +16,8 @@ CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def check_host_memory(case: Case, local_ranks: int) -> None:
     """Checks a case whose platform's device is the CPU. `local_ranks` is the number of the job's ranks on this
     machine, each of which counts as much as this process has by now: the program and its libraries."""
+    from executor.run.model_sketch import cache_of, sketch_of, weights_of  # which imports torch
+
     sketch, arena = sketch_of(case), case.offload_config.arena_mb
     weights = sum(part.nbytes for part in weights_of(sketch.model))
     cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
@@ -39,6 +40,13 @@ def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN) -> tuple[int, str]:
         with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
             limits.append((int(file.read_text()), str(file)))
     return min(limits)
+
+
+def free_memory() -> int:
+    """The bytes that are free on this machine, or the limit of a cgroup if that is less."""
+    text = Path("/proc/meminfo").read_text()
+    free = int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:"))) * 1024
+    return min(free, memory_limit()[0])
 
 
 def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:

@@ -1,9 +1,12 @@
 """Prints a memory plan and refuses a case that does not fit."""
 
 from executor.config.case import Case
+from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from executor.run.activations import Part
 from executor.run.ascend_memory_plan import CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.run.host_memory import check_host_memory, memory_limit
+from executor.run.model_sketch import cache_of, sketch_of, weights_of
 from umbra.errors import UserError
 
 REMEDIES = {
@@ -22,17 +25,34 @@ def show_plan(case: Case) -> None:
         from executor.run.shadow_plan import show_offload_plan
 
         return show_offload_plan(case)
+    if PLATFORMS[case.platform].is_host:
+        return show_host_plan(case)
     plan = make_plan(case)
     print_plan(plan)
     check_fits(plan)
 
 
+def show_host_plan(case: Case) -> None:
+    """Prints the weights and the KV cache of a case whose device is the CPU, next to this machine's memory."""
+    sketch = sketch_of(case)
+    parts, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
+    weights, (limit, of) = sum(part.nbytes for part in parts), memory_limit()
+    _print_head(case)
+    print(
+        "Memory of each rank, counted, not measured; a rank's program takes about 0.5 GB besides. 1 GB = 2^30 bytes.\n"
+    )
+    _row("weights", weights)
+    for part in parts:
+        _part(part)
+    _row("KV cache", cache.nbytes, cache.how)
+    _row("all ranks", (weights + cache.nbytes) * case.world_size)
+    _row("memory", limit, of)
+    check_host_memory(case, case.world_size)
+
+
 def print_plan(plan: Plan) -> None:
     case = plan.case
-    q, format = case.quantization, case.model_config.dtype
-    if q.method in ("q8", "q4"):
-        format += f", {q.method} in groups of {q.group_size}" + (" with zero points" if q.zero_points else "")
-    print(f"case {case.name}: {case.platform}, {case.exe_mode}, {case.world_size} rank(s), {format}")
+    _print_head(case)
     print("Memory of one rank, counted, not measured. Splits are even: rank 0 stands for all. 1 GB = 2^30 bytes.")
     for name, parts in plan.sections.items():
         print()
@@ -58,6 +78,13 @@ def check_fits(plan: Plan) -> None:
         f"ascend_config.memory_gb: {plan.case.ascend_config.memory_gb}; the largest share is {largest} with "
         f"{plan.of(largest) / GB:.2f} GB: {REMEDIES[largest]}"
     )
+
+
+def _print_head(case: Case) -> None:
+    q, format = case.quantization, case.model_config.dtype
+    if q.method in ("q8", "q4"):
+        format += f", {q.method} in groups of {q.group_size}" + (" with zero points" if q.zero_points else "")
+    print(f"case {case.name}: {case.platform}, {case.exe_mode}, {case.world_size} rank(s), {format}")
 
 
 def _part(part: Part) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from executor.run.defaults import CHATTING, open_case
 from text.chat import Message
 from umbra import LLM
 from umbra.chat import chat
@@ -21,9 +22,10 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import signal, sys
+from executor.run.defaults import CHATTING, open_case
 from umbra.chat import chat
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without it
-chat(sys.argv[1], sys.argv[2:])
+chat(open_case(sys.argv[1], CHATTING, sys.argv[2:]))
 """
 
 
@@ -108,4 +110,4 @@ def test_a_model_without_a_chat_template_is_refused_before_the_first_line(tmp_pa
         elif path.name != "chat_template.jinja":
             (tmp_path / path.name).symlink_to(path)
     with pytest.raises(UserError, match="this checkpoint's tokenizer has no chat template"):
-        chat(str(tmp_path), [])
+        chat(open_case(str(tmp_path), CHATTING))

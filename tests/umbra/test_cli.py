@@ -7,11 +7,14 @@ from types import ModuleType
 
 import pytest
 
+from executor.config.case import Case
 from tests.command import umbra
 from umbra.cli import benchmarks
 from umbra.files import ROOT
 
-COMMANDS = ["run", "chat", "serve", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate", "logits", "bench"]
+COMMANDS = [
+    "run", "chat", "serve", "init", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate", "logits", "bench",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: " ".join(command) or "-")
@@ -40,14 +43,44 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_chat_gets_the_case_and_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, list[str]]] = []
+def test_flags_of_other_engines_set_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag is the same as --set of its key, and goes before none of them."""
+    cases: list[Case] = []
     module = ModuleType("umbra.chat")
-    module.chat = lambda case_name, overrides: calls.append((case_name, overrides))  # type: ignore[attr-defined]
+    module.chat = cases.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "umbra.chat", module)
-    for command in (["chat", "demo"], ["chat"]):
-        assert umbra(*command, "--set", "threads=1", "seed=3").returncode == 0
-    assert calls == [(case, ["threads=1", "seed=3"]) for case in ("demo", "demo_chat")]
+    flags = "--max-model-len=500 --max-num-seqs 2 --seed 3 --dtype half --enforce-eager --quantization q4 --temp 0.5"
+    for model in (["demo"], ["--model", "demo"], []):
+        done = umbra("chat", *model, *flags.split(), "--set", "threads=1")
+        assert (done.returncode, done.stderr) == (0, "")
+    assert [case.name for case in cases] == ["demo", "demo", "demo_chat"]
+    for case in cases:
+        data = case.data_config
+        assert (data.input_max_len + data.max_new_tokens, data.batch_size, case.threads) == (500, 2, 1)
+        assert (case.sampling_config.seed, case.sampling_config.temperature) == (3, 0.5)
+        assert (case.model_config.dtype, case.exe_mode, case.quantization.method) == ("float16", "eager", "q4")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("serve demo --gpu-memory-utilization 0.9", "--gpu-memory-utilization: memory is counted"),
+        ("serve demo --api-key x", "give --api-key-file FILE"),
+        ("run demo --batch-size 3", "--set data_config.batch_size=VALUE"),
+        ("serve demo --max-model-length 3", "did you mean --max-model-len?"),
+        ("serve demo --port abc", "serve_config.port: 'abc' is not an integer"),
+        ("serve demo --max-model-len 1", "data_config.max_model_len: 1 must be at least 2"),
+        ("run demo --port 3", "--set serve_config.port=VALUE"),
+        ("run Qwen/Qwen3-30B-A3B", "names on the Hugging Face hub are not fetched yet"),
+        ("serve some.gguf", "GGUF files are not read yet"),
+        ("chat demo --model x", "give one of the two"),
+        ("plan xyzzy", "no case 'xyzzy', and no folder of that name: give a case"),
+    ],
+)
+def test_what_is_not_accepted_says_what_to_do(command: str, said: str) -> None:
+    done = umbra(*command.split())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
 
 
 def test_bench_lists_what_can_run_and_passes_arguments_on() -> None:

@@ -111,9 +111,8 @@ def test_a_request_ends_where_the_context_does(llm: LLM) -> None:
 def test_a_checkpoint_without_a_case_gets_settings_and_says_which(capsys: pytest.CaptureFixture[str]) -> None:
     llm = LLM(ROOT / "checkpoints" / "austen_moe", batch_size=2, **{"quantization.method": "none"})
     out = capsys.readouterr().out
-    assert "no case for" in out
-    for setting in ("platform: cpu", "exe_mode: graph", "batch_size: 2", "method: none", "input_max_len: "):
-        assert setting in out
+    assert "chosen for this machine: 2 sequences" in out
+    assert out.count("umbra init") == 1
     assert llm.case.data_config.batch_size == 2
     assert llm.case.name == "austen_moe"
     assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4))[0].text
@@ -122,6 +121,8 @@ def test_a_checkpoint_without_a_case_gets_settings_and_says_which(capsys: pytest
 @pytest.mark.parametrize(
     ("model", "settings", "complaint"),
     [
+        ("demo", {"gpu_memory_utilization": 0.9}, "^gpu_memory_utilization: memory is counted"),
+        ("demo", {"max_model_len": 1}, "data_config.max_model_len: 1 must be at least 2"),
         ("demo", {"batchsize": 3}, "^batchsize: unknown key, did you mean 'batch_size'"),
         ("demo_tp8", {}, "world_size: 8: this runs on one rank"),
         ("dmo", {}, "no case 'dmo'"),

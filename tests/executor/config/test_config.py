@@ -13,6 +13,7 @@ from executor.config.env import NodeEnv, RankEnv, node_env, rank_env
 from executor.config.load import CASES, list_cases, load_case, load_model_config, make_case, model_folder, set_keys
 from executor.config.resolved import read_resolved, write_resolved
 from executor.config.schema import key, override, section
+from executor.launch.preflight import check_prompts
 from tools.config_docs import config_docs
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -36,14 +37,13 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
     ("overrides", "complaint"),
     [
         (["max_new_token=8"], "--set max_new_token: unknown key, did you mean 'max_new_tokens'?; all keys: docs"),
-        (["max_model_len=8"], "--set max_model_len: unknown key, did you mean 'data_config.input_max_len'?"),
+        (["n_ctx=8"], "--set n_ctx: unknown key, did you mean 'data_config.max_model_len'?"),
         (["strict=1"], "strict: 1 is not true or false"),
         (["max_new_tokens=0"], "data_config.max_new_tokens: 0 must be at least 1"),
         (["top_p=1.5"], "sampling_config.top_p: 1.5 must be at most 1"),
         (["dtype=float31"], "'float31' is not one of bfloat16, float16, float32, did you mean 'float32'?"),
         (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of cpu's: eager, graph"),
         (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
-        (["prompts=[]"], "data_config.prompts is empty: give at least one prompt"),
         (["prompts=[\"\\ud800\"]"], "data_config.prompts: ['\\ud800'] has half of a surrogate pair: not text"),
         (["temperature=1e-320"], "temperature: 1e-320 must be 0 or at least 1e-06: logits divided by less overflow"),
         (["model_path=''"], "demo.yaml: model_path is missing: name the folder of the checkpoint"),
@@ -198,8 +198,8 @@ def test_settings_come_before_overrides_and_sizes_are_filled_in() -> None:
     case = make_case(data, "own", "file", ["threads=3"], {"threads": 2, "prompts": ("b", "c"), "batch_size": 2})
     assert (case.name, case.threads, case.data_config.prompts, case.data_config.batch_size) == ("own", 3, ("b", "c"), 2)
     assert case.parallel_config == ParallelSettings(1, 1, 0, 1000, 1, 1)
-    with pytest.raises(UserError, match=r"^file: data_config\.prompts is empty"):
-        make_case({"model_path": "x"}, "own", "file")
+    with pytest.raises(UserError, match=r"^case own: data_config\.prompts is empty: give at least one prompt"):
+        check_prompts(make_case({"model_path": "x"}, "own", "file"))
     given: dict[str, object] = {}
     set_keys(Case, given, ["description=a=b"])
     assert given == {"description": "a=b"}
