@@ -13,7 +13,7 @@ from executor.config.case import Case
 from executor.config.load import find_case, load_case, make_case, no_case, set_keys
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import override
-from executor.config.units import GB
+from executor.config.units import GB, MB
 from executor.run.host_memory import free_memory
 from models.registry import family_in, read_config
 from text.tokenizer_file import has_chat_template
@@ -104,11 +104,11 @@ def case_of_checkpoint(
         return make_case(data, folder.resolve().name, str(folder), overrides, settings), data
 
     case, data, counted, note = _fitting(folder, made, positions, purpose.sequences)
-    print(f"{purpose.what} {folder}: {case.model_name}, {counted.weights / GB:.2f} GB of weights{note}")
+    print(f"{purpose.what} {folder}: {case.model_name}, {_size(counted.weights)} of weights{note}")
     several = f"{case.data_config.batch_size} sequences" if case.data_config.batch_size > 1 else "one sequence"
     print(
         f"chosen for this machine: {several} of up to {case.max_sequence_length:,} tokens "
-        f"({counted.cache(case) / GB:.2f} GB of KV cache), {case.exe_mode} mode; `umbra init {folder}` writes all as a "
+        f"({_size(counted.cache(case))} of KV cache), {case.exe_mode} mode; `umbra init {folder}` writes all as a "
         "case to edit",
         flush=True,
     )
@@ -165,6 +165,10 @@ def _ladder(positions: int, sequences: int, least: int) -> Iterator[tuple[int, i
         else:
             context = max(context // 2, min(SHORTEST, positions))
         yield context, count
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / GB:.1f} GB" if nbytes >= GB else f"{nbytes / MB:.0f} MB"
 
 
 def _room(case: Case) -> float:
