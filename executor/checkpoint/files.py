@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from executor.checkpoint.header import BITS, check_header
-from executor.checkpoint.index import in_model, read_index
-from executor.checkpoint.names import INDEX, SINGLE
+from executor.checkpoint.index import INDEX, SINGLE, in_model, read_index
 from umbra.errors import UserError, listed
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})

@@ -1,13 +1,15 @@
-"""The names of a checkpoint's tensors, read from its index or, if all are in one file, from the header of that."""
+"""The names of a checkpoint's tensors, read from its index or, if all are in one file, from the header of that. Imports
+nothing heavy: the launcher looks for them too."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from executor.checkpoint.header import check_header
-from executor.checkpoint.names import INDEX, SINGLE
 from umbra.errors import UserError
 from umbra.files import read_json
 
+SINGLE = "model.safetensors"  # all tensors in one file
+INDEX = "model.safetensors.index.json"  # which file each tensor is in
 LONGEST = 255  # characters of a file's name
 
 

@@ -3,7 +3,7 @@
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from executor.checkpoint.names import INDEX, SINGLE
+from executor.checkpoint.index import INDEX, SINGLE
 from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS

@@ -8,7 +8,7 @@ from safetensors.numpy import save
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import FLOATS
-from executor.checkpoint.names import INDEX, SINGLE
+from executor.checkpoint.index import INDEX, SINGLE
 from executor.checkpoint.stop_ids import stop_ids
 from executor.config.load import CASES, load_case
 from models.registry import FAMILIES, family_in, read_config

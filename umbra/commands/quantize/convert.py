@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from executor.checkpoint.names import INDEX
+from executor.checkpoint.index import INDEX
 from text.tokenizer import Tokenizer
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.search import Fold, fold, search_layer
