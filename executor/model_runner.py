@@ -103,6 +103,8 @@ class ModelRunner:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
             seed=sampling.seed + index,
             ignore_eos=sampling.ignore_eos,
         )

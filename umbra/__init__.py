@@ -1,11 +1,11 @@
 """The front door: `from umbra import LLM, SamplingParams` and `python -m umbra` (cli.py); only calls what lies below.
 
-Light, since every module of the project imports umbra.errors. Refuses to start where another's module has the name of
-one of the project's packages and is found first.
+Light, since every module of the project imports umbra.errors.
 """
 
 import sys
-from importlib.util import find_spec
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ HOMES = {
     "Reply": "umbra.llm",
     "SamplingParams": "executor.engine.request",
 }
-PACKAGES = ("executor", "models", "ops", "serving", "text", "cpu_offload", "planner")
+PACKAGES = ("executor", "models", "ops", "serving", "text", "cpu_offload", "planner", "tools")
 FOLDER = Path(__file__).parents[1]  # that all of them lie in
 
 
@@ -36,21 +36,23 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(HOMES[name]), name)
 
 
-def check_packages(*names: str) -> None:
-    """Raises ImportError if what Python finds under one of `names` is not the project's; the command line says so and
+class OwnPackages(MetaPathFinder):
+    """Finds the project's packages in its own folder, also where the folder of a user's script has a `models.py` or
+    another module of such a name. To that script, `import models` then gives the project's."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, [str(FOLDER)]) if fullname in PACKAGES else None
+
+
+def check_imported() -> None:
+    """Raises ImportError if a user's own module of a package's name was imported before; the command line says so and
     ends."""
-    for name in names:
-        spec = find_spec(name)
-        if spec is None or not spec.origin or Path(spec.origin).is_relative_to(FOLDER):
-            continue
-        found = Path(spec.origin)
-        found = found.parent if found.name == "__init__.py" else found
-        shown = f"./{found.relative_to(Path.cwd())}" if found.is_relative_to(Path.cwd()) else found
-        line = f"{shown} hides Umbra's package {name!r}: rename it or run from another folder"
-        if sys.argv[0] == "-m" or Path(sys.argv[0]).name == "umbra":
-            print(f"error: {line}", file=sys.stderr)
-            sys.exit(2)
-        raise ImportError(line)
+    for name in PACKAGES:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and not Path(file).is_relative_to(FOLDER):
+            line = f"{file} is imported as {name!r}, the name of a package of Umbra: give it another name"
+            raise ImportError(line)
 
 
-check_packages(*PACKAGES)
+check_imported()
+sys.meta_path.insert(0, OwnPackages())

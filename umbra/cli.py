@@ -20,7 +20,6 @@ from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
 from executor.run.defaults import CHATTING, RUNNING, SERVING, Purpose, open_case, write_case
 from ops.format import GROUP_SIZES
-from umbra import check_packages
 from umbra.errors import UserError, run_main
 from umbra.files import ROOT
 from umbra.flags import add_flags, given, unknown_flag
@@ -329,7 +328,6 @@ def bench(args: argparse.Namespace) -> None:
     if args.name not in found:
         close = difflib.get_close_matches(args.name, found, n=3, cutoff=0.3) or list(found)
         raise UserError(f"no benchmark {args.name!r}; nearest: {', '.join(close)}; all: umbra bench")
-    check_packages("tools")
     sys.argv[1:] = args.arguments
     # Run it as `__main__` of this process, so that the benchmark's own processes find the classes that they unpickle.
     module = ".".join(found[args.name].relative_to(ROOT).with_suffix("").parts)

@@ -76,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser, server: bool) -> None:
                 help=argparse.SUPPRESS,
             )  # fmt: skip
     first = {leaf.path: name for name, leaf in reversed(kept.items())}
-    parser.epilog = f"Flags for keys (docs/serving.md): {'  '.join(map(_flag, reversed(first.values())))}"
+    parser.epilog = f"Flags: {' '.join(map(_flag, reversed(first.values())))}"
 
 
 def given(args: argparse.Namespace) -> dict[str, object]:

@@ -43,6 +43,11 @@ class Reply(Completion):
 
     answer: Answer
 
+    @property
+    def outputs(self) -> "tuple[Reply]":
+        """The reply itself, where programs for vLLM look for it: `reply.outputs[0].text`."""
+        return (self,)
+
 
 class LLM:
     """Requests of several callers run together: the loop steps only while a caller waits for tokens."""
@@ -110,6 +115,16 @@ class LLM:
             for id in ids:
                 self._end(id)
         return replies
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Reply]:
+        """Returns one reply to a conversation, or one to each of several, as `generate` does."""
+        chats = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([Chat(cast(Sequence[Message], chat)) for chat in chats], sampling, stop)
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()

@@ -115,6 +115,19 @@ class SamplingSettings:
         1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0,
         elsewhere=("top_p",),
     )  # fmt: skip
+    min_p: float = key(
+        0.0, "sample among tokens at least this share as probable as the most probable one", minimum=0.0, maximum=1.0,
+        elsewhere=("min_p",),
+    )  # fmt: skip
+    repetition_penalty: float = key(
+        1.0, "divides positive logits of tokens of the prompt or the answer, multiplies others", minimum=0.01,
+        maximum=100.0, elsewhere=("repetition_penalty", "repeat_penalty"),
+    )  # fmt: skip
+    generation_config: str = key(
+        "auto", "auto: `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty`, where the case does not say "
+        "them, are those of the checkpoint's generation_config.json; none: they are the defaults of these keys",
+        choices=("auto", "none"), elsewhere=("generation_config",),
+    )  # fmt: skip
     seed: int = key(
         0, "prompt i draws its random numbers from the seed `seed` + i", minimum=0, maximum=1 << 62,
         elsewhere=("seed",),

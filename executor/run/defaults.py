@@ -1,6 +1,7 @@
 """Opens a case, or chooses settings for a checkpoint that is run without a case file, by what it is run for and by what
 fits into this machine's memory."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +10,23 @@ from typing import Any
 
 import yaml
 
-from executor.config.case import Case
-from executor.config.load import find_case, load_case, make_case, no_case, set_keys
+from executor.config.case import Case, SamplingSettings
+from executor.config.load import find_case, make_case, model_folder, no_case, read_yaml, set_keys
 from executor.config.platforms import PLATFORMS
-from executor.config.schema import override
+from executor.config.rules import check
+from executor.config.schema import override, read
 from executor.config.units import GB, MB
 from executor.run.host_memory import free_memory
 from models.registry import family_in, read_config
 from text.tokenizer_file import has_chat_template
 from umbra.errors import UserError
-from umbra.files import write_whole
+from umbra.files import read_json, write_whole
 
 LONGEST, SHORTEST = 32768, 256  # tokens of a prompt and its answer that are tried
 LEAST = 4096  # tokens for one sequence that should fit before weights are quantised for them
 SHARE = 0.85  # of the free memory that weights and KV cache may take
 PROGRAM = 0.7 * GB  # what a rank and the server take besides
+FOLLOWED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 CHUNK = 2048  # prompt tokens of a prefill step, which bounds its activations
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -49,12 +52,12 @@ def open_case(
 ) -> Case:
     """The case for `model`: the name of a case, the path of a case file, or the folder of a checkpoint. A case's name
     goes before a folder's, which ./NAME names as well."""
-    if find_case(model):
-        return load_case(model, overrides, settings)
+    if file := find_case(model):
+        data = read_yaml(file, "a case")
+        return _followed(make_case(data, file.stem, file.name, overrides, settings), data)
     path = Path(model).expanduser()
     if path.is_dir():
-        case, _ = case_of_checkpoint(path, purpose, overrides, settings)
-        return case
+        return _followed(*case_of_checkpoint(path, purpose, overrides, settings))
     if path.suffix == ".gguf":
         raise UserError(f"{model}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
     if path.suffix == ".safetensors":
@@ -65,6 +68,32 @@ def open_case(
             f"`hf download {model} --local-dir {path.name}`, then give {path.name}"
         )
     raise no_case(model)
+
+
+def _followed(case: Case, data: Mapping[str, Any]) -> Case:
+    """The case with the sampling of the checkpoint's generation_config.json where `data`, its keys, does not say it.
+    Prints what is taken."""
+    path = model_folder(case) / "generation_config.json"
+    if case.sampling_config.generation_config == "none" or not case.model_config.with_ckpt or not path.is_file():
+        return case
+    config = read_json(path)
+    found = {name: config[name] for name in FOLLOWED if config.get(name) is not None}
+    if config.get("do_sample") is False:
+        found = {name: found[name] for name in found if name == "repetition_penalty"} | {"temperature": 0.0}
+    elif config.get("do_sample") and "temperature" not in found:
+        found["temperature"] = 1.0  # transformers' own default
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    given = data.get("sampling_config") or {}
+    found = {name: value for name, value in found.items() if name not in given}
+    settings = read(SamplingSettings, found, str(path))
+    taken = {name: getattr(settings, name) for name in found}
+    case = dataclasses.replace(case, sampling_config=dataclasses.replace(case.sampling_config, **taken))
+    check(case, str(path))
+    if taken and (case.sampling_config.temperature or taken.get("repetition_penalty", 1.0) != 1):
+        values = ", ".join(f"{name} {value}" for name, value in taken.items())
+        print(f"sampling as generation_config.json says: {values} (--generation-config none: greedy)", flush=True)
+    return case
 
 
 def case_of_checkpoint(

@@ -201,10 +201,12 @@ def sampling_of(
             temperature=default.temperature if fields.temperature is None else fields.temperature,
             top_k=default.top_k if fields.top_k is None else _top_k(fields.top_k, ready.vocabulary),
             top_p=default.top_p if fields.top_p is None else fields.top_p,
-            min_p=fields.min_p or 0.0,
+            min_p=default.min_p if fields.min_p is None else fields.min_p,
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+            repetition_penalty=(
+                default.repetition_penalty if fields.repetition_penalty is None else fields.repetition_penalty
+            ),
             logit_bias=bias,
             seed=secrets.randbits(62) if fields.seed is None else fields.seed & LARGEST_SEED,
             stop_token_ids=tuple(fields.stop_token_ids or ()),

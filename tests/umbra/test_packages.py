@@ -45,13 +45,14 @@ def test_any_other_install_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("theirs", ["models.py", "ops/__init__.py"])
-def test_a_module_that_hides_a_package_is_named(theirs: str, site: Path, tmp_path: Path) -> None:
+def test_a_user_s_module_of_a_package_s_name(theirs: str, site: Path, tmp_path: Path) -> None:
+    """It hides nothing; one that is imported already is named."""
     (tmp_path / theirs).parent.mkdir(exist_ok=True)
     (tmp_path / theirs).touch()
-    shown = theirs.removesuffix("/__init__.py")
-    line = f"./{shown} hides Umbra's package {shown.removesuffix('.py')!r}: rename it or run from another folder"
+    name = theirs.removesuffix("/__init__.py").removesuffix(".py")
     paths = f"import site; site.addsitedir({str(site)!r}); "
-    done = python(f"{paths}import umbra", tmp_path)
+    done = python(f"{paths}from umbra import SamplingParams; import {name}; print({name}.__path__[0])", tmp_path)
+    assert done.stdout == f"{ROOT / name}\n", done.stderr
+    done = python(f"{paths}import {name}, umbra", tmp_path)
+    line = f"{tmp_path / theirs} is imported as {name!r}, the name of a package of Umbra: give it another name"
     assert done.stderr.splitlines()[-1] == f"ImportError: {line}"
-    done = python(f"{paths}import sys; sys.argv = ['umbra', 'list']; from umbra.cli import main", tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n")

@@ -7,8 +7,9 @@ import pytest
 
 from executor.config.load import load_case, make_case
 from executor.config.units import GB
-from executor.run.defaults import SERVING, case_of_checkpoint
+from executor.run.defaults import SERVING, case_of_checkpoint, open_case
 from tests.command import umbra
+from umbra.errors import UserError
 from umbra.files import ROOT
 
 DEMO = ROOT / "checkpoints/austen_moe"
@@ -63,3 +64,45 @@ def test_init_writes_a_case_that_serves(tmp_path: Path) -> None:
     assert load_case(str(out)).data_config.batch_size == 3
     again = umbra("init", str(DEMO), "--out", str(out))
     assert (again.returncode, "is there already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "sampling", "expected"),
+    [
+        ({"do_sample": True, "top_k": 20, "top_p": 0.8, "min_p": 0.1}, {}, (1.0, 20, 0.8, 0.1, 1.0)),
+        (
+            {"temperature": 0.6, "top_k": -1, "repetition_penalty": 1.1},
+            {"temperature": 0.9},
+            (0.9, None, 1.0, 0.0, 1.1),
+        ),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 5}, {}, (0.0, None, 1.0, 0.0, 1.0)),
+        ({"do_sample": True, "temperature": 0.6}, {"generation_config": "none"}, (0.0, None, 1.0, 0.0, 1.0)),
+    ],
+)
+def test_sampling_follows_the_checkpoint_below_the_case(
+    tmp_path: Path, said: dict[str, object], sampling: dict[str, object], expected: tuple[object, ...]
+) -> None:
+    (folder(tmp_path / "model", 600) / "generation_config.json").write_text(json.dumps(said))
+    (tmp_path / "mine.yaml").write_text(
+        json.dumps({"model_path": str(tmp_path / "model"), "sampling_config": sampling})
+    )
+    for case in (
+        open_case(str(tmp_path / "mine.yaml"), SERVING),
+        open_case(str(tmp_path / "model"), SERVING, (), sampling),
+    ):
+        found = case.sampling_config
+        assert (found.temperature, found.top_k, found.top_p, found.min_p, found.repetition_penalty) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ({"temperature": "hot"}, r"generation_config\.json: temperature: 'hot' is not a number"),
+        ({"top_p": 7}, r"generation_config\.json: top_p: 7\.0 must be at most 1"),
+        ({"temperature": 1e-9}, r"generation_config\.json: sampling_config\.temperature: 1e-09 must be 0 or at least"),
+    ],
+)
+def test_wrong_sampling_of_a_checkpoint_is_named(tmp_path: Path, said: dict[str, object], complaint: str) -> None:
+    (folder(tmp_path / "model", 600) / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match=complaint):
+        open_case(str(tmp_path / "model"), SERVING)
