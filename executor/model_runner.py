@@ -112,7 +112,12 @@ class ModelRunner:
 
     def run(self) -> dict[str, Any]:
         """Set up, generate every prompt of the case, and report."""
-        tokenizer = open_tokenizer(self.folder, bool(self.case.data_config.prompts), self.config.vocab_size)
+        tokenizer = open_tokenizer(
+            self.folder,
+            bool(self.case.data_config.prompts),
+            self.config.vocab_size,
+            self.case.model_config.chat_template,
+        )
         if self.case.data_config.prompts and tokenizer:
             prompts = list(zip(self.case.data_config.prompts, encode_prompts(self.case, tokenizer), strict=True))
         else:

@@ -55,10 +55,25 @@ def family_of(config: Mapping[str, Any]) -> str | None:
 
 def family_in(folder: Path) -> str:
     """The family of the checkpoint in `folder`; raises UserError if that is not supported."""
-    config = read_json(folder / "config.json")
+    config = config_in(folder)
     if (family := family_of(config)) is None:
         raise UserError(f"{folder / 'config.json'}: {_refusal(config)}")
     return family
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """The config.json in `folder`; raises UserError if that is no checkpoint."""
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(
+                f"{folder}: holds a LoRA adapter, not a model: merge it into its base model (PEFT's "
+                "merge_and_unload), and give the folder of the result"
+            )
+        if next(folder.glob("*.gguf"), None):
+            raise UserError(f"{folder}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
+        raise UserError(f"{path} does not exist: give the folder of a checkpoint, which also has its *.safetensors")
+    return read_json(path)
 
 
 def aliases_of(config: Mapping[str, Any]) -> Mapping[str, str]:

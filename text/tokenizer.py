@@ -8,7 +8,7 @@ from pathlib import Path
 from text.chat import Chat
 from text.formats import TAGS, THINK
 from text.template import Renderer, failed, variables_of
-from text.tokenizer_file import TOKENIZER_FILES, check_tokenizer
+from text.tokenizer_file import TOKENIZER_FILES, check_tokenizer, no_template, read_template
 from text.tokenizer_sandbox import Encoder, is_linear
 from umbra.errors import UserError
 
@@ -22,8 +22,9 @@ TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks 
 
 
 class Tokenizer:
-    def __init__(self, folder: Path, vocabulary: int | None = None):
-        """The tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them."""
+    def __init__(self, folder: Path, vocabulary: int | None = None, template: str = ""):
+        """The tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them.
+        `template` is a file with the chat template to use in place of the checkpoint's."""
         self.folder, self.vocabulary = folder, vocabulary
         # One text at a time is encoded, for which the library would start a thread for each core. If the system refuses
         # one, it panics.
@@ -33,9 +34,12 @@ class Tokenizer:
 
         logging.set_verbosity_error()
         check_tokenizer(folder)
+        given = read_template(template) if template else ""
         with self._failures("not readable"):
             self.hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             self.backend = self.hf.backend_tokenizer
+            if template:
+                self.hf.chat_template = given
             added = self.backend.get_added_tokens_decoder().items()
             templates = self.hf.chat_template
             if not all(
@@ -78,7 +82,7 @@ class Tokenizer:
     def encode_chat(self, chat: Chat) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, up to where the next answer begins."""
         if not self.hf.chat_template:
-            raise UserError("model_config.tokenizer_mode: chat: this checkpoint's tokenizer has no chat template")
+            raise no_template(self.folder)
         if not chat.messages:
             raise failed("there are no messages")
         tools = list(chat.tools) or None
@@ -167,8 +171,8 @@ class Detokenizer:
         self._before, self._skipped, self._pending, self._given = before, len(self.tokenizer.decode(before)), [], 0
 
 
-def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None) -> Tokenizer | None:
+def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None, template: str = "") -> Tokenizer | None:
     """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
     if needed or all((folder / name).is_file() for name in TOKENIZER_FILES):
-        return Tokenizer(folder, vocabulary)
+        return Tokenizer(folder, vocabulary, template)
     return None

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from umbra.errors import UserError, short
-from umbra.files import read_json
+from umbra.files import check_pointer, read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+OTHER_FILES = ("tokenizer.model", "tiktoken.model")  # SentencePiece's and tiktoken's
 LARGEST = 32 << 20  # bytes of tokenizer.json
 LARGEST_BESIDE = 1 << 20  # bytes of each of the other files
 BESIDE = re.compile(r"(tokenizer_config|special_tokens_map|added_tokens|chat_template)\.(json|jinja)")
@@ -50,6 +51,13 @@ def check_tokenizer(folder: Path) -> None:
             raise UserError(f"{path}: tokenizer not readable: larger than {LARGEST_BESIDE >> 20} MB")
     if (folder / TOKENIZER_FILES[0]).is_file():
         _check_file(folder / TOKENIZER_FILES[0])
+    elif not (folder / "vocab.json").is_file():
+        others = [name for name in OTHER_FILES if (folder / name).is_file()]
+        raise UserError(
+            f"{folder}: has no {TOKENIZER_FILES[0]}{f' ({others[0]} alone is not read)' if others else ''}: copy it "
+            "from the checkpoint that this one was made of, or have transformers write it: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -60,12 +68,34 @@ def has_chat_template(folder: Path) -> bool:
     return settings.is_file() and bool(read_json(settings).get("chat_template"))
 
 
+def read_template(file: str) -> str:
+    """The chat template in a file of the user's."""
+    path = Path(file).expanduser()
+    try:
+        if path.stat().st_size > LARGEST_BESIDE:
+            raise UserError(f"model_config.chat_template: {path} is larger than {LARGEST_BESIDE >> 20} MB")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"model_config.chat_template: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"model_config.chat_template: {path} is no UTF-8 text: give a Jinja template") from None
+
+
+def no_template(folder: Path) -> UserError:
+    return UserError(
+        f"{folder}: has no chat template, which conversations need: --chat-template FILE gives one "
+        "(model_config.chat_template); texts are completed without"
+    )
+
+
 def _check_file(path: Path) -> None:
     try:
         size = path.stat().st_size
         if size > LARGEST:
             raise ValueError(f"larger than {LARGEST >> 20} MB")
-        file = msgspec.json.decode(path.read_bytes(), type=File)
+        written = path.read_bytes()
+        check_pointer(path, written)
+        file = msgspec.json.decode(written, type=File)
         for name in ("normalizer", "pre_tokenizer", "decoder"):
             _check_growth(name, getattr(file, name))
         added = sum(len(ids) for part in parts_of(file.post_processor) for ids in _added(part))

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from executor.config.case import Case
+from executor.config.load import model_folder
 from text.chat import Message
 from text.parser import Answer, Part
+from text.tokenizer_file import has_chat_template, no_template
 from umbra.llm import LLM
 
 HELP = "Ctrl-C stops an answer; /new forgets the conversation; /help shows this line; Ctrl-D or /quit ends."
@@ -17,6 +19,8 @@ def chat(case: Case) -> None:
     """Chat with the model of a case until the user ends the chat. Each answer sees the conversation so far."""
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys and history for `input`)
+    if not (case.model_config.chat_template or has_chat_template(model_folder(case))):
+        raise no_template(model_folder(case))  # before weights are loaded
     llm = LLM(case)
     llm.check_chat()
     print(f"\n{HELP}\n")

@@ -13,6 +13,7 @@ from umbra.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_FILE = 24 << 20  # an index of 200,000 tensors has 20 MB
 MOST_VALUES = 1 << 19  # lists, mappings and their entries in a file; each takes up to a hundred bytes of memory
+LFS_POINTER = b"version https://git-lfs.github.com/"  # how a file begins that Git LFS has put in place of a large one
 WIDE = 1 << 20  # bytes of a file with other characters than ASCII: one of them makes all take four bytes
 
 
@@ -56,7 +57,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise UserError(f"{path}: not a file")
         if status.st_size > LARGEST_FILE:
             raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MB, not a config file")
-        data = parsed(path.read_bytes())
+        written = path.read_bytes()
+        check_pointer(path, written)
+        data = parsed(written)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -64,6 +67,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return data
+
+
+def check_pointer(path: Path, begin: bytes) -> None:
+    """Raises UserError if a file that begins so is a pointer of Git LFS."""
+    if begin.startswith(LFS_POINTER):
+        raise UserError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull` in {path.parent}")
 
 
 def parsed(data: bytes, most: int = MOST_VALUES, **options: Any) -> Any:

@@ -56,7 +56,7 @@ OTHERS = {
     "reasoning_parser": "it is read from the chat template; --set output_format=NAME forces one (docs/text.md)",
     "enable_auto_tool_choice": "tool calls are always read: leave it out",
     "enable_chunked_prefill": "prompts are always prefilled in chunks: leave it out",
-    "allowed_origins": "--set serve_config.cors_origins=[ORIGIN] allows pages of other origins",
+    "allowed_origins": '--set cors_origins=["ORIGIN"] allows pages of other origins',
     "enable_lora": "LoRA adapters are not supported: merge them into the checkpoint",
     "lora_modules": "LoRA adapters are not supported: merge them into the checkpoint",
     "swap_space": "sequences are preempted by computing them again, nothing is swapped: leave it out",

@@ -64,7 +64,7 @@ class LLM:
             )
         check_ready(case)
         self.case, self.runner = case, make_runner(case, ROOT / "results", rank_env())
-        self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size)
+        self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size, case.model_config.chat_template)
         self.runner.setup()
         self.loop = self.runner.loop
         self._events: dict[int, deque[Event]] = {}  # request id -> events that its caller has not taken yet

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.errors import UserError, short
-from umbra.files import LARGEST_FILE, parsed
+from umbra.files import LARGEST_FILE, check_pointer, parsed
 
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -50,7 +50,10 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
     """(the header, the number of bytes that follow it)"""
     size = path.stat().st_size
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        begin = file.read(64)
+        check_pointer(path, begin)
+        file.seek(8)
+        length = int.from_bytes(begin[:8], "little")
         if length > min(size - 8, LARGEST_FILE):
             raise ValueError(f"its header should have {length} bytes, the file has {size}, {LARGEST_FILE} are allowed")
         header = parsed(file.read(length), MOST_VALUES, object_pairs_hook=_without_repeats)

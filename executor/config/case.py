@@ -36,6 +36,10 @@ class ModelSettings:
     tokenizer_mode: str = key(
         "default", "`chat` puts each prompt through the checkpoint's chat template", choices=("default", "chat")
     )
+    chat_template: str = key(
+        "", "file with the chat template, in Jinja, to use in place of the checkpoint's; empty: the checkpoint's",
+        elsewhere=("chat_template", "chat_template_file"),
+    )  # fmt: skip
     output_format: str = key(
         "auto", "how the model marks reasoning and tool calls in its answers (docs/text.md). auto: as its chat "
         "template says; none: answers are plain text", choices=("auto", *FORMATS, "none"),
@@ -322,6 +326,9 @@ class ServeSettings:
     served_model_name: str = key(
         "", "the model's name in the API; empty: the case's name", elsewhere=("served_model_name", "alias")
     )
+    cors_origins: tuple[str, ...] = key(
+        (), "origins whose pages may use the server from a browser, such as http://localhost:3000; `*`: all",
+    )  # fmt: skip
     max_queue: int | None = key(
         None, "most requests that wait; further ones get status 429; 0: four times `batch_size`", means=OPEN, minimum=0
     )

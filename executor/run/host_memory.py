@@ -25,10 +25,20 @@ def check_host_memory(case: Case, local_ranks: int) -> None:
         cache = int(arena * MB)
     total, (room, of) = local_ranks * (weights + cache + _program_bytes()), memory_limit()
     if total > room:
+        left = room / local_ranks - weights - _program_bytes()
+        longest = int(left / cache * case.max_sequence_length)  # pages are counted whole, so this is an estimate
+        if longest >= 2 and not (arena and case.offload_config.mode != "none"):
+            remedy = f"about max_model_len: {longest} fits with batch_size: {case.data_config.batch_size}"
+        elif longest >= 2:
+            remedy = f"lower offload_config.arena_mb to {int(left / MB)}"
+        elif case.quantization.method == "q4":
+            remedy = "the weights alone do not fit: this model needs a larger machine"
+        else:
+            remedy = "the weights alone do not fit: set quantization.method: q4 (--quantization q4)"
         raise UserError(
             f"case {case.name}: {weights / GB:.2f} GB of weights, {cache / GB:.2f} GB of KV cache and "
             f"{_program_bytes() / GB:.2f} GB of program on each of {local_ranks} rank(s) do not fit into the "
-            f"{room / GB:.2f} GB of {of}: set quantization.method: q4, or lower batch_size or input_max_len"
+            f"{room / GB:.2f} GB of {of}: {remedy}"
         )
 
 

@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.api import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
-from serving.api.auth import check_origin
+from serving.api.auth import check_origin, is_allowed
 from serving.api.body import decoded, read_body
 from serving.api.errors import ApiError
 from serving.api.fields import HARMLESS, UNSUPPORTED, unknown
@@ -34,6 +34,13 @@ CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
 Result = TypeVar("Result")
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
 WHILE_DRAINING = frozenset({"GET", "HEAD"})
+PREFLIGHT = {  # what a page of an allowed origin may send
+    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version, "
+    "anthropic-beta, x-stainless-arch, x-stainless-lang, x-stainless-os, x-stainless-package-version, "
+    "x-stainless-retry-count, x-stainless-runtime, x-stainless-runtime-version, x-stainless-timeout",
+    "access-control-max-age": "600",
+}
 KNOWN = {*UNSUPPORTED, *HARMLESS}
 
 
@@ -148,12 +155,14 @@ class App:
         scope["app"] = self  # so that the router raises for what it does not have
         headers = Headers(scope=scope)
         id, begun = request_id(headers), False
+        shared = self._shared_with(headers)
 
         async def send_with_id(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = id
+                MutableHeaders(scope=message).update(shared)
                 if self.front.draining:
                     MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
@@ -183,7 +192,11 @@ class App:
             await error_response(error, scope["path"], {"Connection": "close"})(scope, receive, send)
             return
         try:
-            check_origin(headers, self.front.case.serve_config.host, self.front.keys)
+            serve = self.front.case.serve_config
+            check_origin(headers, serve.host, self.front.keys, serve.cors_origins)
+            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                await Response(headers=PREFLIGHT)(scope, receive, send)
+                return
             if scope["path"] not in OPEN_PATHS:
                 scope.setdefault("state", {})["salt"] = self.front.keys.check(headers)
             if scope["method"] not in WHILE_DRAINING and self.front.draining:
@@ -203,6 +216,17 @@ class App:
             await error_response(shown, scope["path"])(scope, receive, send)
         except ClientGone:
             await Response(status_code=CLOSED)(scope, receive, send)
+
+    def _shared_with(self, headers: Headers) -> dict[str, str]:
+        """The headers by which a browser gives an answer to the page of another origin that has asked."""
+        origin, origins = headers.get("origin"), self.front.case.serve_config.cors_origins
+        if not is_allowed(origin, origins):
+            return {}
+        return {
+            "access-control-allow-origin": "*" if "*" in origins else str(origin),
+            "access-control-expose-headers": "x-request-id, retry-after",
+            "vary": "Origin",
+        }
 
     def _endpoint(self, call: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         return partial(call, self.front)

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +65,14 @@ def check_address(host: str, keys: Keys) -> None:
         )
 
 
-def check_origin(headers: Headers, host: str, keys: Keys) -> None:
-    """Refuses requests that a browser sends for a page of another site. `host` is the address that is listened on.
+def is_allowed(origin: str | None, origins: Collection[str]) -> bool:
+    """Whether pages of `origin` may use the server by `serve_config.cors_origins`."""
+    return origin is not None and ("*" in origins or origin in origins)
+
+
+def check_origin(headers: Headers, host: str, keys: Keys, origins: Collection[str] = ()) -> None:
+    """Refuses requests that a browser sends for a page of another site, unless its origin is one of `origins`. `host`
+    is the address that is listened on.
 
     Without keys the Host header must be an address or the name that was configured, since a foreign page can make a
     name of its own stand for 127.0.0.1.
@@ -75,8 +81,11 @@ def check_origin(headers: Headers, host: str, keys: Keys) -> None:
     name = asked.rpartition(":")[0] if asked.rpartition(":")[2].isdigit() else asked
     if not keys.digests and name not in ("", host) and not is_loopback(name) and not _is_address(name):
         raise ApiError(403, f"the Host header {asked[:80]!r} is not this server: use {host}", code="wrong_host")
-    if origin is not None and origin.partition("://")[2] != asked:
-        raise ApiError(403, "requests of other sites' pages are refused", code="cross_origin")
+    if origin is not None and origin.partition("://")[2] != asked and not is_allowed(origin, origins):
+        raise ApiError(
+            403, f"pages of {origin[:80]!r} may not use this server: serve_config.cors_origins has those that may",
+            code="cross_origin",
+        )  # fmt: skip
 
 
 def is_loopback(host: str) -> bool:

@@ -119,7 +119,9 @@ class Front:
     def load_text(self) -> None:
         """Loads the tokenizer; takes seconds."""
         vocabulary = load_model_config(self.case).vocab_size
-        self.text = Text(self.case, Tokenizer(model_folder(self.case), vocabulary))
+        self.text = Text(
+            self.case, Tokenizer(model_folder(self.case), vocabulary, self.case.model_config.chat_template)
+        )
 
     async def work(self, call: Callable[[], Result]) -> Result:
         """Runs `call` in one of few threads, so that the event loop goes on."""

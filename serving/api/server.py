@@ -73,7 +73,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     except OSError as error:
         listener.close()
         raise UserError(
-            f"serve_config.port: {host}:{port} cannot be used: {error.strerror}: --set port=ANOTHER"
+            f"serve_config.port: {host}:{port} cannot be used: {error.strerror}: give another by --port"
         ) from None
     with listener:
         yield listener
@@ -171,6 +171,8 @@ class Run:
         if self.client.ready and self.front.text:
             settings = self.case.serve_config
             print(f"ready: {self.front.name} at http://{settings.host}:{settings.port}", flush=True)
+            if not self.front.text.tokenizer.template:
+                print("chats are refused, completions served: no chat template (--chat-template FILE)", flush=True)
 
 
 class Protocol(H11Protocol):

@@ -109,5 +109,5 @@ def test_a_model_without_a_chat_template_is_refused_before_the_first_line(tmp_pa
             (tmp_path / path.name).write_text(json.dumps(settings))
         elif path.name != "chat_template.jinja":
             (tmp_path / path.name).symlink_to(path)
-    with pytest.raises(UserError, match="this checkpoint's tokenizer has no chat template"):
+    with pytest.raises(UserError, match="has no chat template, which conversations need: --chat-template FILE"):
         chat(open_case(str(tmp_path), CHATTING))

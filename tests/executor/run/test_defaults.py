@@ -9,6 +9,7 @@ from executor.config.load import load_case, make_case
 from executor.config.units import GB
 from executor.run.defaults import SERVING, case_of_checkpoint, open_case
 from tests.command import umbra
+from text.tokenizer import Tokenizer
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -106,3 +107,47 @@ def test_wrong_sampling_of_a_checkpoint_is_named(tmp_path: Path, said: dict[str,
     (folder(tmp_path / "model", 600) / "generation_config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match=complaint):
         open_case(str(tmp_path / "model"), SERVING)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({}, r"config\.json does not exist: give the folder of a checkpoint"),
+        ({"adapter_config.json": "{}"}, "holds a LoRA adapter, not a model: merge it"),
+        ({"model.gguf": "GGUF"}, "GGUF files are not read yet"),
+        ({"config.json": '{"model_type": "llama"}'}, "model_type: 'llama' is not supported, only qwen3_moe"),
+        ({"config.json": POINTER}, "config.json is a Git LFS pointer, not the file: run `git lfs pull` in "),
+        ({"config.json": "", "model.safetensors": POINTER}, "model.safetensors is a Git LFS pointer"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_says_what_to_do(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text or (DEMO / name).read_text())
+    with pytest.raises(UserError, match=complaint):
+        open_case(str(tmp_path), SERVING)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({}, r"has no tokenizer\.json: copy it from the checkpoint"),
+        ({"tokenizer.model": "x"}, r"has no tokenizer\.json \(tokenizer\.model alone is not read\)"),
+        ({"tokenizer.json": POINTER}, r"tokenizer\.json is a Git LFS pointer"),
+    ],
+)
+def test_a_tokenizer_that_is_missing_says_what_to_do(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=complaint):
+        Tokenizer(tmp_path)
+
+
+def test_a_chat_template_of_the_user_s(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    tokenizer = Tokenizer(DEMO, template=str(tmp_path / "own.jinja"))
+    assert tokenizer.decode(tokenizer.encode("Hello", chat=True)) == "<Hello>"
+    with pytest.raises(UserError, match=r"model_config\.chat_template: nowhere cannot be read: No such file"):
+        Tokenizer(DEMO, template="nowhere")

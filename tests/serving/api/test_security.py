@@ -81,6 +81,23 @@ def test_pages_of_other_sites_are_told_by_their_headers(host: str, origin: str, 
             check_origin(headers, "a", keys)
 
 
+def test_pages_of_allowed_origins() -> None:
+    async def scenario(server: Server) -> None:
+        page = {"origin": "http://localhost:3000"}
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        before = await server.ask("/v1/completions", method="OPTIONS", headers=page | asks)
+        assert (before.status, before.headers["access-control-allow-origin"]) == (200, page["origin"])
+        assert "authorization" in before.headers["access-control-allow-headers"]
+        for headers, status in ((page, 401), (page | {"x-api-key": "a"}, 200)):  # a page reads why it was refused
+            reply = await server.ask("/v1/completions", {"prompt": "Hi"}, headers=headers)
+            assert (reply.status, reply.headers["access-control-allow-origin"]) == (status, page["origin"])
+        other = await server.ask("/v1/completions", {"prompt": "Hi"}, headers={"origin": "http://b", "x-api-key": "a"})
+        assert (other.status, "access-control-allow-origin" in other.headers) == (403, False)
+        assert "serve_config.cors_origins" in other.error["message"]
+
+    run(scenario, keys=Keys.of([b"a"]), cors_origins=["http://localhost:3000"])
+
+
 def test_a_body_that_is_too_large_is_not_read() -> None:
     """Even if it comes in chunks."""
 
