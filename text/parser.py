@@ -20,6 +20,7 @@ from text.formats import THINK, THINK_END, Format
 from text.tool_arguments import Tool, read_call, to_json, tools_by_name, unwrapped
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
+CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(\{.*)', re.DOTALL)
 LONGEST_VALUE = 1 << 22  # characters of one parameter, or of one call in JSON
 
 
@@ -154,13 +155,14 @@ class Parser:
             pass
         return self._take()
 
-    def finish(self) -> list[Part]:
+    def finish(self, cut: bool = False) -> list[Part]:
         """Returns what is left when the output has ended. What was held back was no mark; an open call ends with the
-        parameters that it has."""
+        parameters that it has. `cut` says that the limit of tokens has ended the output: a call in JSON is then a call
+        with as much of its arguments as there is."""
         while self._at < len(self._buffer):
             text, self._at = self._buffer[self._at :], len(self._buffer)
             self._step(text, "")
-        if self._state in (State.JSON, State.STRING):
+        if self._state in (State.JSON, State.STRING) and not (cut and self._end_cut()):
             self._end_json("")
         self._end_call()
         if self._newlines and self._state in (State.REASONING, State.CONTENT):
@@ -168,8 +170,8 @@ class Parser:
             self._newlines = 0
         return self._take()
 
-    def whole(self, text: str) -> Answer:
-        return Answer.of([*self.push(text), *self.finish()])
+    def whole(self, text: str, cut: bool = False) -> Answer:
+        return Answer.of([*self.push(text), *self.finish(cut)])
 
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
@@ -324,6 +326,15 @@ class Parser:
     def _write(self, text: str) -> None:
         if self._text.tell() <= LONGEST_VALUE:  # one that is longer is dropped, so the rest of it is not needed
             self._text.write(text)
+
+    def _end_cut(self) -> bool:
+        """Ends a call in JSON that was cut off within its arguments; whether it is one of a tool of this chat."""
+        call = CUT_CALL.fullmatch(self._text.getvalue())
+        if not call or call[1] not in self._tools:
+            return False
+        self._turn(State.CONTENT)
+        self._parts += [Part("call", call[1]), Part("arguments", call[2]), Part("end")]
+        return True
 
     def _end_json(self, mark: str) -> None:
         """`mark` or the end of the output ends a call as JSON. One that is none was text."""

@@ -109,7 +109,7 @@ class LLM:
                 pieces, events = zip(*self._texts(id, stop), strict=True)
                 new = [token for event in events for token in event.tokens]
                 text, shown = "".join(pieces), prompt if isinstance(prompt, str) else ""
-                answer = self._parser(tokens, prompt).whole(text)
+                answer = self._parser(tokens, prompt).whole(text, cut=events[-1].finish_reason == "length")
                 replies.append(Reply(shown, text, new, events[-1].finish_reason, answer))
         finally:
             for id in ids:

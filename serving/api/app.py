@@ -25,8 +25,9 @@ from serving.api.front import Front
 from serving.api.live import live_page
 from serving.api.metrics import CONTENT_TYPE
 from serving.api.sse import ClientGone, EventStream, Json, failure, while_connected
-from umbra.errors import UserError, refusal
+from umbra.errors import UserError, one_line, refusal
 
+MOST_UNREAD = 256  # names that are logged
 SMALL = 1 << 16  # bytes of a body that is read in the event loop
 OPEN_PATHS = frozenset({"/", "/health", "/health/ready"})  # without a key
 CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
@@ -283,8 +284,11 @@ async def answered(
 
 
 def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Collection[str]) -> None:
-    """Counts the fields of `data` that nothing reads: they are neither of `kind` nor `known`."""
+    """Counts the fields of `data` that nothing reads: they are neither of `kind` nor `known`. The first one of each
+    name is logged."""
     if isinstance(data, dict):
-        for name in unknown(kind, data, known)[:16]:
-            if name in front.unknown or len(front.unknown) < 256:
-                front.unknown[name[:64]] += 1
+        for name in unknown(kind, data, known):
+            front.metrics.unread.inc()
+            if name[:64] not in front.unread and len(front.unread) < MOST_UNREAD:
+                front.unread.add(name[:64])
+                print(one_line(f"a request has the field {name[:64]!r}, which nothing reads"), file=sys.stderr)

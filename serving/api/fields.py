@@ -50,7 +50,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "truncate_prompt_tokens": (-1,),
     "prompt_logprobs": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -65,8 +64,39 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "kv_transfer_params": (),
     "mm_processor_kwargs": ({},),
+    # Names by which other engines constrain an answer, which must not vanish in silence.
+    "ebnf": (),
+    "grammar": (),
+    "grammar_lazy": (False,),
+    "lora": ([],),
     "lora_path": (),
+    "lora_request": (),
+    "adapter_id": (),
+    "logit_processors": ([],),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "stop_regex": ("", []),
+    "allowed_tokens": ([],),
+    "bad_words_ids": ([],),
+    "guided_json_object": (False,),
+    "guided_decoding_backend": ("auto",),
+    "response_schema": (),
+    "max_new_tokens": (),
+    "n_predict": (-1,),
+    "num_predict": (-1,),
+    "min_length": (0,),
+    "typical_p": (1.0,),
+    "no_repeat_ngram_size": (0,),
 }
+INSTEAD = {
+    "ebnf": "write the grammar in Lark, as guided_grammar",
+    "grammar": "write the grammar in Lark, as guided_grammar",
+    "response_schema": "give it as guided_json",
+    "guided_json_object": 'give response_format: {"type": "json_object"}',
+    "bad_words": "give logit_bias for their tokens",
+    "lora_path": "merge the adapter into the checkpoint",
+    "lora": "merge the adapter into the checkpoint",
+} | dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "give max_tokens")
 
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -115,6 +145,9 @@ class Fields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # SGLang's names of two of them
+    json_schema: Any = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def choices(self) -> int:
@@ -142,7 +175,8 @@ def converted(kind: type[Struct], data: Any, unsupported: Mapping[str, tuple[obj
     for name, idle in unsupported.items():
         value = data.get(name)
         if value is not None and name not in kind.__struct_fields__ and not any(value == v for v in idle):
-            raise invalid(name, "this field is not supported", "unsupported_parameter")
+            said = f"this field is not supported{f': {INSTEAD[name]}' if name in INSTEAD else ''}"
+            raise invalid(name, said, "unsupported_parameter")
     return typed(kind, data)
 
 
@@ -232,6 +266,16 @@ def _biases(given: dict[str, float], vocabulary: int) -> dict[int, float]:
             raise invalid("logit_bias", f"{name:.40} is no token id below {vocabulary}")
         biases[int(name)] = bias
     return biases
+
+
+def truncated(fields: Fields, ids: list[int]) -> list[int]:
+    """The prompt `ids`, or the last `truncate_prompt_tokens` of them."""
+    most = fields.truncate_prompt_tokens
+    if most is None or most == -1:
+        return ids
+    if most < 1:
+        raise invalid("truncate_prompt_tokens", f"{most} must be at least 1, or -1 for all")
+    return ids[-most:]
 
 
 def length_of_answer(given: int | None, name: str, prompt: int, where: str, longest: int) -> int:

@@ -4,7 +4,6 @@ state."""
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -65,7 +64,7 @@ class Front:
         self.live = Live(client, self.metrics, lambda: {"model": self.name, **self.status})
         self.draining = False
         self.created = int(time.time())
-        self.unknown: Counter[str] = Counter()  # names of fields that requests had and nothing reads
+        self.unread: set[str] = set()  # names of fields that requests had and nothing reads
         self.text: Text | None = None  # when it is loaded
         self.open = 0  # HTTP requests that are answered, other than GET
         self._threads = threads or ThreadPoolExecutor(THREADS, thread_name_prefix="front")

@@ -102,6 +102,7 @@ class Metrics:
         self.prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
         self.generated = self._counter("generation_tokens", "Generated tokens.")
         self.rejections = self._counters("admission_rejections", "Requests that were not taken.", "reason", REASONS)
+        self.unread = self._counter("request_unread_fields", "Fields of requests that nothing reads.")
         self.ended = self._counters("request_success", "Requests that have ended.", "finished_reason", ENDS)
         self.ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST)
         self.itl_s = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", BETWEEN)

@@ -12,7 +12,7 @@ import msgspec
 
 from executor.engine.request import MOST_LOGPROBS, Grammar
 from serving.api.errors import ApiError, invalid
-from serving.api.fields import Fields, length_of_answer, read, sampling_of
+from serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from serving.api.front import Front, Job, Text
 from serving.api.logprobs import Names, chat_logprobs
 from serving.api.openai_completions import check_grammar, check_length, nth_choice, salt_of
@@ -45,6 +45,7 @@ class ChatRequest(Fields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
@@ -102,7 +103,7 @@ class Chat:
                 tokens += piece.tokens
                 parts = parser.push(piece.text)
                 if piece.finish:
-                    parts += parser.finish()
+                    parts += parser.finish(cut=piece.finish == "length")
                 for kind, text in parts:
                     if kind == "call":
                         call, call_id = call + 1, f"call_{secrets.token_hex(12)}"
@@ -167,6 +168,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
         check_grammar(grammar, grammar_field(request) if wanted else "tools", text, ready, wanted)
     if request.logprobs:
         text.grammars(ready)  # it knows the bytes of tokens
+    ids = truncated(request, ids)
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
     job = Job(ids, sampling, tuple(request.stops), request.priority or 0, salt_of(salt, request.cache_salt))
@@ -371,6 +373,10 @@ def settings_of(request: ChatRequest, text: Text) -> dict[str, Any]:
         if name in RESERVED or not has_variable(template, name):
             raise invalid("chat_template_kwargs", f"{name:.40} is no variable of this model's chat template")
         settings[name] = value
+    if request.enable_thinking is not None:
+        if not has_variable(template, "enable_thinking"):
+            raise invalid("enable_thinking", "this model's chat template does not know it", "unsupported_parameter")
+        settings.setdefault("enable_thinking", request.enable_thinking)
     if request.reasoning_effort is not None:
         if has_variable(template, "reasoning_effort"):
             settings["reasoning_effort"] = request.reasoning_effort

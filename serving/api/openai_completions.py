@@ -11,7 +11,7 @@ import msgspec
 
 from executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
 from serving.api.errors import ApiError, invalid
-from serving.api.fields import Fields, length_of_answer, read, sampling_of
+from serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from serving.api.front import Front, Job, Text
 from serving.api.logprobs import CompletionLogprobs, Names, joined
 from serving.api.sse import DONE, event
@@ -128,6 +128,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Com
         ids = encode(prompt, special, text, ready) if isinstance(prompt, str) else prompt
         if wrong := [id for id in ids if id >= ready.vocabulary]:
             raise invalid("prompt", f"token {wrong[0]} is outside the vocabulary of {ready.vocabulary}")
+        ids = truncated(request, ids)
         if not ids:
             raise invalid("prompt", "a prompt must have at least one token")
         most = length_of_answer(longest, "max_tokens", len(ids), "prompt", ready.longest)

@@ -15,6 +15,8 @@ DEEPEST = 32  # levels of a schema
 MOST_PROPERTIES = 512  # of a schema, in all its levels
 MOST_CALLS = 8  # calls of one answer, if calls are demanded
 COMPACT = {"whitespace_flexible": False}  # without it, an answer may be endless white space
+NAMED = ("properties", "$defs", "definitions", "patternProperties")  # keywords whose values are schemas by names
+NESTED = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")  # and those whose values are schemas
 ANYTHING = r"/(.|\n)*/"
 
 
@@ -39,6 +41,8 @@ def _asked(fields: Fields) -> list[tuple[str, str, Any]]:
         ("guided_regex", "regex", fields.guided_regex),
         ("guided_choice", "choice", fields.guided_choice),
         ("guided_grammar", "lark", fields.guided_grammar),
+        ("regex", "regex", fields.regex),
+        ("json_schema", "json", fields.json_schema),
         ("structured_outputs.json", "json", asked.json),
         ("structured_outputs.regex", "regex", asked.regex),
         ("structured_outputs.choice", "choice", asked.choice),
@@ -154,7 +158,7 @@ def calls_grammar(
         function = tool["function"]
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         check_schema(f"tools[{number}].function.parameters", parameters)
-        rules += _call_rules(names[number], function["name"], parameters, format, marks)
+        rules += _call_rules(names[number], function["name"], closed(parameters), format, marks)
     one = f"({' | '.join(names)})"
     block, end = marks.one(format.block), marks.one(format.block_end)
     repeat = f"{{0,{MOST_CALLS - 1}}}"
@@ -169,6 +173,21 @@ def calls_grammar(
     if len(text) > LARGEST:
         raise ApiError(400, f"tools: their schemas make a grammar of more than {LARGEST} characters", "tools")
     return Grammar("lark", text)
+
+
+def closed(schema: Any) -> Any:
+    """`schema` without properties that it does not name, where it does not say whether there may be others: a model
+    that must call would invent them."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {key: {name: closed(part) for name, part in value.items()} if key in NAMED and isinstance(value, dict) else
+             closed(value) if key in NESTED else value for key, value in schema.items()}  # fmt: skip
+    joined = any(key in schema for key in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
+    if _has_properties(schema) and not joined:
+        parts.setdefault("additionalProperties", False)
+    return parts
 
 
 def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: Format, marks: Marks) -> list[str]:

@@ -17,6 +17,8 @@ TOOL: dict[str, Any] = {
     },
 }
 
+USER = {"role": "user", "content": "Hi"}
+
 
 def test_a_chat_and_its_usage() -> None:
     async def scenario(server: Server) -> None:
@@ -63,6 +65,36 @@ def test_a_stream_has_a_role_first_a_reason_last_and_then_usage() -> None:
         assert counts[-1] == 7
         plain = (await server.chat(stream=True)).events
         assert all("usage" not in chunk for chunk in plain[:-1])
+
+    run(scenario)
+
+
+def test_a_call_that_the_limit_cuts_off_is_a_call() -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {"town": "Ba'
+
+    async def scenario(server: Server) -> None:
+        most = len(server.tokenizer.encode(text, chat=False))
+        asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "max_tokens": most}
+        choice = (await server.chat(**asked)).json["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+        assert call["function"] == {"name": "weather", "arguments": '{"town": "Ba'}
+        deltas = [c["choices"][0]["delta"] for c in (await server.chat(stream=True, **asked)).events[:-1]]
+        calls = [part["function"] for delta in deltas for part in delta.get("tool_calls", ())]
+        assert "".join(part["arguments"] for part in calls) == '{"town": "Ba'
+        assert not any(delta.get("content") for delta in deltas)
+
+    run(scenario, text + "th")
+
+
+def test_the_end_of_a_long_prompt() -> None:
+    async def scenario(server: Server) -> None:
+        for path, asked in (("completions", {"prompt": "abcdef"}), ("chat/completions", {"messages": [USER]})):
+            await server.ask(f"/v1/{path}", asked | {"truncate_prompt_tokens": -1})
+            await server.ask(f"/v1/{path}", asked | {"truncate_prompt_tokens": 2})
+            whole, end = server.engine.submitted[-2:]
+            assert end.ids == whole.ids[-2:]
+            assert (await server.ask(f"/v1/{path}", asked | {"truncate_prompt_tokens": 0})).status == 400
 
     run(scenario)
 

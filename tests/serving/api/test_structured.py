@@ -131,6 +131,17 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema | {"additionalProperties": False}}}
 
 
+def test_tools_have_no_properties_beyond_those_they_name() -> None:
+    inner = {"properties": {"a": {"type": "string"}}}
+    outer = {"type": "object", "properties": {"o": inner, "l": {"items": inner}, "free": {"type": "object"}}}
+    closed = structured.closed(outer)
+    assert closed["additionalProperties"] is False
+    assert closed["properties"]["o"] == closed["properties"]["l"]["items"] == inner | {"additionalProperties": False}
+    assert closed["properties"]["free"] == {"type": "object"}
+    for said in ({"properties": {}, "additionalProperties": True}, {"properties": {}, "anyOf": [True]}, True):
+        assert structured.closed(said) == said
+
+
 TOOLS = [tool("weather", town={"type": "string"}, days={"type": "integer"}), tool("time")]
 CALLS = {
     "qwen3": '<tool_call>\n{"name": "weather", "arguments": {"town":"Bath"}}\n</tool_call>',
