@@ -20,7 +20,8 @@ from text.formats import THINK, THINK_END, Format
 from text.tool_arguments import Tool, read_call, to_json, tools_by_name, unwrapped
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
-CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(\{.*)', re.DOTALL)
+CALL_BEGIN = '{"name":"'  # of a call in JSON, without white space
+CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"arguments"\s*:\s*)?(.*)', re.DOTALL)
 LONGEST_VALUE = 1 << 22  # characters of one parameter, or of one call in JSON
 
 
@@ -328,12 +329,16 @@ class Parser:
             self._text.write(text)
 
     def _end_cut(self) -> bool:
-        """Ends a call in JSON that was cut off within its arguments; whether it is one of a tool of this chat."""
-        call = CUT_CALL.fullmatch(self._text.getvalue())
-        if not call or call[1] not in self._tools:
+        """Ends a call in JSON that was cut off: one of a tool of this chat has the arguments so far, one without its
+        whole name is dropped. -> whether it was a call"""
+        text = self._text.getvalue()
+        call, begin = CUT_CALL.fullmatch(text), "".join(text.split())
+        if call and call[1] in self._tools:
+            arguments = call[2] if call[2].startswith("{") else ""
+            self._parts += [Part("call", call[1]), Part("arguments", arguments), Part("end")]
+        elif call or not (CALL_BEGIN.startswith(begin) or begin.startswith(CALL_BEGIN)):
             return False
         self._turn(State.CONTENT)
-        self._parts += [Part("call", call[1]), Part("arguments", call[2]), Part("end")]
         return True
 
     def _end_json(self, mark: str) -> None:

@@ -18,7 +18,7 @@ from executor.config.load import list_cases, load_case, load_model_config
 from executor.config.resolved import read_resolved
 from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
-from executor.run.defaults import CHATTING, RUNNING, SERVING, Purpose, open_case, write_case
+from executor.run.defaults import CHATTING, MEASURING, PLANNING, RUNNING, SERVING, Purpose, open_case, write_case
 from ops.format import GROUP_SIZES
 from umbra.errors import UserError, run_main
 from umbra.files import ROOT
@@ -202,7 +202,7 @@ def by_ranks(parser: Parser) -> None:
 
 def case_of(args: argparse.Namespace) -> Case:
     """The case of a command that is started again as its own ranks."""
-    return read_resolved(args.resolved) if args.resolved else open_case(args.case, RUNNING, args.set)
+    return read_resolved(args.resolved) if args.resolved else open_case(args.case, MEASURING, args.set)
 
 
 def opened(args: argparse.Namespace, purpose: Purpose, more: dict[str, object] | None = None) -> Case:
@@ -257,7 +257,7 @@ def plan(args: argparse.Namespace) -> None:
         return show_cluster_plan(args.cluster, args.set, args.json, args.plot)
     if not (args.case or args.model):
         raise UserError("umbra plan: name a case or the folder of a checkpoint, or give --cluster FILE")
-    case = opened(args, SERVING)
+    case = opened(args, PLANNING)
     load_model_config(case)  # refuse a wrong case before torch is imported
     from executor.run.memory_report import show_plan
 
@@ -302,7 +302,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     if args.against_set and not args.against:
         raise UserError("--against-set: belongs to --against CASE, which is missing")
-    against = open_case(args.against, RUNNING, args.against_set) if args.against else None
+    against = open_case(args.against, MEASURING, args.against_set) if args.against else None
     asked = Evaluation(
         case=case_of(args), text=args.text, against=against, window=args.window, batch=args.batch, json=args.json,
         results=args.results, logits=args.logits,

@@ -38,12 +38,15 @@ class Purpose:
     what: str  # as the user reads it
     sequences: int  # at once, if there is memory
     new_tokens: int = 1024
+    samples: bool = True  # whether sampling settings matter
     chat: bool = True  # whether prompts go through the chat template, if there is one
 
 
 SERVING = Purpose("serving", 8)
 CHATTING = Purpose("a chat with", 1)
+PLANNING = Purpose("planning to serve", 8, samples=False)
 RUNNING = Purpose("running", 4, 256)
+MEASURING = Purpose("measuring", 4, 256, samples=False)  # `evaluate` and `logits`, which choose no tokens by chance
 CALLING = Purpose("running", 4, chat=False)  # `LLM`, whose `generate` takes texts as they are
 
 
@@ -54,10 +57,12 @@ def open_case(
     goes before a folder's, which ./NAME names as well."""
     if file := find_case(model):
         data = read_yaml(file, "a case")
-        return _followed(make_case(data, file.stem, file.name, overrides, settings), data)
+        case = make_case(data, file.stem, file.name, overrides, settings)
+        return _followed(case, data) if purpose.samples else case
     path = Path(model).expanduser()
     if path.is_dir():
-        return _followed(*case_of_checkpoint(path, purpose, overrides, settings))
+        case, data = case_of_checkpoint(path, purpose, overrides, settings)
+        return _followed(case, data) if purpose.samples else case
     if path.suffix == ".gguf":
         raise UserError(f"{model}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
     if path.suffix == ".safetensors":

@@ -136,6 +136,21 @@ def streamed(parser: Parser, pieces: Iterable[str]) -> list[Part]:
     return merged(parts)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "f", "arguments": {"s": "a', Answer("", "", (ToolCall("f", '{"s": "a'),))),
+        ('{"name": "f", "argu', Answer("", "", (ToolCall("f", ""),))),
+        ('{"na', answer()),
+        ('{"name": "unk', answer()),
+        ('{"name": "unknown", "arguments": {', answer("", '<tool_call>\n{"name": "unknown", "arguments": {')),
+        ('{"other": 1', answer("", '<tool_call>\n{"other": 1')),
+    ],
+)
+def test_a_call_that_the_limit_cuts_off(text: str, expected: Answer) -> None:
+    assert new(QWEN3).whole(f"<tool_call>\n{text}", cut=True) == expected
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rules(name: str) -> None:
     format, options, text, expected = CASES[name]
