@@ -20,7 +20,7 @@ from ops.interface import Heads, Paged, Slots
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
 # real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
-ASCEND_KERNELS = {"moe": 5, "write_kv": 2, "split_rms_norm": 6}
+ASCEND_KERNELS = {"moe": 5, "write_kv": 2, "split_rms_norm": 6, "add_gated": 2}
 EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three, a cast, combine
 IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
 
@@ -152,8 +152,11 @@ class CountedOps:
         return self.made("parts of means", squares, *squares.shape)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        self.note("rope", q, q, k, k)
-        return q, k  # rotated in place
+        self.note("rope", q, q, k, k)  # rotated in place, or in a copy of columns of a wider product
+        return self._copied(q), self._copied(k)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return x if x.is_contiguous() else self.made("copied heads", x, *x.shape)
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         self.note("write_kv", k, k, v, v)  # views of k and v are written
@@ -185,16 +188,22 @@ class CountedOps:
     def _activated(self, x: Tensor) -> Tensor:
         return self.made("silu(gate) * up", x, *x.shape[:-1], x.shape[-1] // 2)
 
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+        self.note("add" if gate is None else "add_gated", x, x, y)
+        if gate is not None:
+            _ = self.made("sigmoid of the gate", gate, *gate.shape)
+        return x
+
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         self.note("route", logits)
         return self._gated(logits, top_k)  # `npu_moe_gating_top_k_softmax` makes less
 
     def route_sigmoid(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         self.note("route", logits)
         if not renormalise:
-            return self._plain_gating(logits, bias, top_k)
+            return self._plain_gating(logits, bias, top_k, scale)
         weights, ids = self._gated(logits, top_k)
         return self._in_own_type(weights), ids
 
@@ -204,13 +213,16 @@ class CountedOps:
         _ = self.made("unused scores", logits, *logits.shape, dtype=torch.float32)
         return weights, ids
 
-    def _plain_gating(self, logits: Tensor, bias: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+    def _plain_gating(self, logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
         scores = self.made("scores", logits, *logits.shape)
         biased = scores if bias is None else self.made("biased scores", scores, *scores.shape)
         top = self.made("largest scores", biased, len(logits), top_k)
         ids = self.made("ids", biased, len(logits), top_k, dtype=torch.int64)
         del biased, top
-        weights = self._in_own_type(self.made("weights", scores, *ids.shape))
+        weights = self.made("weights", scores, *ids.shape)
+        if scale != 1:
+            weights = self.made("scaled weights", weights, *ids.shape)
+        weights = self._in_own_type(weights)
         return weights, self.made("ids", ids, *ids.shape, dtype=torch.int32)
 
     def _in_own_type(self, weights: Tensor) -> Tensor:

@@ -181,11 +181,17 @@ class Ops(Protocol):
     def silu_mul(self, x: Tensor) -> Tensor:
         """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
 
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+        """x + sigmoid(gate) * y, in place of x (T, H). gate (T, 1); None: y (T, H) is added whole. -> x"""
+
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
         """Softmax over all experts (T, E), then the top k; of equal ones those with smaller ids."""
 
-    def route_sigmoid(self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> Routed:
-        """The top k of sigmoid(logits) + bias (E), weighted by the sigmoid alone; ties as in route_softmax."""
+    def route_sigmoid(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+    ) -> Routed:
+        """The top k of sigmoid(logits) + bias (E), weighted by the sigmoid alone and then by `scale`; ties as in
+        route_softmax."""
 
     def argmax(self, x: Tensor) -> Tensor:
         """The first of the largest of each row of x (S, V). -> (S) int64"""

@@ -178,14 +178,21 @@ def silu_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def add_gated(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+    return x.copy_(x.float() + (y.float() if gate is None else gate.float().sigmoid() * y.float()))
+
+
 def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     return _routed(logits.softmax(-1), logits, top_k, renormalise)  # a softmax keeps the order
 
 
-def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route_sigmoid(
+    logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     scores = logits.float().sigmoid()
-    return _routed(scores, scores if bias is None else scores + bias, top_k, renormalise)
+    weights, ids = _routed(scores, scores if bias is None else scores + bias, top_k, renormalise)
+    return weights * scale, ids
 
 
 def _routed(scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from executor.config.case import Case
 from executor.config.env import RankEnv
@@ -60,6 +68,13 @@ TINY_AS_M2: dict[str, Any] = dict(  # a MiniMax-M2 of the sizes in TINY
     num_experts_per_tok=3,
     initializer_range=0.3,
 )
+TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and what differs from TINY
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        dict(shared_expert_intermediate_size=32, norm_topk_prob=False),
+    ),
+}
 OFFICIAL_M2 = {  # keys of the official config.json that transformers does not use
     "attn_type_list": [1, 1, 1], "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
     "use_routing_bias": True, "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3,
@@ -120,6 +135,20 @@ def save_tiny_m2(folder: Path, official: bool = True, /, **options: Any) -> Mini
         for name in ("eos_token_id", "bos_token_id", "partial_rotary_factor", "dtype"):
             config.pop(name, None)
         path.write_text(json.dumps(config))
+    return model
+
+
+def save_tiny_of(folder: Path, family: str, /, **options: Any) -> PreTrainedModel:
+    """A random model of a family in TINY_OF saved to `folder` in float32; returned in evaluation mode as the oracle.
+    Everything that transformers starts at zero or one is random."""
+    torch.manual_seed(5)
+    config, kind, settings = TINY_OF[family]
+    model: PreTrainedModel = kind(config(**TINY | settings | options)).eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name or "bias" in name:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    model.save_pretrained(folder)
     return model
 
 

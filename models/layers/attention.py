@@ -1,10 +1,15 @@
 """Attention over the paged KV cache."""
 
+from typing import Protocol
+
 from torch import Tensor, nn
 
 from models.batch import Batch
 from models.build import Build
+from models.layers.linear import MergedLinear, RowLinear, Source
 from models.layers.norm import RMSNorm
+from models.layers.rotary import head_order
+from models.rope import RopeConfig
 from ops.interface import Heads, fixed
 from ops.parallel.groups import Shard
 
@@ -50,3 +55,53 @@ class PagedAttention(nn.Module):
 
     def _attend(self, q: Tensor, batch: Batch) -> Tensor:
         return self.ops.attention(q, self.k_cache, self.v_cache, batch.paged, self.head_dim**-0.5).flatten(1)
+
+
+class AttentionConfig(Protocol):
+    """What `GroupedAttention` reads of a family's config."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention with rotary embedding of a whole head or of its first columns. `bias`: of the projections
+    to queries, keys and values; `out_bias`: of that back; `normed`: each head of queries and keys has a norm."""
+
+    def __init__(self, config: AttentionConfig, build: Build, bias: bool, out_bias: bool, normed: bool):
+        super().__init__()
+        dim, tp, hidden = config.head_dim, build.parallel.attn_tp, config.hidden_size
+        q_rows, kv_rows = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        kv_part = kv_shard(tp, config.num_key_value_heads).part(kv_rows)
+        order = head_order(config.rope, dim)
+        sources = [
+            Source("q_proj", q_rows, tp.part(q_rows), order),
+            Source("k_proj", kv_rows, kv_part, order),
+            Source("v_proj", kv_rows, kv_part),
+        ]
+        self.ops, self.head_dim, self.sizes = build.ops, dim, [source.kept for source in sources]
+        self.qkv_proj = MergedLinear(build, hidden, sources, bias)
+        if normed:
+            self.q_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
+            self.k_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
+        self.normed = normed
+        self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim)
+        self.o_proj = RowLinear(build, "o_proj", q_rows, hidden, out_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+        qkv = self.qkv_proj(x, batch)
+        if self.normed:
+            return self.o_proj(self.attention.normed(qkv, self.q_norm, self.k_norm, cos, sin, batch), batch)
+        q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.sizes, 1))  # (T, heads, D)
+        q, k = self.ops.rope(q, k, cos, sin)
+        return self.o_proj(self.attention(q, k, v, batch), batch)

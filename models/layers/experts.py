@@ -10,6 +10,8 @@ from torch import Tensor
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
+from models.layers.mlp import GatedMLP
+from models.layers.router import Router
 from ops.interface import ExpertMatrices, Routed, Scores, Slots, fixed
 from ops.parallel.placement import Held, first_placement, slots_for
 
@@ -21,6 +23,7 @@ class Experts(Layer):
     With `build.exchange`, steps that it takes send each row to the ranks of its experts instead.
     With `parallel.expert_slots`, `held` says which expert is in each slot of all ranks, and rows find them by `slots`.
     With `build.shadows` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
+    Every token also takes the expert `shared`, where a model has one: its parts join the same sum.
     `names` are the checkpoint's names of an expert's gate, up and down matrices.
     """
 
@@ -64,20 +67,33 @@ class Experts(Layer):
         self.slots.rows.zero_()
         self.slots.table.copy_(torch.from_numpy(slots_for(self.ep.rank, self.ep.size, held)))
 
-    def forward(self, x: Tensor, routed: Routed, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        routed: Routed,
+        batch: Batch,
+        shared: GatedMLP | None = None,
+        shared_gate: Router | None = None,
+    ) -> Tensor:
         rows, exchange = batch.rows(self.parallel), self.exchange
         if exchange and (batch.even or exchange.uneven) and exchange.takes(len(x), self.weights):
-            return exchange.mixture(x, *chosen(routed), self.weights, self.slots)
+            y = exchange.mixture(
+                x, *chosen(routed), self.weights, self.slots
+            )  # of the rank's own tokens: no sum follows
+            return shared.add_to(y, x, shared_gate) if shared else y
+        everyone = rows.gather_all(x)
         if isinstance(routed, Scores) and not (self.shadowed or self.slots):
-            y = routed.moe(rows.gather_all(x), rows.gather_all(routed.values), self.weights, self.first)
+            y = routed.moe(everyone, rows.gather_all(routed.values), self.weights, self.first)
         else:
             weights, ids = chosen(routed)
             ids = self.slots.of(ids) if self.slots else ids
-            x, weights, ids = (rows.gather_all(t) for t in (x, weights, ids))
+            weights, ids = rows.gather_all(weights), rows.gather_all(ids)
             if self.shadowed is None:
-                y = self.ops.moe(x, weights, ids, self.weights, self.first)
+                y = self.ops.moe(everyone, weights, ids, self.weights, self.first)
             else:
-                y = self.shadowed.mixture(x, weights, ids, self.first)
+                y = self.shadowed.mixture(everyone, weights, ids, self.first)
+        if shared:
+            shared.add_to(rows.of_group(y), rows.of_group(everyone), shared_gate)
         return rows.sum_all(y)
 
     def storages(self) -> Iterator[Tensor]:

@@ -49,7 +49,11 @@ class MergedLinear(Layer):
         self.nbytes = self.weight.nbytes
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.ops.linear(batch.rows(self.parallel).gather(x), self.weight, self.bias)
+        return self.of_all_rows(batch.rows(self.parallel).gather(x))
+
+    def of_all_rows(self, x: Tensor) -> Tensor:
+        """The products of `x`, which has all rows of this rank's group."""
+        return self.ops.linear(x, self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         parent, inputs = path.rpartition(".")[0], self.weight.columns
@@ -78,8 +82,12 @@ class RowLinear(Layer):
         self.nbytes = self.weight.nbytes
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return batch.rows(self.parallel).sum(self.part_of(x))
+
+    def part_of(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
         bias = self.bias if self.parallel.attn_tp.rank == 0 else None  # added once to the sum
-        return batch.rows(self.parallel).sum(self.ops.linear(x, self.weight, bias))
+        return self.ops.linear(x, self.weight, bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         outputs = self.weight.rows

@@ -11,9 +11,11 @@ from ops.parallel.groups import Group
 
 
 class RMSNorm(Layer):
-    def __init__(self, build: Build, size: int, eps: float):
+    """`order` is the order of the columns, if it is not the checkpoint's (models/layers/rotary.py)."""
+
+    def __init__(self, build: Build, size: int, eps: float, order: tuple[int, ...] | None = None):
         super().__init__()
-        self.ops, self.eps = build.ops, eps
+        self.ops, self.eps, self.source = build.ops, eps, Source("", size, slice(0, size), order)
         self.weight = build.vector(size)
         self.elements, self.nbytes = size, self.weight.nbytes
 
@@ -27,7 +29,7 @@ class RMSNorm(Layer):
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(f"{path}.weight", tuple(self.weight.shape), (ALL,), self.weight.copy_)
+        yield Piece(f"{path}.weight", tuple(self.weight.shape), (ALL,), self.source.fills(self.weight.copy_))
 
 
 class SplitRMSNorm(Layer):

@@ -138,10 +138,11 @@ class AscendOps(AscendLayout):
         if q.shape[-1] not in HEAD_DIMS:
             raise UserError(f"head_dim: {q.shape[-1]}: npu_apply_rotary_pos_emb takes {HEAD_DIMS[0]} or {HEAD_DIMS[1]}")
         # (T, 1, heads, D): a batch of T sequences of one token. The op rotates in place, although its schema does not
-        # say so. This is safe, since q and k are new tensors, made by their norms, that nothing else reads.
+        # say so. This is safe, since q and k are new tensors, made by their norms or copied here from the columns of
+        # their product, that nothing else reads.
         q, k = torch_npu.npu_apply_rotary_pos_emb(
-            query=q[:, None], key=k[:, None], cos=cos[:, None, None], sin=sin[:, None, None], layout="BSND",
-            rotary_mode="half",
+            query=q.contiguous()[:, None], key=k.contiguous()[:, None], cos=cos[:, None, None],
+            sin=sin[:, None, None], layout="BSND", rotary_mode="half",
         )  # fmt: skip
         return q.squeeze(1), k.squeeze(1)
 
@@ -235,19 +236,24 @@ class AscendOps(AscendLayout):
     def silu_mul(self, x: Tensor) -> Tensor:
         return moe.swiglu(x)
 
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+        return x.add_(y) if gate is None else x.addcmul_(y, gate.sigmoid())
+
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
         choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise)
         return self._routed(logits, None, top_k, renormalise, False, choose)
 
-    def route_sigmoid(self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> Routed:
-        choose = partial(self.choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise)
-        return self._routed(logits, bias, top_k, renormalise, True, choose)
+    def route_sigmoid(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+    ) -> Routed:
+        choose = partial(self.choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise, scale=scale)
+        return self._routed(logits, bias, top_k, renormalise and scale == 1, True, choose)
 
     def _routed(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, sigmoid: bool, choose: Choose
+        self, logits: Tensor, bias: Tensor | None, top_k: int, sums_to_one: bool, sigmoid: bool, choose: Choose
     ) -> Routed:
-        """Leaves the choice to the mixture where that may be a kernel that chooses."""
-        if not (self.gemv_tokens and renormalise and top_k <= MOST_CHOSEN and logits.shape[1] <= MOST_SCORED):
+        """Leaves the choice to the mixture where that may be a kernel that chooses. Its weights sum to one."""
+        if not (self.gemv_tokens and sums_to_one and top_k <= MOST_CHOSEN and logits.shape[1] <= MOST_SCORED):
             return choose(logits)
 
         def mixture(x: Tensor, scores: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
@@ -268,26 +274,26 @@ class AscendOps(AscendLayout):
         return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
 
     def choose_sigmoid(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Weights are in the model's type, ids are int32."""
         if renormalise and logits.shape[1] <= MOST_GATED:
-            weights, ids = self._gated(logits, bias, top_k, 0, SIGMOID)  # which renormalises, whatever `renorm` is
+            weights, ids = self._gated(logits, bias, top_k, 0, SIGMOID, scale)  # renormalised, whatever `renorm` is
             return weights.to(self.dtype), ids
         scores = logits.sigmoid()
         ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
         weights = scores.gather(-1, ids)
         weights = weights / weights.sum(-1, keepdim=True) if renormalise else weights
-        return weights.to(self.dtype), ids.int()
+        return (weights * scale if scale != 1 else weights).to(self.dtype), ids.int()
 
     def _gated(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renorm: int, norm_type: int
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renorm: int, norm_type: int, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if not len(logits):  # a data-parallel group that has no prompt in this step
             return logits.new_empty(0, top_k), logits.new_empty(0, top_k, dtype=torch.int32)
         weights, ids, _ = torch_npu.npu_moe_gating_top_k(
             x=logits, k=top_k, bias=bias, k_group=1, group_count=1, group_select_mode=0, renorm=renorm,
-            norm_type=norm_type, out_flag=False, routed_scaling_factor=1.0, eps=1e-20,
+            norm_type=norm_type, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
         )  # fmt: skip
         return weights, ids
 

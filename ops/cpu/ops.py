@@ -178,23 +178,33 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 @traced
+def add_gated(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+    native.add_gated(pointer(x), pointer(y), pointer(gate), *x.shape)
+    return x
+
+
+@traced
 def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     return _route(logits, None, top_k, False, renormalise)
 
 
 @traced
-def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    return _route(logits, bias, top_k, True, renormalise)
+def route_sigmoid(
+    logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    return _route(logits, bias, top_k, True, renormalise, scale)
 
 
-def _route(logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, renormalise: bool) -> tuple[Tensor, Tensor]:
+def _route(
+    logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, renormalise: bool, *scale: float
+) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
     weights, ids, scratch = (
         torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=INT), torch.empty(tokens, experts),
     )  # fmt: skip
     native.route(
         pointer(logits), pointer(bias), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k,
-        sigmoid, renormalise,
+        sigmoid, renormalise, *scale,
     )  # fmt: skip
     return weights, ids
 

@@ -14,7 +14,7 @@ class GroupRows:
     have equally many."""
 
     def __init__(self, parallel: Parallel, counts: tuple[int, ...] | None):
-        self.parallel, self.counts = parallel, counts
+        self.parallel, self.counts, self.group_counts = parallel, counts, counts
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of `x`, which has all rows of the group."""
@@ -33,6 +33,10 @@ class GroupRows:
         """The rows of all groups; `x` has this rank's rows."""
         return self.parallel.attn_dp.gather_rows(x, self.counts)
 
+    def of_group(self, x: Tensor) -> Tensor:
+        """The rows of this rank's group, a view of `x`, which has the rows of all groups."""
+        return self.parallel.attn_dp.own_rows(x, self.group_counts)
+
     def sum_all(self, x: Tensor) -> Tensor:
         """This rank's rows of the sum of `x` over all ranks. `x` has the rows of all groups and may be overwritten."""
         return self.parallel.attn_dp.own_rows(self.parallel.world.all_reduce(x), self.counts)
@@ -44,7 +48,8 @@ class RowShares(GroupRows):
 
     def __init__(self, parallel: Parallel, counts: tuple[int, ...] | None):
         ranks = parallel.attn_tp.size
-        super().__init__(parallel, counts and tuple(count // ranks for count in counts for _ in range(ranks)))
+        super().__init__(parallel, counts)
+        self.counts = counts and tuple(count // ranks for count in counts for _ in range(ranks))
 
     def own(self, x: Tensor) -> Tensor:
         return self.parallel.attn_tp.own_rows(x, None).clone()  # or it would keep the memory of all rows

@@ -17,11 +17,13 @@ from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
 from models.minimax_m2.config import MiniMaxM2Config
 from models.minimax_m2.model import MiniMaxM2ForCausalLM
+from models.qwen2_moe.config import Qwen2MoeConfig
+from models.qwen2_moe.model import Qwen2MoeForCausalLM
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend.host_memory import pinned
 from ops.ascend.shadow import Node, ShadowNodes
-from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, write_case
+from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, save_tiny_of, write_case
 from tests.variants import thorough_but
 
 
@@ -48,7 +50,11 @@ M2_SIZES = dict(
 )  # fmt: skip
 QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeConfig, Qwen3MoeForCausalLM)
 M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
-SECOND_THOROUGH = thorough_but((QWEN3, M2), QWEN3)  # of costly tests
+QWEN2 = Family(
+    "qwen2_moe", lambda folder, **options: save_tiny_of(folder, "qwen2_moe", **options),
+    SIZES | {"shared_expert_intermediate_size": 64}, "moe_intermediate_size", Qwen2MoeConfig, Qwen2MoeForCausalLM,
+)  # fmt: skip
+SECOND_THOROUGH = thorough_but((QWEN3, M2, QWEN2), QWEN3)  # of costly tests
 CAPTURE_MODES = thorough_but(["acl_graph", "npugraph_ex"], "acl_graph")  # of costly tests
 PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
 

@@ -20,7 +20,7 @@ from ops.ascend.ops import AscendOps
 from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
 from ops.parallel.groups import Parallel, Shard
-from tests.ascend.engine import M2, QWEN3, Family
+from tests.ascend.engine import M2, QWEN2, QWEN3, Family
 
 BF16 = torch.bfloat16
 TWO = CountedGroup(0, 2)
@@ -42,7 +42,9 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
     [*((routing, "whole") for routing in moe.ROUTINGS), *(("fusion_v2", way) for way in list(WAYS)[1:])],
 )
 @pytest.mark.parametrize(
-    ("family", "format", "top_k"), [(QWEN3, None, 8), (QWEN3, Format("q4", 32), 2), (M2, Format("q4", 32), 2)], ids=str
+    ("family", "format", "top_k"),
+    [(QWEN3, None, 8), (QWEN3, Format("q4", 32), 2), (M2, Format("q4", 32), 2), (QWEN2, None, 3)],
+    ids=str,
 )
 def test_as_much_is_alive_at_the_fullest_moment(
     tmp_path: Path, family: Family, routing: str, format: Format | None, top_k: int, way: str,
@@ -51,7 +53,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
     parallel, exchanged = WAYS[way]
     # The op rotates in place, which its meta function does not know.
     monkeypatch.setattr(torch_npu, "npu_apply_rotary_pos_emb", lambda query, key, **_: (query, key))
-    sizes = {QWEN3: dict(mlp_only_layers=[0], intermediate_size=64, attention_bias=True), M2: {}}[family]
+    sizes = {QWEN3: dict(mlp_only_layers=[0], intermediate_size=64, attention_bias=True)}.get(family, {})
     family.save(tmp_path / "model", **family.sizes | sizes | dict(num_experts_per_tok=top_k))
     config = family.config.from_folder(tmp_path / "model")
     plain = FORMATS["bfloat16"]

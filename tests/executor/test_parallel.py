@@ -14,7 +14,7 @@ import pytest
 from executor.config.load import load_case
 from executor.run.prompts import encode_prompts
 from tests.ranks import run_ranks
-from tests.tiny import make_runner, save_tiny, save_tiny_m2, write_case
+from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, write_case
 from text.tokenizer import Tokenizer
 from umbra.commands.logits import collect_logits, sized_for
 from umbra.files import ROOT
@@ -70,11 +70,23 @@ M2_FEW_KV: Splits = {  # two KV heads, of which several ranks hold copies
     "tp4_graph": dict(world_size=4, exe_mode="graph"),
     "dp2_tp4": dict(world_size=8, attn_tp_size=4),
 }
-SPLITS = {"qwen3": QWEN3, "m2": M2, "m2_few_kv": M2_FEW_KV, "demo": DEMO, "demo_tp8": DEMO_TP8}
+SHARED: Splits = {  # a shared expert: its parts join sums of all rows, of shares of rows, or none
+    "tp2": dict(world_size=2),
+    "dp2_ep2_graph": dict(world_size=2, attn_tp_size=1, moe_tp_size=1, exe_mode="graph"),
+    "ep2_copies_graph": dict(
+        world_size=2, attn_tp_size=1, moe_tp_size=1, expert_slots=5, rebalance_steps=1, exe_mode="graph"
+    ),
+    "tp4_moe_2x2_graph_sp": dict(world_size=4, moe_tp_size=2, exe_mode="graph", sequence_parallel_tokens=1),
+    "dp2_tp2_ep4": dict(world_size=4, attn_tp_size=2, moe_tp_size=1),
+    "dp2_tp2_sp_in_chunks": dict(world_size=4, attn_tp_size=2, chunked_prefill_size=5, sequence_parallel_tokens=1),
+    "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
+}
+SPLITS = {"qwen2": SHARED, "qwen3": QWEN3, "m2": M2, "m2_few_kv": M2_FEW_KV, "demo": DEMO, "demo_tp8": DEMO_TP8}
 M2_SIZES = dict(hidden_size=64, head_dim=8, rotary_dim=4, num_hidden_layers=2, initializer_range=0.15)
 MODELS: dict[str, Callable[[Path], object]] = {
     # Biases, a dense layer and a tied head come along.
     "qwen3": lambda folder: save_tiny(folder, attention_bias=True, mlp_only_layers=[1], tie_word_embeddings=True),
+    "qwen2": lambda folder: save_tiny_of(folder, "qwen2_moe"),
     "m2": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=48, num_key_value_heads=8),
     "m2_few_kv": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=16, num_key_value_heads=2),
 }

@@ -97,7 +97,7 @@ def test_without_rotary_keys_all_columns_rotate(tmp_path: Path) -> None:
         ({"model_type": "minimax_text_01"}, "(MiniMax-01, another architecture) is not supported"),
         (
             {"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"]},
-            "model_type: 'minimax' (MiniMax-01, another architecture) is not supported, only qwen3_moe, minimax_m2",
+            "model_type: 'minimax' (MiniMax-01, another architecture) is not supported, only qwen3_moe, ",
         ),
     ],
 )

@@ -380,6 +380,15 @@ def test_silu_mul() -> None:
     close(cpu.silu_mul(x), reference.silu_mul(x))
 
 
+@pytest.mark.parametrize("gate", [None, torch.tensor([[0.5], [-90], [90]])])
+@pytest.mark.usefixtures("kernels")
+def test_add_gated(gate: Tensor | None) -> None:
+    x, y = torch.randn(3, 37), torch.randn(3, 37)
+    expected = reference.add_gated(x.clone(), y, gate)
+    assert cpu.add_gated(x, y, gate) is x
+    close(x, expected)
+
+
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 256, 8), (600, 64, 2), (3, 5, 5), (0, 4, 2)])
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.usefixtures("kernels")
@@ -388,7 +397,7 @@ def test_routing(tokens: int, experts: int, top_k: int, renormalise: bool) -> No
     ways: list[Callable[[Any], tuple[Tensor, Tensor]]] = [
         lambda ops: ops.route_softmax(logits, top_k, renormalise),
         lambda ops: ops.route_sigmoid(logits, torch.ones(experts).cumsum(0) / 99, top_k, renormalise),
-        lambda ops: ops.route_sigmoid(logits, None, top_k, renormalise),
+        lambda ops: ops.route_sigmoid(logits, None, top_k, renormalise, 2.5),
     ]
     for route in ways:
         (weights, ids), (expected, expected_ids) = route(cpu), route(reference)

@@ -93,14 +93,20 @@ void bind_ops(py::module_& m) {
         },
         py::arg("x"), py::arg("out"), py::arg("tokens"), py::arg("width"));
     m.def(
+        "add_gated",
+        [](uintptr_t x, uintptr_t y, uintptr_t gate, int64_t tokens, int64_t width) {
+            submit(AddGated{at<float>(x), at<const float>(y), at<const float>(gate), tokens, width});
+        },
+        py::arg("x"), py::arg("y"), py::arg("gate"), py::arg("tokens"), py::arg("width"));
+    m.def(
         "route",
         [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,
-           int64_t experts, int64_t k, bool sigmoid, bool renormalise) {
+           int64_t experts, int64_t k, bool sigmoid, bool renormalise, float scale) {
             submit(Route{at<const float>(logits), at<const float>(bias), at<float>(weights), at<int64_t>(ids),
-                         at<float>(scratch), tokens, experts, k, sigmoid, renormalise});
+                         at<float>(scratch), tokens, experts, k, sigmoid, renormalise, scale});
         },
         py::arg("logits"), py::arg("bias"), py::arg("weights"), py::arg("ids"), py::arg("scratch"), py::arg("tokens"),
-        py::arg("experts"), py::arg("k"), py::arg("sigmoid"), py::arg("renormalise"));
+        py::arg("experts"), py::arg("k"), py::arg("sigmoid"), py::arg("renormalise"), py::arg("scale") = 1.0f);
     m.def(
         "argmax",
         [](uintptr_t x, uintptr_t out, uintptr_t best, int64_t rows, int64_t width) {

@@ -72,6 +72,10 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
+CLONES void add_row(float* x, const float* y, float factor, int64_t width) {
+    for (int64_t i = 0; i < width; i++) x[i] += factor * y[i];
+}
+
 template <class Load>
 void widen_row(const Load* from, float* to, int64_t width) {
     for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
@@ -138,6 +142,13 @@ void SiluMul::run(Context& context) const {
              [&](int64_t t) { silu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width); });
 }
 
+void AddGated::run(Context& context) const {
+    for_rows(context, tokens, width, [&](int64_t t) {
+        const float factor = gate ? 1.0f / (1.0f + std::exp(-gate[t])) : 1.0f;
+        add_row(x + t * width, y + t * width, factor, width);
+    });
+}
+
 void Route::run(Context& context) const {
     for_rows(context, tokens, experts * k, [&](int64_t t) {
         const float* row = logits + t * experts;
@@ -154,8 +165,8 @@ void Route::run(Context& context) const {
             chosen += weights[t * k + j] = sigmoid ? logistic(best) : p[best] / total;
             p[best] = -std::numeric_limits<float>::infinity();
         }
-        if (renormalise)
-            for (int64_t j = 0; j < k; j++) weights[t * k + j] /= chosen;
+        const float divisor = renormalise ? chosen : 1.0f;
+        for (int64_t j = 0; j < k; j++) weights[t * k + j] = weights[t * k + j] / divisor * scale;
     });
 }
 

@@ -109,6 +109,14 @@ struct SiluMul {
     void run(Context&) const;
 };
 
+struct AddGated {
+    float* x;           // (T, width), in place
+    const float* y;     // (T, width)
+    const float* gate;  // (T) or null: y is added whole
+    int64_t tokens, width;
+    void run(Context&) const;
+};
+
 struct Route {
     const float* logits;  // (T, experts)
     const float* bias;    // (experts) or null; added to the scores that select experts, not to the weights
@@ -117,6 +125,7 @@ struct Route {
     float* scratch;       // (T, experts)
     int64_t tokens, experts, k;
     bool sigmoid, renormalise;  // scores are sigmoid or softmax
+    float scale;                // of the weights
     void run(Context&) const;
 };
 

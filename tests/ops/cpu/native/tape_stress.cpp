@@ -31,7 +31,7 @@ std::vector<float> replayed(const std::vector<Team>& teams) {
     tape.add(Linear{first.matrix, normed.data(), nullptr, h.data(), Scratch{scratch.data()}, kTokens, kHidden});
     tape.add(Linear{router.matrix, h.data(), nullptr, logits.data(), Scratch{scratch.data()}, kTokens, kExperts});
     tape.add(Route{logits.data(), nullptr, weights.data(), ids.data(), scores.data(), kTokens, kExperts, kTopK, false,
-                   true});
+                   true, 1.0f});
     tape.add(Moe{w13.matrix, w2.matrix, h.data(), weights.data(), ids.data(), out.data(), moe_scratch.data(), kTokens,
                  kTopK, kExperts, 0, kHidden, kInner});
     std::vector<float> all;

@@ -103,7 +103,7 @@ struct Step {
                 const int64_t experts = input.range<int64_t>(1, 20), k = input.range<int64_t>(1, experts);
                 add(Route{in<float>(tokens * experts), input.flag() ? in<float>(experts) : nullptr,
                           out<float>(tokens * k), out<int64_t>(tokens * k), scratch<float>(tokens * experts), tokens,
-                          experts, k, input.flag(), input.flag()});
+                          experts, k, input.flag(), input.flag(), 1.0f});
                 return;
             }
             case 6: {

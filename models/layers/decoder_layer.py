@@ -1,0 +1,27 @@
+"""The usual decoder layer: attention, then an MLP or a mixture of experts, each after a norm and with a residual."""
+
+from torch import Tensor, nn
+
+from models.batch import Batch
+from models.build import Build
+from models.layers.norm import RMSNorm
+
+
+class DecoderLayer(nn.Module):
+    """`attention` takes (x, cos, sin, batch), `mlp` takes (x, batch)."""
+
+    def __init__(self, build: Build, hidden: int, eps: float, attention: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.input_layernorm = RMSNorm(build, hidden, eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(build, hidden, eps)
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, cos, sin, batch)
+        x, residual, batch = batch.wanted(x, residual)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x, batch), residual

@@ -1,0 +1,29 @@
+"""A gated MLP that every token takes: the only one of a dense layer, or a shared expert beside routed ones."""
+
+from torch import Tensor, nn
+
+from models.batch import Batch
+from models.build import Build
+from models.layers.linear import MergedLinear, RowLinear, Source
+from models.layers.router import Router
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), whose `inner` columns are split over the ranks that share attention."""
+
+    def __init__(self, build: Build, hidden: int, inner: int):
+        super().__init__()
+        self.ops, part = build.ops, build.parallel.attn_tp.part(inner)
+        self.gate_up_proj = MergedLinear(
+            build, hidden, [Source(name, inner, part) for name in ("gate_proj", "up_proj")]
+        )
+        self.down_proj = RowLinear(build, "down_proj", inner, hidden)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x, batch)), batch)
+
+    def add_to(self, y: Tensor, x: Tensor, gate: Router | None) -> Tensor:
+        """Adds this rank's part of the result, times the sigmoid of what `gate` says, to `y` in place, which is to be
+        summed over the ranks. `x` and `y` have all rows of this rank's group. -> y"""
+        part = self.down_proj.part_of(self.ops.silu_mul(self.gate_up_proj.of_all_rows(x)))
+        return self.ops.add_gated(y, part, gate(x) if gate else None)

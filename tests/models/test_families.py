@@ -1,0 +1,144 @@
+"""Families made of the shared layers alone, compared with transformers: the same logits for all configuration options;
+what known mistakes would do to them; and what is refused (of splits: tests/executor/test_parallel.py)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from executor.config.load import load_model_config
+from models.layers.experts import Experts
+from ops import reference
+from ops.cpu import ops as cpu
+from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
+from umbra.commands.logits import collect_logits
+from umbra.errors import UserError
+
+PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
+CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2_moe": {
+        "tiny": {},
+        "renormalised": {"norm_topk_prob": True},
+        "dense_first": {"mlp_only_layers": [0], "qkv_bias": False, "tie_word_embeddings": True},
+        "every_second": {"decoder_sparse_step": 2, "num_key_value_heads": 8},
+        "sizes_that_no_vector_divides": {
+            "hidden_size": 52, "head_dim": 20, "num_experts": 13, "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 36, "vocab_size": 199, "initializer_range": 0.2,
+        },
+    },
+}  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = {
+    "graph": {"exe_mode": "graph"},
+    "graph_in_chunks": {"exe_mode": "graph", "data_config": {"chunked_prefill_size": 5}},
+    "pages_of_2": {"cache_config": {"page_size": 2}},
+}
+WAYS: list[tuple[str, str, dict[str, Any]]] = [
+    (family, config, {}) for family, configs in CONFIGS.items() for config in configs
+]
+WAYS += [(family, "tiny", sections) for family in CONFIGS for sections in RUNS.values()]
+
+
+def logits_of(folder: Path, family: str, steps: int = 5, **sections: Any) -> dict[str, np.ndarray]:
+    case = tiny_case(folder.parent, folder, model_name=family, **sections)
+    return collect_logits(make_runner(case, folder.parent), PROMPTS, steps)
+
+
+def largest_error(arrays: dict[str, np.ndarray], oracle: PreTrainedModel) -> float:
+    """Of a packed prefill of three lengths, then decoding one by one, from one full forward of each sequence."""
+    errors = []
+    for i, prompt in enumerate(PROMPTS):
+        ids = arrays[f"ids_{i}"].tolist()
+        assert ids[: len(prompt)] == prompt
+        expected = oracle_logits(oracle, ids).numpy()
+        assert expected.std() > 0.5  # the comparison has something to compare
+        errors.append(np.abs(np.concatenate([arrays[f"prefill_{i}"], arrays[f"decode_{i}"]]) - expected).max())
+    return float(max(errors))
+
+
+@pytest.mark.parametrize(("family", "config", "sections"), WAYS)
+def test_logits_equal_transformers(tmp_path: Path, family: str, config: str, sections: dict[str, Any]) -> None:
+    oracle = save_tiny_of(tmp_path / "model", family, **CONFIGS[family][config])
+    assert largest_error(logits_of(tmp_path / "model", family, **sections), oracle) < 1e-4
+
+
+@pytest.mark.parametrize("family", TINY_OF)
+@pytest.mark.parametrize(("method", "most"), [("q8", 0.1), ("q4", 0.4)])
+def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, most: float) -> None:
+    """Also those of the shared expert; gates and routers stay floats."""
+    oracle = save_tiny_of(tmp_path / "model", family, hidden_size=64, moe_intermediate_size=32, initializer_range=0.1)
+    sections = {"quantization": {"method": method, "group_size": 32, "keep_packed": False}}
+    arrays = logits_of(tmp_path / "model", family, steps=0, **sections)
+    for i, prompt in enumerate(PROMPTS):
+        expected = oracle_logits(oracle, prompt).numpy()
+        assert np.abs(arrays[f"prefill_{i}"] - expected).mean() < most * np.abs(expected).mean()
+
+
+def without_experts_that_all_take(patch: pytest.MonkeyPatch) -> None:
+    forward = Experts.forward
+    patch.setattr(Experts, "forward", lambda self, x, routed, batch, *shared: forward(self, x, routed, batch))
+
+
+def without_a_gate(patch: pytest.MonkeyPatch) -> None:
+    forward = Experts.forward
+    patch.setattr(
+        Experts, "forward", lambda self, x, routed, batch, shared, *gate: forward(self, x, routed, batch, shared)
+    )
+
+
+def renormalised(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cpu, "route_softmax", lambda logits, k, _: reference.route_softmax(logits, k, True))
+
+
+MISTAKES = [
+    ("qwen2_moe", without_experts_that_all_take),
+    ("qwen2_moe", without_a_gate),
+    ("qwen2_moe", renormalised),
+]
+
+
+@pytest.mark.parametrize(("family", "mistake"), MISTAKES)
+def test_a_known_mistake_changes_the_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, mistake: Any
+) -> None:
+    """By far more than the tests of equality allow, so that these would fail."""
+    oracle = save_tiny_of(tmp_path / "model", family)
+    mistake(monkeypatch)
+    assert largest_error(logits_of(tmp_path / "model", family), oracle) > 0.1
+
+
+@pytest.mark.parametrize("family", TINY_OF)
+def test_every_tensor_is_used_and_there(tmp_path: Path, family: str) -> None:
+    save_tiny_of(tmp_path / "model", family)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    shared = next(name for name in tensors if "shared_expert" in name)
+    for name in (shared, "model.layers.1.self_attn.sinks"):
+        changed: dict[str, Tensor] = {n: t for n, t in tensors.items() if n != name}
+        save_file(changed if name in tensors else tensors | {name: torch.ones(3)}, path)
+        with pytest.raises(UserError, match=name.replace(".", r"\.")):
+            logits_of(tmp_path / "model", family)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "complaint"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, "layer_types: .* has sliding_attention"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: 0 must be"),
+        ("qwen2_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than num_experts: 8"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    tmp_path: Path, family: str, change: dict[str, Any], complaint: str
+) -> None:
+    save_tiny_of(tmp_path / "model", family)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=rf"config\.json: {complaint}"):
+        load_model_config(tiny_case(tmp_path, tmp_path / "model", model_name=family))
