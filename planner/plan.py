@@ -98,7 +98,20 @@ def lines_of(plan: ClusterPlan) -> list[str]:
         lines += ["", f"best for {aim}" if best else f"best for {aim}: no layout meets both targets at this load"]
         for found in best:
             lines += ["", *lines_of_layout(found)]
-    return [*lines, "", *why_not(plan)]
+    return [*lines, "", *why_not(plan), "", *winners(plan)]
+
+
+def winners(plan: ClusterPlan) -> list[str]:
+    """The last lines: the best layout for each aim."""
+    if not plan.in_time:
+        return ["no layout meets both targets at this load: more devices, or slower targets, are needed"]
+    quick, cheap = plan.quickest[0], plan.cheapest[0]
+    most = f"up to {cheap.most.rate:.2f} requests/s" if cheap.most else "at this load"
+    return [
+        f"quickest: {quick.layout.sizes}: {quick.load.tpot * 1e3:.2f} ms a token, first after "
+        f"{quick.load.ttft * 1e3:.0f} ms",
+        f"cheapest: {cheap.layout.sizes}: within the targets {most}",
+    ]
 
 
 def lines_of_layout(found: RatedLayout) -> list[str]:

@@ -12,7 +12,10 @@ from text.parser import Answer, Part
 from text.tokenizer_file import has_chat_template, no_template
 from umbra.llm import LLM
 
-HELP = "Ctrl-C stops an answer; /new forgets the conversation; /help shows this line; Ctrl-D or /quit ends."
+HELP = (
+    "Ctrl-C stops an answer, and ends at an empty prompt if typed twice; /clear forgets the conversation; /help shows "
+    "this line; Ctrl-D or /exit ends."
+)
 
 
 def chat(case: Case) -> None:
@@ -25,27 +28,32 @@ def chat(case: Case) -> None:
     llm.check_chat()
     print(f"\n{HELP}\n")
     history: list[Message] = []
-    while (line := _read()) is not None:
-        if line == "/help":
-            print(f"{HELP}\n")
-        elif line == "/new":
+    interrupted = False  # the line before was Ctrl-C
+    while True:
+        try:
+            line, interrupted = input("> ").strip(), False
+        except KeyboardInterrupt:
+            print()
+            if interrupted:
+                return
+            print("(Ctrl-C once more, Ctrl-D or /exit ends)")
+            interrupted = True
+            continue
+        except EOFError:
+            print()
+            return
+        if line in ("/exit", "/quit"):
+            return
+        if line in ("/clear", "/new"):
             history = []
+            print("(the conversation is forgotten)\n")
+        elif line == "/help":
+            print(f"{HELP}\n")
+        elif line.startswith("/") and line[1:].isalpha():
+            print(f"({line} is no command) {HELP}\n")
         elif line:
             history = llm.shortened([*history, {"role": "user", "content": line}])
             history.append(_answer(llm, history))
-
-
-def _read() -> str | None:
-    """The user's next line, empty after Ctrl-C; None if the user ends the chat."""
-    try:
-        line = input("> ").strip()
-    except KeyboardInterrupt:
-        print("\n(Ctrl-D or /quit ends)")
-        return ""
-    except EOFError:
-        print()
-        return None
-    return None if line == "/quit" else line
 
 
 def _answer(llm: LLM, history: list[Message]) -> Message:

@@ -305,7 +305,7 @@ def evaluate(args: argparse.Namespace) -> None:
     against = open_case(args.against, MEASURING, args.against_set) if args.against else None
     asked = Evaluation(
         case=case_of(args), text=args.text, against=against, window=args.window, batch=args.batch, json=args.json,
-        results=args.results, logits=args.logits,
+        results=args.results, logits=args.logits, label=args.case if args.resolved else "",
     )  # fmt: skip
     evaluate_case(asked, ["-m", "umbra", "evaluate"])
 

@@ -21,6 +21,7 @@ SWITCHES: dict[str, tuple[str, object]] = {
     "enable_prefix_caching": ("serve_config.prefix_cache", True),
     "no_enable_prefix_caching": ("serve_config.prefix_cache", False),
     "disable_radix_cache": ("serve_config.prefix_cache", False),
+    "verbose": ("verbose", True),
     "enforce_eager": ("exe_mode", "eager"),
     "disable_cuda_graph": ("exe_mode", "eager"),
 }

@@ -29,6 +29,18 @@ class Choices:
     max_swaps: Choice[int]  # most copies at one decision
     stream_tokens: Choice[int]  # fewest tokens of a step whose experts are streamed; 0: none
 
+    def summary(self, planner: Planner, tokens: int) -> list[str]:
+        """The lines that a run prints of its plan for steps of `tokens` sequences."""
+        shape, (device, shadow), stream = planner.shape, self.threads.value, self.stream_tokens.value
+        times = [f"{planner.step_ms(tokens, hit):.2f} at {hit:.0%}" for hit in (0.0, 0.5, 1.0)]
+        copied = f"those that a prompt of {stream} tokens or more misses" if stream else "none for prompts"
+        return [
+            f"shadow experts: {shape.layers} layers, {shape.top_k} of {shape.experts} experts a token; "
+            f"{device} thread(s) for the device, {shadow} for the experts that are not on it",
+            f"  predicted ms of a step of {tokens} sequence(s), by hit rate: {', '.join(times)}",
+            f"  experts copied to the device: at most {self.max_swaps.value} at a decision, {copied} (--verbose: why)",
+        ]
+
     def table(self) -> list[str]:
         """The choices as lines to print."""
         device, shadow = self.threads.value

@@ -67,6 +67,7 @@ class Wanted:
     on_host: bool  # the device is this CPU
     threads_given: bool  # the case has the number of the device's threads
     instruction_set: str
+    verbose: bool  # a run prints all that was measured
 
 
 @dataclass(frozen=True)

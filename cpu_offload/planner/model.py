@@ -182,11 +182,11 @@ class Planner:
             f"{size} each; measured in {costs.seconds:.1f} s",
             f"  device, a layer   {_line(costs.device)}   {_threads(costs.threads[0])}",
             f"  shadow, a layer   {_line(costs.shadow)}   {_threads(costs.threads[1])}",
-            f"  both at once      {costs.slip:.0%} of the shorter side is not hidden; "
+            f"  both at once      {1 - costs.slip:.0%} of the shorter side's time is hidden behind the longer; "
             f"{costs.base:.3f} ms a layer without either",
             f"  rest of a step    {self.rest:.3f} ms: {self.rest_from}",
-            f"  copy of an expert {costs.copy:.3f} ms, {rate:.1f} GB/s; a miss costs {self.miss:.3f} ms: a swap must "
-            f"save {self.swap_cost:.2f} misses",
+            f"  copy of an expert {costs.copy:.3f} ms, {rate:.1f} GB/s; a miss costs {self.miss:.3f} ms: a copy pays "
+            f"for itself after {self.swap_cost:.2f} misses",
             f"  hit rate          {' '.join(f'{hit:>8.0%}' for hit in RATES)}",
             f"  ms per token      {' '.join(steps)}   {tokens} sequence(s) at once",
         ]

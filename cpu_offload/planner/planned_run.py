@@ -58,7 +58,8 @@ class PlannedRun:
             self.choices = dataclasses.replace(self.choices, max_swaps=swaps)
         shadows.value_copies(self.planner.swap_cost, self.choices.max_swaps.value)
         shadows.forget()
-        print("\n".join(self.planner.table(self.wanted.batch) + self.choices.table()))
+        whole = self.planner.table(self.wanted.batch) + self.choices.table()
+        print("\n".join(whole if self.wanted.verbose else self.choices.summary(self.planner, self.wanted.batch)))
 
     def prompt_step_s(self, tokens: float, hit: float) -> float:
         """Seconds of the layers with shadows in a step with so many prompt tokens, of whose experts the share `hit` is

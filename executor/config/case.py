@@ -411,6 +411,7 @@ class Case:
         "`offload_config` may leave some to the shadow pool",
         means=OPEN, minimum=0, maximum=1024, elsewhere=("threads",),
     )  # fmt: skip
+    verbose: bool = key(False, "print what the planner of shadow experts has measured, not its choices alone")
     strict: bool = key(
         False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "
         "versions that were not tested together are errors, not warnings",

@@ -47,9 +47,10 @@ def open_arena(case: Case, build: Build, model: nn.Module, shadows: ShadowExpert
     shadows.open(arena, memory.view(-1).view(torch.uint8), pages.gather)
     experts = sum(layer.count for layer in shadows.layers)
     print(
-        f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "
-        f"{len(shadows.slots)} of {experts} experts resident, {arena.free_frames} frames free; "
-        f"{shadows.device.staging_bytes / 1e6:.1f} MB more for experts that are streamed"
+        f"arena: {memory.nbytes / 1e6:.1f} MB that experts and KV cache share, {arena.frames} frames of "
+        f"{arena.frame_bytes} bytes; {len(shadows.slots)} of {experts} experts on the device, "
+        f"{arena.free_frames} frames free; {shadows.device.staging_bytes / 1e6:.1f} MB more for experts that are "
+        "copied for a prompt"
     )
     return pages
 

@@ -48,6 +48,7 @@ def wanted_of(case: Case) -> Wanted:
         on_host=PLATFORMS[case.platform].is_host,
         threads_given=case.threads is not None,
         instruction_set=case.instruction_set,
+        verbose=case.verbose,
     )
 
 

@@ -73,18 +73,18 @@ def test_answers_come_piece_by_piece_with_history_and_ctrl_c_stops_one() -> None
         user.until("> ")
         user.process.send_signal(signal.SIGINT)  # at the prompt it ends nothing
         user.say("")  # wakes a read that has begun just behind the signal
-        user.until("(Ctrl-D or /quit ends)")
+        user.until("(Ctrl-C once more, Ctrl-D or /exit ends)")
         user.until("> ")
         user.say("/help")
         user.until("Ctrl-C stops an answer")
         user.until("> ")
-        user.say("/new")
+        user.say("/clear")
         user.until("> ")
         user.say("And Mr. Darcy?")
         user.until(" ")
         user.process.send_signal(signal.SIGINT)
         user.until("> ")
-        user.say("/quit")
+        user.say("/exit")
 
 
 def test_the_conversation_so_far_is_given_and_shortened(capsys: pytest.CaptureFixture[str]) -> None:

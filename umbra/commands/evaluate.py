@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
 from executor.config.load import load_model_config, model_folder
 from executor.config.resolved import write_resolved
+from executor.config.schema import leaves
 from executor.launch.launch import launch
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner
@@ -35,6 +37,7 @@ from umbra.errors import UserError
 from umbra.files import write_json
 
 LOGITS, FIGURES = "logits.f32", "figures.json"  # what the first pass leaves in the temporary folder
+MOST_NAMED = 4  # keys in which two settings of a case differ, in their labels
 COLUMNS = ("case", "quantization", "dtype", "tokens", "loss", "perplexity", "KL (nats)", "top-1 (%)")
 
 Figures = dict[str, Any]
@@ -51,11 +54,17 @@ class Evaluation:
     batch: int = 8  # windows that run together
     json: Path | None = None  # a file for the figures
     results: Path | None = None  # a folder for the ranks' logs
+    label: str = ""  # of the case in the table; empty: its name
     logits: Path | None = None  # set only in the passes of a comparison: the folder of the first one's logits, figures
 
     def arguments(self) -> list[str]:
         """The command-line arguments of one pass or rank, which gets the case by `--resolved`."""
-        pairs = [f"--case={self.case.name}", f"--text={self.text}", f"--window={self.window}", f"--batch={self.batch}"]
+        pairs = [
+            f"--case={self.label or self.case.name}",
+            f"--text={self.text}",
+            f"--window={self.window}",
+            f"--batch={self.batch}",
+        ]
         options = dict(json=self.json, results=self.results, logits=self.logits)
         return pairs + [f"--{name}={value}" for name, value in options.items() if value]
 
@@ -133,9 +142,22 @@ def compare(case: Case, other: Case, asked: Evaluation, program: list[str]) -> N
             )
         print(f"first {other.name}: its logits take {needed / 1e9:.2f} GB in {folder} until the end", flush=True)
         first = Evaluation(other, asked.text, None, asked.window, asked.batch, folder / FIGURES, logits=folder)
-        for each in (first, replace(asked, case=case, logits=folder)):
+        ours, theirs = labels_of(case, other)
+        for each in (replace(first, label=theirs), replace(asked, case=case, logits=folder, label=ours)):
             write_resolved(each.case, folder / "case.json")
             start_pass([*program, *each.arguments(), f"--resolved={folder / 'case.json'}"])
+
+
+def labels_of(case: Case, other: Case) -> tuple[str, str]:
+    """The names of two cases; of one case with two settings, with the keys in which these differ."""
+    if case.name != other.name:
+        return case.name, other.name
+    keys = [leaf.path for leaf in leaves(Case) if attrgetter(leaf.path)(case) != attrgetter(leaf.path)(other)]
+    labels = []
+    for each in (case, other):
+        values = [f"{key.rpartition('.')[2]}={attrgetter(key)(each)}" for key in keys[:MOST_NAMED]]
+        labels.append(f"{each.name} ({', '.join(values)})" if values else each.name)
+    return labels[0], labels[1]
 
 
 def start_pass(program: list[str]) -> None:
@@ -180,7 +202,7 @@ def run_pass(case: Case, asked: Evaluation) -> None:
             second = (asked.logits / FIGURES).exists()
             visit = Divergence(asked.logits / LOGITS) if second else LogitsWriter(asked.logits / LOGITS)
         kept = {"quantization": case.quantization.method, "dtype": case.model_config.dtype}
-        figures = {"case": case.name, **kept, **evaluate(runner, windows, visit)}
+        figures = {"case": asked.label or case.name, **kept, **evaluate(runner, windows, visit)}
         if ranks.rank > 0:
             return
         if asked.logits and isinstance(visit, Divergence):

@@ -125,10 +125,10 @@ def test_a_run_values_copies_and_compares(model: Path, tmp_path: Path, capsys: p
     assert plan["hit_rate"] == pytest.approx(report["offload"]["hit_rate"])
     assert plan["tokens"] == 4
     out = capsys.readouterr().out
-    assert "measured in 7 steps of the warm-up" in out
+    assert "predicted ms of a step of 4 sequence(s), by hit rate: " in out
     assert "ms per token predicted at hit rate" in out
     assert plan["prefill"]["layers"] == 2
     assert plan["prefill"]["measured_ms"] > 0
     assert "planner: a layer of a prefill: " in out
     assert "(medians of 2 layers with 24 tokens, " in out
-    assert "  threads           " in out
+    assert "  experts copied to the device: at most " in out
