@@ -57,12 +57,15 @@ class Decoder(nn.Module):
 
 class CausalLM(nn.Module):
     """A family's model; the family's own class takes (config, build). The weights of a new model are undefined until
-    they are filled, and its attention layers need their caches."""
+    they are filled, and its attention layers need their caches. `mtp_layers` layers that predict further tokens may
+    follow in a checkpoint; they are not used."""
 
-    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module]):
+    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module], mtp_layers: int = 0):
         super().__init__()
         self.model = Decoder(config, build, layers)
         source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
+        depth = len(self.model.layers)
+        self.mtp_layers = tuple(f"model.layers.{depth + i}." for i in range(mtp_layers))
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -72,4 +75,4 @@ class CausalLM(nn.Module):
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold the tensor `name` although the model does not use it, such as the output head
         next to a tied embedding."""
-        return name == HEAD and self.lm_head.source != HEAD
+        return name.startswith(self.mtp_layers) or (name == HEAD and self.lm_head.source != HEAD)

@@ -67,7 +67,7 @@ class MoeConfig:
 
 
 def read_sizes(hf: HfConfig, defaults: Mapping[str, int], experts_keys: Sequence[str]) -> dict[str, Any]:
-    """The fields of `MoeConfig` but `rope`, `sparse_layers` and `norm_topk_prob`. `defaults` are those of the keys;
+    """The fields of `MoeConfig` that every family reads in the same way. `defaults` are those of the keys;
     `experts_keys` are the names that the number of experts has."""
     sizes = {name: hf.size(name, default=default) for name, default in defaults.items() if name != "num_experts"}
     layers = hf.size("num_hidden_layers", default=defaults["num_hidden_layers"], maximum=LARGEST_DEPTH)
@@ -79,7 +79,6 @@ def read_sizes(hf: HfConfig, defaults: Mapping[str, int], experts_keys: Sequence
     return sizes | {
         "num_experts": experts,
         "head_dim": hf.size("head_dim", default=max(sizes["hidden_size"] // heads, 1)),
-        "rms_norm_eps": hf.number("rms_norm_eps", default=1e-6),
         "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
         "eos_token_ids": hf.one_or_more("eos_token_id"),
     }

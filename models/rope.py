@@ -75,6 +75,22 @@ def read_rope(
     return RopeConfig(theta, dim, yarn)
 
 
+def read_rotary_dim(hf: HfConfig, head_dim: int, default: float = 1.0) -> int:
+    """Number of a head's columns that rotate: `rotary_dim`, or `partial_rotary_factor` of the head, which transformers
+    5 writes. With neither it is the share `default`; both must agree."""
+    nested = hf.inner("rope_parameters") if hf.value("rope_parameters") is not None else hf
+    holder = nested if nested.value("partial_rotary_factor") is not None else hf
+    share = holder.number("partial_rotary_factor", default=default) * head_dim
+    if share > head_dim or not math.isclose(share, round(share)):
+        raise holder.error("partial_rotary_factor", f"of head_dim {head_dim} must be a whole number of columns")
+    dim = hf.size("rotary_dim", default=round(share), maximum=head_dim)
+    if holder.value("partial_rotary_factor") is not None and dim != round(share):
+        raise hf.error("rotary_dim", f"does not agree with partial_rotary_factor: {share / head_dim:g} of {head_dim}")
+    if dim % 2 or head_dim % 2:
+        raise UserError(f"{hf.where}: rotary_dim: {dim} and head_dim: {head_dim} must be even")
+    return dim
+
+
 def _default_attention_factor(scaling: HfConfig, factor: float) -> float:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

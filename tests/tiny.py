@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import yaml
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
@@ -73,6 +75,19 @@ TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and wh
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
         dict(shared_expert_intermediate_size=32, norm_topk_prob=False),
+    ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        dict(
+            num_experts=None,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            routed_scaling_factor=2.5,
+            use_qk_norm=True,
+            attention_bias=True,
+            first_k_dense_replace=1,
+        ),
     ),
 }
 OFFICIAL_M2 = {  # keys of the official config.json that transformers does not use
@@ -143,7 +158,8 @@ def save_tiny_of(folder: Path, family: str, /, **options: Any) -> PreTrainedMode
     Everything that transformers starts at zero or one is random."""
     torch.manual_seed(5)
     config, kind, settings = TINY_OF[family]
-    model: PreTrainedModel = kind(config(**TINY | settings | options)).eval()
+    sizes = {name: value for name, value in (TINY | settings | options).items() if value is not None}
+    model: PreTrainedModel = kind(config(**sizes)).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or "bias" in name:

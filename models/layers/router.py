@@ -14,13 +14,22 @@ from ops.interface import fixed
 
 class Router(Layer):
     """A score for each expert: the product x W^T, computed whole on every rank. Its weight is never quantised; it is
-    kept in the format `kind`, or in that of other small matrices."""
+    kept in the format `kind`, or in that of other small matrices. A `selection_bias` may belong to it in the
+    checkpoint."""
 
-    def __init__(self, build: Build, hidden: int, experts: int, kind: Format | None = None):
+    def __init__(
+        self, build: Build, hidden: int, experts: int, kind: Format | None = None, selection_bias: bool = False
+    ):
         super().__init__()
         self.ops = build.ops
         self.weight = build.matrix(experts, hidden, kind or build.formats.plain)
         self.elements, self.nbytes = experts * hidden, self.weight.nbytes
+        self.e_score_correction_bias = SelectionBias(build, experts) if selection_bias else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to the scores when experts are chosen; None: nothing."""
+        return self.e_score_correction_bias.values if self.e_score_correction_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, hidden). -> scores (T, experts), in float32 if the weight is, else in the type of `x`"""

@@ -3,14 +3,12 @@
 Keys that have no effect in any of these models are read all the same, so that a value that would have one is refused.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split
-from models.hf_config import HfConfig, read_hf_config
-from models.rope import RopeConfig, read_rope
-from umbra.errors import UserError
+from models.hf_config import read_hf_config
+from models.rope import RopeConfig, read_rope, read_rotary_dim
 
 FULL_ATTENTION = 1  # in `attn_type_list`; 0 is MiniMax-01's lightning attention
 
@@ -59,7 +57,7 @@ class MiniMaxM2Config:
             num_key_value_heads=hf.size("num_key_value_heads", default=8),
             head_dim=head_dim,
             rms_norm_eps=hf.number("rms_norm_eps", default=1e-6),
-            rope=read_rope(hf, _rotary_dim(hf, head_dim), positions, theta=5e6, kinds=("default",)),
+            rope=read_rope(hf, read_rotary_dim(hf, head_dim), positions, theta=5e6, kinds=("default",)),
             max_position_embeddings=positions,
             num_local_experts=hf.size("num_local_experts", "num_experts", default=256, maximum=1 << 16),
             num_experts_per_tok=hf.size("num_experts_per_tok", default=8),
@@ -101,19 +99,3 @@ class MiniMaxM2Config:
         check_even_split("moe_tp_size", moe_tp_size, "intermediate_size", self.intermediate_size)
         check_even_split("world_size / moe_tp_size", moe_ep_size, "num_local_experts", self.num_local_experts)
         check_kv_split(attn_tp_size, self.num_key_value_heads)
-
-
-def _rotary_dim(hf: HfConfig, head_dim: int) -> int:
-    """Number of a head's columns that rotate: `rotary_dim`, or `partial_rotary_factor` of the head, which transformers
-    5 writes. With neither all columns rotate; both must agree."""
-    nested = hf.inner("rope_parameters") if hf.value("rope_parameters") is not None else hf
-    holder = nested if nested.value("partial_rotary_factor") is not None else hf
-    share = holder.number("partial_rotary_factor", default=1.0) * head_dim
-    if share > head_dim or not math.isclose(share, round(share)):
-        raise holder.error("partial_rotary_factor", f"of head_dim {head_dim} must be a whole number of columns")
-    dim = hf.size("rotary_dim", default=round(share), maximum=head_dim)
-    if holder.value("partial_rotary_factor") is not None and dim != round(share):
-        raise hf.error("rotary_dim", f"does not agree with partial_rotary_factor: {share / head_dim:g} of {head_dim}")
-    if dim % 2 or head_dim % 2:
-        raise UserError(f"{hf.where}: rotary_dim: {dim} and head_dim: {head_dim} must be even")
-    return dim

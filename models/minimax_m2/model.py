@@ -91,8 +91,5 @@ class DecoderLayer(nn.Module):
 class MiniMaxM2ForCausalLM(CausalLM):
     def __init__(self, config: MiniMaxM2Config, build: Build):
         depth = config.num_hidden_layers
-        super().__init__(config, build, (DecoderLayer(config, build.at(f"model.layers.{i}")) for i in range(depth)))
-        self.mtp_layers = tuple(f"model.layers.{depth + i}." for i in range(config.num_mtp_modules))
-
-    def ignores(self, name: str) -> bool:
-        return name.startswith(self.mtp_layers) or super().ignores(name)
+        layers = (DecoderLayer(config, build.at(f"model.layers.{i}")) for i in range(depth))
+        super().__init__(config, build, layers, config.num_mtp_modules)

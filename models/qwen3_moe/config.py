@@ -26,6 +26,7 @@ class Qwen3MoeConfig(MoeConfig):
         sizes = read_sizes(hf, DEFAULTS, ("num_experts", "num_local_experts"))
         config = cls(
             **sizes,
+            rms_norm_eps=hf.number("rms_norm_eps", default=1e-6),
             rope=read_rope(hf, sizes["head_dim"], sizes["max_position_embeddings"]),
             norm_topk_prob=hf.flag("norm_topk_prob", False),
             sparse_layers=sparse_by_step(hf, sizes["num_hidden_layers"], sizes["num_experts"]),

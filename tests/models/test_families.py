@@ -2,6 +2,7 @@
 what known mistakes would do to them; and what is refused (of splits: tests/executor/test_parallel.py)."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_c
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
 
+Mistake = Callable[[pytest.MonkeyPatch], None]
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_moe": {
@@ -31,6 +33,13 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_size": 52, "head_dim": 20, "num_experts": 13, "moe_intermediate_size": 20,
             "shared_expert_intermediate_size": 36, "vocab_size": 199, "initializer_range": 0.2,
         },
+    },
+    "glm4_moe": {
+        "tiny": {},
+        "as_air": {"use_qk_norm": False, "routed_scaling_factor": 1.0, "n_shared_experts": 1},
+        "not_renormalised": {"norm_topk_prob": False, "attention_bias": False, "first_k_dense_replace": 0},
+        "three_dense_layers": {"num_hidden_layers": 4, "first_k_dense_replace": 3, "tie_word_embeddings": True},
+        "a_quarter_rotates": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": 32},
     },
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
@@ -71,7 +80,8 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, config: str, sec
 @pytest.mark.parametrize(("method", "most"), [("q8", 0.1), ("q4", 0.4)])
 def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, most: float) -> None:
     """Also those of the shared expert; gates and routers stay floats."""
-    oracle = save_tiny_of(tmp_path / "model", family, hidden_size=64, moe_intermediate_size=32, initializer_range=0.1)
+    widths = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
+    oracle = save_tiny_of(tmp_path / "model", family, **widths, initializer_range=0.1)
     sections = {"quantization": {"method": method, "group_size": 32, "keep_packed": False}}
     arrays = logits_of(tmp_path / "model", family, steps=0, **sections)
     for i, prompt in enumerate(PROMPTS):
@@ -95,7 +105,20 @@ def renormalised(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cpu, "route_softmax", lambda logits, k, _: reference.route_softmax(logits, k, True))
 
 
-MISTAKES = [
+def routing(route: Callable[[Tensor, Tensor, int, bool, float], tuple[Tensor, Tensor]]) -> Mistake:
+    return lambda patch: patch.setattr(cpu, "route_sigmoid", route)
+
+
+def weights_with_bias(logits: Tensor, bias: Tensor, k: int, _: bool, scale: float) -> tuple[Tensor, Tensor]:
+    weights, ids = (logits.sigmoid() + bias).topk(k)
+    return scale * weights / weights.sum(-1, keepdim=True), ids
+
+
+MISTAKES: list[tuple[str, Mistake]] = [
+    ("glm4_moe", without_experts_that_all_take),
+    ("glm4_moe", routing(weights_with_bias)),
+    ("glm4_moe", routing(lambda logits, _, k, again, scale: reference.route_sigmoid(logits, None, k, again, scale))),
+    ("glm4_moe", routing(lambda logits, bias, k, again, _: reference.route_sigmoid(logits, bias, k, again))),
     ("qwen2_moe", without_experts_that_all_take),
     ("qwen2_moe", without_a_gate),
     ("qwen2_moe", renormalised),
@@ -104,7 +127,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("family", "mistake"), MISTAKES)
 def test_a_known_mistake_changes_the_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, mistake: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, mistake: Mistake
 ) -> None:
     """By far more than the tests of equality allow, so that these would fail."""
     oracle = save_tiny_of(tmp_path / "model", family)
@@ -125,9 +148,26 @@ def test_every_tensor_is_used_and_there(tmp_path: Path, family: str) -> None:
             logits_of(tmp_path / "model", family)
 
 
+def test_only_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:
+    oracle = save_tiny_of(tmp_path / "model", "glm4_moe")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path) | {
+        f"model.layers.2.{name}": torch.ones(3) for name in ("eh_proj.weight", "mlp.gate.weight")
+    }
+    save_file(tensors, path)
+    assert largest_error(logits_of(tmp_path / "model", "glm4_moe"), oracle) < 1e-4
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(3)}, path)
+    with pytest.raises(UserError, match=r"model\.layers\.3\.eh_proj"):
+        logits_of(tmp_path / "model", "glm4_moe")
+
+
 @pytest.mark.parametrize(
     ("family", "change", "complaint"),
     [
+        ("glm4_moe", {"n_group": 2}, "n_group: 2 is not implemented"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not implemented"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts: 0 must be"),
+        ("glm4_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than n_routed_experts: 8"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, "layer_types: .* has sliding_attention"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: 0 must be"),
