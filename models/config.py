@@ -71,6 +71,12 @@ def check_even_split(key: str, ranks: int, what: str, total: int) -> None:
         raise UserError(f"parallel_config: {key}: {ranks} does not divide {what}: {total}")
 
 
+def check_some_each(attn_tp_size: int, what: str, total: int) -> None:
+    """Raises UserError if a dimension that is split unevenly leaves nothing for a rank."""
+    if total < attn_tp_size:
+        raise UserError(f"parallel_config: attn_tp_size: {attn_tp_size} is more than {what}: {total}")
+
+
 def check_kv_split(attn_tp_size: int, kv_heads: int) -> None:
     """Raises UserError unless each rank gets as many KV heads, or each KV head as many ranks, which hold copies."""
     few, many = sorted((attn_tp_size, kv_heads))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split
+from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split, check_some_each
 from models.hf_config import HfConfig
 from models.rope import RopeConfig
 
@@ -60,9 +60,9 @@ class MoeConfig:
         if any(self.sparse_layers):
             check_even_split("moe_tp_size", moe_tp_size, "moe_intermediate_size", self.moe_intermediate_size)
             check_even_split("world_size / moe_tp_size", moe_ep_size, "num_experts", self.num_experts)
-            check_even_split("attn_tp_size", attn_tp_size, "columns of the shared expert", self.shared_width)
+            check_some_each(attn_tp_size, "the width of the shared expert", self.shared_width or attn_tp_size)
         if not all(self.sparse_layers):
-            check_even_split("attn_tp_size", attn_tp_size, "intermediate_size of dense layers", self.intermediate_size)
+            check_some_each(attn_tp_size, "intermediate_size of dense layers", self.intermediate_size)
         check_kv_split(attn_tp_size, self.num_key_value_heads)
 
 

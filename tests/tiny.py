@@ -153,7 +153,7 @@ def save_tiny_m2(folder: Path, official: bool = True, /, **options: Any) -> Mini
     return model
 
 
-def save_tiny_of(folder: Path, family: str, /, **options: Any) -> PreTrainedModel:
+def save_tiny_of(folder: Path, family: str, **options: Any) -> PreTrainedModel:
     """A random model of a family in TINY_OF saved to `folder` in float32; returned in evaluation mode as the oracle.
     Everything that transformers starts at zero or one is random."""
     torch.manual_seed(5)

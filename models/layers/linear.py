@@ -10,7 +10,7 @@ from torch import Tensor
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
-from ops.format import in_order
+from ops.format import GROUP_SIZES, in_order
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,18 @@ class MergedLinear(Layer):
 
 
 class RowLinear(Layer):
-    """A matrix split by input columns over the ranks of `attn_tp`, which sum their partial products."""
+    """A matrix split by input columns over the ranks of `attn_tp`, which sum their partial products. `part` is this
+    rank's range of them, if parts are not equal; they are then made of whole quantisation groups."""
 
-    def __init__(self, build: Build, name: str, inputs: int, outputs: int, bias: bool = False):
+    def __init__(
+        self, build: Build, name: str, inputs: int, outputs: int, bias: bool = False, part: slice | None = None
+    ):
         super().__init__()
         tp = build.parallel.attn_tp
-        self.ops, self.parallel, self.inputs, self.part = build.ops, build.parallel, inputs, tp.part(inputs)
-        format = build.linear([name], (inputs, tp.size))
-        self.weight = build.matrix(outputs, self.part.stop - self.part.start, format)
+        self.ops, self.parallel, self.inputs, self.part = build.ops, build.parallel, inputs, part or tp.part(inputs)
+        kept = self.part.stop - self.part.start
+        parts = tp.size if kept * tp.size == inputs else inputs // GROUP_SIZES[0]
+        self.weight = build.matrix(outputs, kept, build.linear([name], (inputs, parts)))
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (self.weight.columns + bias)
         self.nbytes = self.weight.nbytes

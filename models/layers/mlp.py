@@ -6,18 +6,21 @@ from models.batch import Batch
 from models.build import Build
 from models.layers.linear import MergedLinear, RowLinear, Source
 from models.layers.router import Router
+from ops.format import GROUP_SIZES
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), whose `inner` columns are split over the ranks that share attention."""
+    """down(silu(gate(x)) * up(x)), whose `inner` columns are split over the ranks that share attention, in whole
+    quantisation groups: the first ranks may have one more."""
 
     def __init__(self, build: Build, hidden: int, inner: int):
         super().__init__()
-        self.ops, part = build.ops, build.parallel.attn_tp.part(inner)
+        tp, group = build.parallel.attn_tp, GROUP_SIZES[0]
+        self.ops, part = build.ops, tp.blocks(inner, group if inner % group == 0 and inner >= group * tp.size else 1)
         self.gate_up_proj = MergedLinear(
             build, hidden, [Source(name, inner, part) for name in ("gate_proj", "up_proj")]
         )
-        self.down_proj = RowLinear(build, "down_proj", inner, hidden)
+        self.down_proj = RowLinear(build, "down_proj", inner, hidden, part=part)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x, batch)), batch)

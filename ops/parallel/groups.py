@@ -23,6 +23,12 @@ class Shard:
         each = total // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
+    def blocks(self, total: int, block: int) -> slice:
+        """The range of this part in a dimension that is divided in whole blocks; the first parts may have one more."""
+        each, more = divmod(total // block, self.size)
+        first = self.rank * each + min(self.rank, more)
+        return slice(first * block, (first + each + (self.rank < more)) * block)
+
     def padded(self, total: int) -> int:
         """The least number from `total` on that can be divided into parts."""
         return -(-total // self.size) * self.size

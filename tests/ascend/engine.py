@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from executor.engine.sequence import Sequence
 from executor.model_runner import ModelRunner, make_runner
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
+from models.glm4_moe.config import Glm4MoeConfig
+from models.glm4_moe.model import Glm4MoeForCausalLM
 from models.minimax_m2.config import MiniMaxM2Config
 from models.minimax_m2.model import MiniMaxM2ForCausalLM
 from models.qwen2_moe.config import Qwen2MoeConfig
@@ -51,10 +54,14 @@ M2_SIZES = dict(
 QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeConfig, Qwen3MoeForCausalLM)
 M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
 QWEN2 = Family(
-    "qwen2_moe", lambda folder, **options: save_tiny_of(folder, "qwen2_moe", **options),
-    SIZES | {"shared_expert_intermediate_size": 64}, "moe_intermediate_size", Qwen2MoeConfig, Qwen2MoeForCausalLM,
+    "qwen2_moe", partial(save_tiny_of, family="qwen2_moe"), SIZES | {"shared_expert_intermediate_size": 64},
+    "moe_intermediate_size", Qwen2MoeConfig, Qwen2MoeForCausalLM,
 )  # fmt: skip
-SECOND_THOROUGH = thorough_but((QWEN3, M2, QWEN2), QWEN3)  # of costly tests
+GLM = Family(
+    "glm4_moe", partial(save_tiny_of, family="glm4_moe"), SIZES | {"first_k_dense_replace": 0},
+    "moe_intermediate_size", Glm4MoeConfig, Glm4MoeForCausalLM,
+)  # fmt: skip
+SECOND_THOROUGH = thorough_but((QWEN3, M2), QWEN3)  # of costly tests
 CAPTURE_MODES = thorough_but(["acl_graph", "npugraph_ex"], "acl_graph")  # of costly tests
 PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
 

@@ -14,11 +14,11 @@ from torchair.core import _backend
 from ops.ascend import lowering
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import (
+    GLM,
     M2,
     PROMPTS,
     QWEN2,
     QWEN3,
-    SECOND_THOROUGH,
     Family,
     ascend_case,
     ascend_runner,
@@ -26,6 +26,7 @@ from tests.ascend.engine import (
     prefilled,
 )
 from tests.ascend.ge import GeProgram, ge_programs
+from tests.variants import thorough_but
 
 FUSED = {  # kernels of a layer
     "AddRmsNorm": 2, "FusedInferAttentionScore": 1, "GroupedMatmul": 2, "MatMul": 3, "MoeFinalizeRoutingV2": 1,
@@ -50,7 +51,10 @@ QWEN2_FUSED = (  # heads have no norms but biases, so two copies of columns rota
     - Counter(ReduceSum=1, RealDiv=1, RmsNorm=2, ScatterNdUpdate=2)
     + Counter(Addcmul=1, Identity=2, MatMul=2, MatMulV2=1, ScatterPaKvCache=1, Sigmoid=1, SwiGlu=1)
 )
-OF_FAMILY = {QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED)}
+GLM_FUSED = (  # biases, a router in float32, a shared expert
+    Counter(FUSED) - Counter(AddRmsNorm=1) + Counter(Add=1, AddRmsNormCast=1, MatMul=1, MatMulV2=1, SwiGlu=1)
+)
+OF_FAMILY = {QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED), GLM: dict(GLM_FUSED)}
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +89,11 @@ def casts(program: GeProgram) -> list[tuple[str, torch.dtype]]:
 
 def check(program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: dict[str, int] | None = None) -> None:
     """Checks that the decode step has the intended nodes, and that nothing is copied, cast or transposed, but that
-    MiniMax-M2's router makes its weights in float32."""
+    routers in float32 make their weights so."""
     count = program.count()
     copies = {"TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate"}
     assert not program.of(*(copies - OF_FAMILY[family].keys()))
-    assert casts(program) == {M2: [("MoeGatingTopK", torch.bfloat16)] * layers}.get(family, [])
+    assert casts(program) == [("MoeGatingTopK", torch.bfloat16)] * layers * (family in (M2, GLM))
     (logits,) = program.outputs()  # and no KV cache
     assert (logits.shape, logits.dtype) == ((4, 96), torch.bfloat16)
     for node in program.of("FusedInferAttentionScore"):
@@ -102,7 +106,7 @@ def check(program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: di
         assert count[name] == each * layers + around, name
 
 
-@pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
+@pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3), ids=str)
 def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
     check(two_layers(family), family)
 

@@ -20,7 +20,7 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import pack, quantise
 from ops.format import Format
-from tests.ascend.engine import M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -58,7 +58,13 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [(QWEN3, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)), (M2, {}), (QWEN2, {})],
+    [
+        (QWEN3, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)),
+        (M2, {}),
+        (QWEN2, {}),
+        (GLM, dict(first_k_dense_replace=1)),
+        (GLM, dict(use_qk_norm=False, norm_topk_prob=False)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("routing", ROUTINGS)

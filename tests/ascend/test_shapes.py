@@ -20,7 +20,7 @@ from ops.ascend.ops import AscendOps
 from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
 from ops.parallel.groups import Parallel, Shard
-from tests.ascend.engine import M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family
 
 BF16 = torch.bfloat16
 TWO = CountedGroup(0, 2)
@@ -43,7 +43,13 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
 )
 @pytest.mark.parametrize(
     ("family", "format", "top_k"),
-    [(QWEN3, None, 8), (QWEN3, Format("q4", 32), 2), (M2, Format("q4", 32), 2), (QWEN2, None, 3)],
+    [
+        (QWEN3, None, 8),
+        (QWEN3, Format("q4", 32), 2),
+        (M2, Format("q4", 32), 2),
+        (QWEN2, None, 3),
+        (GLM, Format("q4", 32), 2),
+    ],
     ids=str,
 )
 def test_as_much_is_alive_at_the_fullest_moment(

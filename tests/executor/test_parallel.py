@@ -81,12 +81,22 @@ SHARED: Splits = {  # a shared expert: its parts join sums of all rows, of share
     "dp2_tp2_sp_in_chunks": dict(world_size=4, attn_tp_size=2, chunked_prefill_size=5, sequence_parallel_tokens=1),
     "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
 }
-SPLITS = {"qwen2": SHARED, "qwen3": QWEN3, "m2": M2, "m2_few_kv": M2_FEW_KV, "demo": DEMO, "demo_tp8": DEMO_TP8}
+SPLITS = {
+    "qwen2": SHARED,
+    "glm": SHARED,
+    "qwen3": QWEN3,
+    "m2": M2,
+    "m2_few_kv": M2_FEW_KV,
+    "demo": DEMO,
+    "demo_tp8": DEMO_TP8,
+}
 M2_SIZES = dict(hidden_size=64, head_dim=8, rotary_dim=4, num_hidden_layers=2, initializer_range=0.15)
 MODELS: dict[str, Callable[[Path], object]] = {
     # Biases, a dense layer and a tied head come along.
     "qwen3": lambda folder: save_tiny(folder, attention_bias=True, mlp_only_layers=[1], tie_word_embeddings=True),
     "qwen2": lambda folder: save_tiny_of(folder, "qwen2_moe"),
+    # Three and five groups of 32 columns on two ranks and four.
+    "glm": lambda folder: save_tiny_of(folder, "glm4_moe", moe_intermediate_size=48, intermediate_size=160),
     "m2": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=48, num_key_value_heads=8),
     "m2_few_kv": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=16, num_key_value_heads=2),
 }
