@@ -1,7 +1,7 @@
 """Counts the memory that one rank of an Ascend case needs, for `--plan`. No device is needed: the model is built on
 PyTorch's meta device, whose tensors have shapes but no memory, in the layouts of the platform's ops.
 
-Every split of a model is even (`check_parallel`), so all ranks hold the same amount, and rank 0 is counted.
+Splits of a model are even (`check_parallel`), or the first ranks hold a little more, so rank 0 is counted.
 """
 
 import dataclasses

@@ -53,7 +53,7 @@ def show_host_plan(case: Case) -> None:
 def print_plan(plan: Plan) -> None:
     case = plan.case
     _print_head(case)
-    print("Memory of one rank, counted, not measured. Splits are even: rank 0 stands for all. 1 GB = 2^30 bytes.")
+    print("Memory of one rank, counted, not measured. No rank holds more than rank 0. 1 GB = 2^30 bytes.")
     for name, parts in plan.sections.items():
         print()
         _row(name, plan.of(name))

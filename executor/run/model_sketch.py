@@ -1,6 +1,6 @@
 """Rank 0's model on PyTorch's meta device, whose tensors have shapes but no memory, and the bytes of its parts.
 
-Every split of a model is even (`check_parallel`), so all ranks hold the same amount.
+Splits of a model are even (`check_parallel`), or the first ranks hold a little more: none holds more than rank 0.
 """
 
 from dataclasses import dataclass

@@ -63,13 +63,14 @@ class AwqTarget(Target):
 
     @property
     def config(self) -> dict[str, Any]:
+        family = self.source.family
         return {
             "quant_method": "awq",
             "version": "gemm",
             "bits": BITS,
             "group_size": self.group,
             "zero_point": True,
-            "modules_to_not_convert": [self.source.family.router],
+            "modules_to_not_convert": [gate for gate in (family.router, family.shared_gate) if gate],
         }
 
     def check_sizes(self, rows: int, columns: int) -> str:

@@ -62,6 +62,8 @@ class LayerMath(ABC, Generic[C]):
 
     matrices: ClassVar[tuple[str, str, str]]  # names of an expert's gate, up and down projections
     router: ClassVar[str]  # path of the router within a layer
+    shared: ClassVar[str] = ""  # path of the expert that every token takes, which is numbered after the others
+    shared_gate: ClassVar[str] = ""  # path of its gate
     fp8_name: ClassVar[str]  # how the family's official FP8 configs call the type of the weights
 
     @classmethod
@@ -82,7 +84,9 @@ class LayerMath(ABC, Generic[C]):
         self.mlps = [name.removesuffix(self.down) for name in names if name.endswith(f".{self.down}")]
 
     def normed(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        """RMS norm over as many columns of `x` as the norm's weight has."""
+        """RMS norm over as many columns of `x` as the norm's weight has, if there is such a norm."""
+        if f"{name}.weight" not in self.names:
+            return x
         weight = w(f"{name}.weight")
         return rms_norm(x.unflatten(-1, (-1, len(weight))), weight, self.config.rms_norm_eps).flatten(-2)
 
@@ -110,7 +114,12 @@ class LayerMath(ABC, Generic[C]):
         router = f"{self.router}.weight"
         if router not in self.names:
             return Routing(x.new_ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64))
-        return Routing(*self.choose(w, x @ w(router).T))
+        weights, ids = self.choose(w, x @ w(router).T)
+        if self.shared:
+            last, gate = ids.new_full((len(x), 1), len(self.mlps) - 1), f"{self.shared_gate}.weight"
+            whole = (x @ w(gate).T).sigmoid() if self.shared_gate else x.new_ones(len(x), 1)
+            weights, ids = torch.cat([weights, whole], 1), torch.cat([ids, last], 1)
+        return Routing(weights, ids)
 
     def experts(self, routing: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name prefix, rows, weights) of each expert that has tokens."""

@@ -84,7 +84,7 @@ def search_layer(
     flat = layer.normed(weights, "post_attention_layernorm", x).flatten(0, 1)
     routing = layer.route(weights, flat)
     inputs = [prefix + matrix for prefix in layer.mlps for matrix in (layer.gate, layer.up)]
-    router = [f"{layer.router}.weight"]
+    router = [f"{gate}.weight" for gate in (layer.router, layer.shared_gate)]
     yield from folds(flat, inputs + router, ["post_attention_layernorm.weight"], lambda w: layer.mlp(w, flat, routing))
 
     for prefix, rows, share in layer.experts(routing):

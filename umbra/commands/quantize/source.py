@@ -17,8 +17,10 @@ from models.registry import family_in, model_class, read_config
 from ops import load_ops
 from ops.format import FORMATS, floats
 from ops.parallel.groups import Parallel
+from umbra.commands.quantize.glm4_moe import Glm4MoeLayer
 from umbra.commands.quantize.layer import LayerConfig, LayerMath
 from umbra.commands.quantize.minimax_m2 import MiniMaxM2Layer
+from umbra.commands.quantize.qwen2_moe import Qwen2MoeLayer
 from umbra.commands.quantize.qwen3_moe import Qwen3MoeLayer
 from umbra.errors import UserError, listed
 
@@ -34,7 +36,12 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-FAMILIES: dict[str, type[LayerMath[Any]]] = {"qwen3_moe": Qwen3MoeLayer, "minimax_m2": MiniMaxM2Layer}
+FAMILIES: dict[str, type[LayerMath[Any]]] = {
+    "qwen3_moe": Qwen3MoeLayer,
+    "qwen2_moe": Qwen2MoeLayer,
+    "glm4_moe": Glm4MoeLayer,
+    "minimax_m2": MiniMaxM2Layer,
+}
 PLAIN = FORMATS["float32"]
 
 

@@ -2,17 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from tests.command import umbra
 from tests.quantised import awq_meaning
-from tests.tiny import save_tiny
+from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny, save_tiny_of, tiny_case
+from umbra.commands.logits import collect_logits
 from umbra.commands.quantize import awq, fp8
 from umbra.commands.quantize.awq import AwqTarget, quantise
 from umbra.commands.quantize.convert import Calibration, convert
@@ -58,18 +60,19 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def as_float(folder: Path, to: Path) -> Qwen3MoeForCausalLM:
+def as_float(folder: Path, to: Path, kind: Any = Qwen3MoeForCausalLM) -> PreTrainedModel:
     """The quantised checkpoint as a float one, in transformers."""
     tensors = tensors_of(folder)
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    floats = {n: t for n, t in tensors.items() if n.rpartition(".")[2] in ("weight", "bias")}
+    floats = {n: t for n, t in tensors.items() if n.rpartition(".")[2] in ("weight", "bias", "e_score_correction_bias")}
     floats |= {f"{name}.weight": awq_meaning(name, tensors).contiguous() for name in names}
     to.mkdir()
     save_file(floats, to / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (to / "config.json").write_text(json.dumps(config))
-    return Qwen3MoeForCausalLM.from_pretrained(to, dtype=torch.float32).eval()
+    model: PreTrainedModel = kind.from_pretrained(to, dtype=torch.float32).eval()
+    return model
 
 
 def test_plain_rounding_writes_the_format(tmp_path: Path) -> None:
@@ -115,6 +118,28 @@ def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = oracle.model(ids).last_hidden_state
         torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", TINY_OF)
+@torch.no_grad()
+def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: str) -> None:
+    """Its layers in parts are transformers' layers, a search loses nothing, and Umbra reads what is written."""
+    oracle: Any = save_tiny_of(tmp_path / "model", family, **WIDE, num_key_value_heads=8)
+    source, ids = Source(tmp_path / "model"), torch.arange(40).view(2, 20) * 2
+    hidden = source.rest()["model.embed_tokens.weight"][ids]
+    for index in range(2):
+        math, tensors = source.math(index, 20), source.layer(index)
+        exact = math.forward(tensors.__getitem__, hidden)
+        folds = list(search_layer(math, tensors.__getitem__, hidden, GROUP, lambda name: "_proj." in name))
+        folded = dict(fold(tensors, folds))
+        torch.testing.assert_close(math.forward(folded.__getitem__, hidden), exact, atol=1e-4, rtol=1e-4)
+        hidden = exact
+    torch.testing.assert_close(oracle.model.norm(hidden), oracle.model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
+    convert(tmp_path / "out", AwqTarget(source, (), GROUP))
+    dequantised = as_float(tmp_path / "out", tmp_path / "floats", type(oracle))
+    case = tiny_case(tmp_path, tmp_path / "out", model_name=family, quantization={"method": "none"})
+    ours = torch.from_numpy(collect_logits(make_runner(case, tmp_path), ids.tolist(), 0)["prefill_1"])
+    torch.testing.assert_close(ours, oracle_logits(dequantised, ids[1].tolist()), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("layer", "kv_heads"), [(0, 2), (1, 8)])  # sparse, dense
