@@ -14,12 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from executor.config.load import load_model_config
+from models.build import Build, Formats
+from models.layers.base import layers_of
 from models.layers.experts import Experts
-from ops import reference
+from models.registry import family_in, model_class, read_config
+from models.rope import RopeConfig
+from ops import load_ops, reference
 from ops.cpu import ops as cpu
+from ops.format import FORMATS
+from ops.parallel.groups import Parallel
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
+from umbra.files import ROOT
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
@@ -123,6 +130,25 @@ MISTAKES: list[tuple[str, Mistake]] = [
     ("qwen2_moe", without_a_gate),
     ("qwen2_moe", renormalised),
 ]
+
+
+@pytest.mark.parametrize(
+    ("folder", "family", "billions", "rotary"),
+    [
+        ("Qwen2-57B-A14B-Instruct", "qwen2_moe", 57.4, 128),
+        ("GLM-4.5-Air", "glm4_moe", 106.9, 64),
+        ("GLM-4.6", "glm4_moe", 352.8, 64),
+    ],
+)
+def test_official_configs_are_models_of_their_size(folder: str, family: str, billions: float, rotary: int) -> None:
+    where = ROOT / "checkpoints" / folder
+    assert family_in(where) == family
+    config: Any = read_config(where, family)
+    assert (config.rope, config.head_dim) == (RopeConfig(1e6, rotary, None), 128)
+    plain = FORMATS["bfloat16"]
+    formats, meta = Formats(plain, plain, plain), torch.device("meta")
+    model = model_class(family)(config, Build(load_ops("reference"), Parallel(), formats, torch.bfloat16, meta, 8))
+    assert sum(layer.elements for _, layer in layers_of(model)) == pytest.approx(billions * 1e9, abs=0.05e9)
 
 
 @pytest.mark.parametrize(("family", "mistake"), MISTAKES)
