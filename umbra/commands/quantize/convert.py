@@ -3,8 +3,8 @@
 Every file is written under a temporary name and then renamed, so a file that exists is complete. The index and
 config.json are written last: a folder without them does not load. During calibration each layer's input is the output
 of the *original* layers before it, so a resumed run recomputes the layers that are already written and produces the
-same bytes. Memory holds one weight of the source at a time, one layer as it is written and, with calibration, the
-hidden states of its tokens.
+same bytes. Memory holds one or two weights of the source for each core, one layer as it is written and, with
+calibration, the hidden states of its tokens and the attention's weights of one layer in float32.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from executor.checkpoint.index import INDEX
 from text.tokenizer import Tokenizer
@@ -26,6 +25,7 @@ from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.search import Fold, fold, search_layer
 from umbra.commands.quantize.source import CONFIG, Source
 from umbra.commands.quantize.target import Target
+from umbra.commands.quantize.workers import Each, Progress, workers
 from umbra.errors import UserError
 from umbra.files import read_json, write_json, write_whole
 
@@ -57,16 +57,19 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
     layers = [out / f"model-layer-{index:05}.safetensors" for index in range(source.config.num_hidden_layers)]
     missing = [index for index, path in enumerate(layers) if not path.is_file()]
     hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
-    for index in tqdm(range(missing[-1] + 1 if missing else 0), desc="quantizing", unit="layer", disable=None):
-        folds: list[Fold] = []
-        if hidden is not None:
-            layer, weights = source.math(index, hidden.shape[1]), partial(_wide, source.layer(index))
-            if index in missing and isinstance(target, AwqTarget):
-                rounded = partial(_rounded, target, index)
-                folds = list(search_layer(layer, weights, hidden, target.group, rounded))
-            hidden = layer.forward(weights, hidden)
-        if index in missing:
-            _write_tensors(layers[index], dict(_written(target, index, folds)))
+    count = missing[-1] + 1 if missing else 0
+    with Progress(count) as progress, workers(progress) as each:
+        for index in range(count):
+            folds: list[Fold] = []
+            if hidden is not None:
+                layer, weights = source.math(index, hidden.shape[1]), partial(_wide, source.layer(index))
+                if index in missing and isinstance(target, AwqTarget):
+                    rounded = partial(_rounded, target, index)
+                    folds = list(search_layer(layer, weights, hidden, target.group, rounded, each))
+                hidden = layer.forward(weights, hidden, each)
+            if index in missing:
+                _write_tensors(layers[index], dict(_written(target, index, folds, each)))
+            progress.layer()
     if not (out / REST).is_file():
         _write_tensors(out / REST, source.rest())
     _finish(target, out, [*layers, out / REST])
@@ -124,15 +127,18 @@ def _rounded(target: Target, index: int, name: str) -> bool:
     return target.quantised(f"model.layers.{index}.{name}".removesuffix(".weight"))
 
 
-def _written(target: Target, index: int, folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:
+def _written(target: Target, index: int, folds: list[Fold], each: Each) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one layer as they are written to the checkpoint."""
-    for name, tensor in fold(target.source.layer(index), folds):
-        full = f"model.layers.{index}.{name}"
+
+    def written(named: tuple[str, Tensor]) -> dict[str, Tensor]:
+        full = f"model.layers.{index}.{named[0]}"
         module = full.removesuffix(".weight")
         if target.quantised(module):
-            yield from target.tensors(module, tensor).items()
-        else:
-            yield full, tensor.to(target.source.float_type(full))
+            return target.tensors(module, named[1])
+        return {full: named[1].to(target.source.float_type(full))}
+
+    for tensors in each(written, fold(target.source.layer(index), folds)):
+        yield from tensors.items()
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -4,8 +4,9 @@ Shapes: B windows of L tokens, hidden size H. Tensor names are those of the chec
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from models.layers.rotary import head_order, rotary_angles
 from models.rope import RopeConfig
 from ops.reference import rms_norm, rope
+from umbra.commands.quantize.workers import Each
 
 Weights = Callable[[str], Tensor]  # maps a tensor's name to its values in float32
 QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
@@ -106,8 +108,21 @@ class LayerMath(ABC, Generic[C]):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
 
-    def attention(self, w: Weights, x: Tensor) -> Tensor:
-        return self.linear(w, "self_attn.o_proj", self.heads(w, x))
+    def attentions(self, candidates: Iterable[Weights], x: Tensor, each: Each) -> Iterator[Tensor]:
+        """The attention's output (B, L, H) for x (B, L, H) with each of the weights."""
+
+        def attention(task: tuple[Weights, Tensor]) -> Tensor:
+            w, window = task
+            return self.linear(w, "self_attn.o_proj", self.heads(w, window))
+
+        windows = x.split(1)
+        outputs = each(attention, ((w, window) for w in each(self.held, candidates) for window in windows))
+        for first in outputs:
+            yield torch.cat([first, *islice(outputs, len(windows) - 1)])
+
+    def held(self, w: Weights) -> Weights:
+        """The attention's weights, read once for all windows."""
+        return {name: w(name) for name in self.names if name.startswith("self_attn.")}.__getitem__
 
     def route(self, w: Weights, x: Tensor) -> Routing:
         """x (tokens, H); a dense layer is treated as one expert that takes every token."""
@@ -132,16 +147,23 @@ class LayerMath(ABC, Generic[C]):
         """The input of an expert's down projection."""
         return F.silu(x @ w(prefix + self.gate).T) * (x @ w(prefix + self.up).T)
 
-    def mlp(self, w: Weights, x: Tensor, routing: Routing) -> Tensor:
-        """x (tokens, H) -> (tokens, H)"""
-        out = torch.zeros_like(x)
-        for prefix, rows, share in self.experts(routing):
-            y = self.inner(w, prefix, x[rows]) @ w(prefix + self.down).T
-            out.index_add_(0, rows, y * share)
-        return out
+    def mlps_of(self, candidates: Iterable[Weights], x: Tensor, routing: Routing, each: Each) -> Iterator[Tensor]:
+        """The output (tokens, H) of the experts for x (tokens, H) with each of the weights."""
 
-    def forward(self, w: Weights, x: Tensor) -> Tensor:
+        def expert(task: tuple[Weights, str, Tensor, Tensor]) -> Tensor:
+            w, prefix, rows, share = task
+            return self.inner(w, prefix, x[rows]) @ w(prefix + self.down).T * share
+
+        experts = list(self.experts(routing))
+        outputs = each(expert, ((w, *each_expert) for w in candidates for each_expert in experts))
+        for first in outputs:
+            out = torch.zeros_like(x)
+            for (_, rows, _), y in zip(experts, chain([first], outputs), strict=False):  # takes one for each expert
+                out.index_add_(0, rows, y)
+            yield out
+
+    def forward(self, w: Weights, x: Tensor, each: Each = map) -> Tensor:
         """x (B, L, H) -> (B, L, H), residual connections included."""
-        x = x + self.attention(w, self.normed(w, "input_layernorm", x))
+        x = x + next(self.attentions([w], self.normed(w, "input_layernorm", x), each))
         normed = self.normed(w, "post_attention_layernorm", x).flatten(0, 1)
-        return x + self.mlp(w, normed, self.route(w, normed)).view_as(x)
+        return x + next(self.mlps_of([w], normed, self.route(w, normed), each)).view_as(x)

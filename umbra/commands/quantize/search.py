@@ -8,7 +8,7 @@ calibration text the result is never worse than without scales.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from umbra.commands.quantize.awq import quantise
 from umbra.commands.quantize.layer import O_PROJ, QKV, LayerMath, Weights
+from umbra.commands.quantize.workers import Each
 
 STEPS = 20  # alphas from 0 to 0.95
 FLOOR = 0.01  # least input, relative to the average: columns that calibration hardly used keep some precision
@@ -30,17 +31,20 @@ class Fold:
     divided: frozenset[str]
 
 
-def best_scale(
-    x: Tensor, names: frozenset[str], weights: Weights, part: Callable[[Weights], Tensor], group: int
-) -> Tensor:
-    """The scale (in) for the inputs x (tokens, in) of the matrices `names` that changes the output of `part` least."""
-    exact, size = part(weights), x.abs().mean(0)
+Outputs = Callable[[Iterable[Weights]], Iterator[Tensor]]  # the output of a part of a layer with each of the weights
+
+
+def best_scale(x: Tensor, names: frozenset[str], weights: Weights, outputs: Outputs, group: int) -> Tensor:
+    """The scale (in) for the inputs x (tokens, in) of the matrices `names` that changes the output of a part least."""
+    size = x.abs().mean(0)
     size = size.clamp(min=float(size.mean()) * FLOOR)
+    powers = [size ** (step / STEPS) for step in range(STEPS)]
+    scales = [power / (power.max() * power.min()).sqrt() for power in powers]
+    results = outputs(chain([weights], (_rounded(weights, names, scale, group) for scale in scales)))
+    exact = next(results)
     best, least = torch.ones_like(size), float("inf")
-    for step in range(STEPS):
-        scale = size ** (step / STEPS)
-        scale = scale / (scale.max() * scale.min()).sqrt()
-        error = float((part(_rounded(weights, names, scale, group)) - exact).square().mean())
+    for scale, output in zip(scales, results, strict=True):
+        error = float((output - exact).square().mean())
         if error < least:  # false where inputs that are all zero make the scale NaN
             best, least = scale, error
     return best
@@ -57,44 +61,47 @@ def _rounded(weights: Weights, names: frozenset[str], scale: Tensor, group: int)
 
 
 def search_layer(
-    layer: LayerMath[Any], weights: Weights, x: Tensor, group: int, rounded: Callable[[str], bool]
+    layer: LayerMath[Any], weights: Weights, x: Tensor, group: int, rounded: Callable[[str], bool], each: Each = map
 ) -> Iterator[Fold]:
     """The folds of a layer whose input is x (B, L, H); `rounded` says of a weight whether it is quantised. Weights that
     are not quantised are multiplied as well if they have the same input as others."""
     config = layer.config
 
-    def folds(
-        x: Tensor, multiplied: Iterable[str], divided: Iterable[str], part: Callable[[Weights], Tensor]
-    ) -> Iterator[Fold]:
+    def folds(x: Tensor, multiplied: Iterable[str], divided: Iterable[str], outputs: Outputs) -> Iterator[Fold]:
         """The fold for the inputs `x` (..., in) of `multiplied`, none if all of these stay in floats."""
         names = frozenset(multiplied).intersection(layer.names)  # a dense layer has no router
         if chosen := frozenset(filter(rounded, names)):
-            yield Fold(best_scale(x.flatten(0, -2), chosen, weights, part, group), names, frozenset(divided))
+            yield Fold(best_scale(x.flatten(0, -2), chosen, weights, outputs, group), names, frozenset(divided))
 
     normed = layer.normed(weights, "input_layernorm", x)
-    yield from folds(normed, QKV, ["input_layernorm.weight"], lambda w: layer.attention(w, normed))
+    yield from folds(normed, QKV, ["input_layernorm.weight"], lambda ws: layer.attentions(ws, normed, each))
 
-    heads = layer.heads(weights, normed)
-    exact = layer.linear(weights, "self_attn.o_proj", heads)
     if config.num_attention_heads == config.num_key_value_heads:  # otherwise several query heads share a row of v_proj
+        held = layer.held(weights)
+        heads = torch.cat(list(each(lambda window: layer.heads(held, window), normed.split(1))))
         above = ["self_attn.v_proj.weight", "self_attn.v_proj.bias"]
-        yield from folds(heads, [O_PROJ], above, lambda w: layer.linear(w, "self_attn.o_proj", heads))
-    x = x + exact
+        yield from folds(
+            heads, [O_PROJ], above, lambda ws: each(lambda w: layer.linear(w, "self_attn.o_proj", heads), ws)
+        )
+    x = x + next(layer.attentions([weights], normed, each))
 
     flat = layer.normed(weights, "post_attention_layernorm", x).flatten(0, 1)
     routing = layer.route(weights, flat)
     inputs = [prefix + matrix for prefix in layer.mlps for matrix in (layer.gate, layer.up)]
     router = [f"{gate}.weight" for gate in (layer.router, layer.shared_gate)]
-    yield from folds(flat, inputs + router, ["post_attention_layernorm.weight"], lambda w: layer.mlp(w, flat, routing))
+    yield from folds(
+        flat, inputs + router, ["post_attention_layernorm.weight"], lambda ws: layer.mlps_of(ws, flat, routing, each)
+    )
 
-    for prefix, rows, share in layer.experts(routing):
+    def down(expert: tuple[str, Tensor, Tensor]) -> list[Fold]:
+        prefix, rows, share = expert
+        name = prefix + layer.down
         inner = layer.inner(weights, prefix, flat[rows]) * share  # weighted as in the layer's output
-        down = prefix + layer.down
-        yield from folds(inner, [down], [prefix + layer.up], partial(_product, inner, down))
+        # Products with a matrix keep their size if Q of inner = QR is left out: as many rows as columns are enough.
+        least = torch.linalg.qr(inner, mode="r").R if len(inner) > inner.shape[1] else inner
+        return list(folds(inner, [name], [prefix + layer.up], lambda ws: (least @ w(name).T for w in ws)))
 
-
-def _product(x: Tensor, name: str, weights: Weights) -> Tensor:
-    return x @ weights(name).T
+    yield from chain.from_iterable(each(down, layer.experts(routing)))
 
 
 def fold(tensors: Mapping[str, Tensor], folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:

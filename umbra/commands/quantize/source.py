@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -67,6 +68,7 @@ class Source:
         self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
         if self.encodings - {Fp8Blocks}:
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
+        self._reading = Lock()  # of the maps, which several threads use
         self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
         self.files = CheckpointFiles(folder, scheme.aliases)
         self.stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
@@ -86,8 +88,9 @@ class Source:
 
     def read(self, name: str) -> Tensor:
         """The weight of this name: as it is stored, or in float32 if it is quantised."""
-        part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
-        self.files.relieve()
+        with self._reading:
+            part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
+            self.files.relieve()
         return floats(part)
 
     def float_type(self, name: str) -> torch.dtype:

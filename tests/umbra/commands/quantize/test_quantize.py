@@ -1,6 +1,7 @@
 """`umbra quantize`: rounding, the files it writes, the search for scales, and runs that are killed and resumed."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.command import umbra
 from tests.quantised import awq_meaning
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
-from umbra.commands.quantize import awq, fp8
+from umbra.commands.quantize import awq, fp8, workers
 from umbra.commands.quantize.awq import AwqTarget, quantise
 from umbra.commands.quantize.convert import Calibration, convert
 from umbra.commands.quantize.search import fold, search_layer
@@ -212,6 +213,24 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
         convert(out, AwqTarget(source, (), GROUP), calibration)
         assert bytes_of(out) == expected
         assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not computed again
+
+
+def test_one_core_writes_the_same_bytes_and_lines_tell_the_progress(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "PAUSE", 0)
+    cores, target = os.sched_getaffinity(0), AwqTarget(Source(model), (), GROUP)
+    convert(tmp_path / "all", target, Calibration(text, 400))
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        convert(tmp_path / "one", target, Calibration(text, 400))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "all")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("quantizing layer 1 of 2: ")
+    assert lines[-1].startswith("quantizing layer 2 of 2: ")
+    assert lines[-1].endswith(" s left")
 
 
 def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) -> None:
