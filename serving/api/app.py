@@ -291,4 +291,4 @@ def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Co
             front.metrics.unread.inc()
             if name[:64] not in front.unread and len(front.unread) < MOST_UNREAD:
                 front.unread.add(name[:64])
-                print(one_line(f"a request has the field {name[:64]!r}, which nothing reads"), file=sys.stderr)
+                print(one_line(f"a request has the field {name[:64]!r}, which nothing reads"), flush=True)
