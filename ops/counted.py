@@ -156,7 +156,10 @@ class CountedOps:
         return self._copied(q), self._copied(k)
 
     def _copied(self, x: Tensor) -> Tensor:
-        return x if x.is_contiguous() else self.made("copied heads", x, *x.shape)
+        if x.is_contiguous():
+            return x
+        self.note("copy", x, x)
+        return self.made("copied heads", x, *x.shape)
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         self.note("write_kv", k, k, v, v)  # views of k and v are written

@@ -26,6 +26,7 @@ from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
+from tests.variants import thorough_but
 from umbra.commands.logits import collect_logits
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
@@ -121,9 +122,10 @@ def exchanging_rank(rank: int, port: int, folder: Path) -> None:
     np.save(folder / f"calls{rank}.npy", calls)
 
 
-def test_exchanged_rows_equal_the_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", thorough_but((M2, QWEN2), M2), ids=str)
+def test_exchanged_rows_equal_the_reference(tmp_path: Path, family: Family) -> None:
     """In every layer of every decode step, of which there are five, and in no prefill, whose groups differ."""
-    save(M2, tmp_path)
+    save(family, tmp_path)
     run_gloo_ranks(exchanging_rank, 2, tmp_path)
     assert_ranks(tmp_path, 2)
     for rank in range(2):
@@ -153,7 +155,13 @@ TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "d
 
 @pytest.mark.parametrize(
     ("family", "split", "routing"),
-    [(M2, "tp2", "fusion_v2"), (QWEN3, "ep2", "tp"), (QWEN3, "dp2", "fusion_v1")],
+    [
+        (M2, "tp2", "fusion_v2"),
+        (QWEN3, "ep2", "tp"),
+        (QWEN3, "dp2", "fusion_v1"),
+        (QWEN2, "dp2", "fusion_v2"),
+        (GLM, "tp2", "fusion_v2"),
+    ],
     ids=str,
 )
 def test_two_ranks_equal_the_reference(tmp_path: Path, family: Family, split: str, routing: str) -> None:

@@ -32,9 +32,14 @@ SIZES = {
     "235b_tp8": Size("235B over 8", 4096, 192, 128, 8, 1, 128, 8),
     "235b_tp16": Size("235B over 16", 4096, 96, 128, 4, 1, 128, 8),
     "235b_ep16": Size("235B, experts over 16", 4096, 1536, 8, 64, 4, 128, 8),
+    "qwen2_57b_tp4": Size("Qwen2-57B over 4 and 8", 3584, 320, 64, 7, 1, 128, 8),
+    "qwen15_tp4": Size("Qwen1.5-MoE over 4", 2048, 352, 60, 4, 4, 128, 4),
+    "air_ep8": Size("GLM-4.5-Air, experts over 8", 4096, 1408, 16, 12, 1, 128, 8),
+    "glm46_tp8": Size("GLM-4.6 over 8", 5120, 192, 160, 12, 1, 128, 8),
     "m2_tp8": Size("MiniMax-M2 over 8", 3072, 192, 256, 6, 1, 128, 8),
 }
 SIGMOID = SIZES["m2_tp8"]  # its router, and norms of whole rows
+NO_HEAD_NORMS = (SIGMOID, *(SIZES[name] for name in ("qwen2_57b_tp4", "qwen15_tp4", "air_ep8")))
 CANN = sorted({f"{cann}.0" for row in ROWS for cann in row.cann})
 
 
@@ -62,9 +67,9 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     numbers = array("q", range(tokens)), torch.empty(0, 0, dtype=torch.int64), none, none
     slots = ops.paging(*numbers, PAGE).slot_mapping.to(device)
     heads = ops.linear(x, qkv, None)
-    if size is SIGMOID:  # the norms are of whole rows
+    if size in NO_HEAD_NORMS:
         q, k, v = (part.unflatten(1, (-1, size.head_dim)) for part in heads.split([width, kv, kv], -1))
-        q, k = ops.rope(q.contiguous(), k.contiguous(), angles, angles)
+        q, k = ops.rope(q, k, angles, angles)
         ops.write_kv(k, v, k_cache, v_cache, slots)
     else:
         of_heads = Heads(size.kv_heads, 1e-6, weight, weight, angles, angles)
@@ -76,11 +81,13 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     x = ops.linear(attended.flatten(1), out, None)
     if size is SIGMOID:
         scores = torch.empty(tokens, size.experts, dtype=torch.float32, device=device)
-        weights, ids = chosen(ops.route_sigmoid(scores, scores[0], size.top_k, True))
+        weights, ids = chosen(ops.route_sigmoid(scores, scores[0], size.top_k, True, 2.5))
     else:
         router = torch.empty(tokens, max(size.experts, 128), dtype=BF16, device=device)
         weights, ids = chosen(ops.route_softmax(router, size.top_k, True))
-    ops.moe(x, weights, ids, experts, None if size.experts >= 128 else 0)
+        ops.route_softmax(router, size.top_k, False)
+    y = ops.moe(x, weights, ids, experts, None if size.experts >= 128 else 0)
+    ops.add_gated(ops.add_gated(y, x, None), x, x[:, :1].contiguous())
 
 
 Broken = dict[tuple[str, str, str], list[str]]
