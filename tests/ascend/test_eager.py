@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from executor.platform.ascend import device
-from tests.ascend.engine import M2, QWEN3, Family, ascend_case, ascend_runner, prefilled
+from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family, ascend_case, ascend_runner, prefilled
 from tests.ascend.log import device_log
 
 ATTENTION = [
@@ -92,6 +92,40 @@ M2_ROUTER = [
     "aclnnMoeGatingTopK (3,8)float32 (8)float32 (3,3)float32 (3,3)int32 (3,8)float32",
     "aclnnInplaceCopy (3,3)bfloat16 (3,3)float32",
 ]
+WITH_BIAS = (
+    ATTENTION[0]
+    .replace("aclnnMatmulWeightNz", "aclnnAddmmWeightNz (512)bfloat16")
+    .replace(" (3,512)", " scalar:int64 scalar:int64 (3,512)")
+)
+QWEN2_ATTENTION = [  # heads have no norms: columns of the product are copied, then rotate
+    WITH_BIAS,
+    "aclnnInplaceCopy (3,2,128)bfloat16 (3,2,128)bfloat16@strides(512,128,1)",
+    "aclnnInplaceCopy (3,1,128)bfloat16 (3,1,128)bfloat16@strides(512,128,1)",
+    EARLIER_ATTENTION[3],
+    "aclnnScatterPaKvCache (3,1,128)bfloat16 (5,8,128,16)bfloat16 (3)int64 (3,1,128)bfloat16@strides(512,128,1)"
+    " (5,8,128,16)bfloat16 ints(1,1) ints(0,0)",
+    *ATTENTION[2:],
+]
+QWEN2_SHARED = [
+    "aclnnMatmulWeightNz (3,128)bfloat16 (128,128)bfloat16:NZ (3,128)bfloat16",
+    "aclnnSwiGlu (3,128)bfloat16 (3,64)bfloat16",
+    "aclnnMatmulWeightNz (3,64)bfloat16 (64,128)bfloat16:NZ (3,128)bfloat16",
+    "aclnnMm (3,128)bfloat16 (128,1)bfloat16 (3,1)bfloat16",
+    "aclnnSigmoid (3,1)bfloat16 (3,1)bfloat16",
+    "aclnnInplaceAddcmul (3,128)bfloat16 (3,128)bfloat16 (3,1)bfloat16 scalar:int64",
+]
+GLM_SHARED = [
+    "aclnnMatmulWeightNz (3,128)bfloat16 (128,256)bfloat16:NZ (3,256)bfloat16",
+    "aclnnSwiGlu (3,256)bfloat16 (3,128)bfloat16",
+    "aclnnMatmulWeightNz (3,128)bfloat16 (128,128)bfloat16:NZ (3,128)bfloat16",
+    "aclnnInplaceAdd (3,128)bfloat16 (3,128)bfloat16 scalar:int64",
+]
+LAYERS: dict[Family, tuple[list[str], list[str], list[str]]] = {  # attention, router, shared expert
+    QWEN3: (ATTENTION, ROUTER, []),
+    M2: (M2_ATTENTION, M2_ROUTER, []),
+    QWEN2: (QWEN2_ATTENTION, EARLIER_ROUTER[:2], QWEN2_SHARED),
+    GLM: ([WITH_BIAS, *ATTENTION[1:]], M2_ROUTER, GLM_SHARED),
+}
 FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
     ATTENTION[3]: "aclnnWeightQuantBatchMatmulV2 (3,256)bfloat16 (256,16)int32 (8,128)bfloat16 (3,128)bfloat16",
@@ -124,8 +158,8 @@ def last_layer(lines: list[str]) -> list[str]:
 
 
 def golden(routing: str, family: Family = QWEN3) -> list[str]:
-    attention, router = {QWEN3: (ATTENTION, ROUTER), M2: (M2_ATTENTION, M2_ROUTER)}[family]
-    return [*attention, *router, *MOE[routing], attention[-1]]
+    attention, router, shared = LAYERS[family]
+    return [*attention, *router, *MOE[routing], *shared, attention[-1]]
 
 
 def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +168,11 @@ def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatc
     assert last_layer(decode_log(tmp_path)) == expected
 
 
-@pytest.mark.parametrize(("family", "routing"), [*((QWEN3, routing) for routing in MOE), (M2, "fusion_v2")], ids=str)
+@pytest.mark.parametrize(
+    ("family", "routing"),
+    [*((QWEN3, routing) for routing in MOE), *((family, "fusion_v2") for family in (M2, QWEN2, GLM))],
+    ids=str,
+)
 def test_kernels_of_a_decode_layer(tmp_path: Path, family: Family, routing: str) -> None:
     assert last_layer(decode_log(tmp_path, f"moe_routing={routing}", family=family)) == golden(routing, family)
 
