@@ -98,7 +98,12 @@ struct Step {
                          in<float>(tokens * width * 2), out<float>(tokens * heads * (width / 2 * 2)), tokens, heads,
                          width / 2 * 2, stride});
                 return;
-            case 4: add(SiluMul{in<float>(tokens * 2 * width), out<float>(tokens * width), tokens, width}); return;
+            case 4: {
+                float* to = out<float>(tokens * width);
+                add(SiluMul{in<float>(tokens * 2 * width), to, tokens, width});
+                add(AddGated{to, in<float>(tokens * width), input.flag() ? in<float>(tokens) : nullptr, tokens, width});
+                return;
+            }
             case 5: {
                 const int64_t experts = input.range<int64_t>(1, 20), k = input.range<int64_t>(1, experts);
                 add(Route{in<float>(tokens * experts), input.flag() ? in<float>(experts) : nullptr,
