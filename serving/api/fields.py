@@ -85,6 +85,17 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n_predict": (-1,),
     "num_predict": (-1,),
     "min_length": (0,),
+    "min_new_tokens": (0,),
+    "guided_structural_tag": (),
+    "format": (),
+    "options": ({},),
+    "repeat_penalty": (1.0,),
+    "mirostat": (0,),
+    "dry_multiplier": (0.0,),
+    "stop_words": ([],),
+    "lora_adapters": ([],),
+    "thinking_token_budget": (),
+    "sampling_seed": (),
     "typical_p": (1.0,),
     "no_repeat_ngram_size": (0,),
 }
@@ -96,6 +107,9 @@ INSTEAD = {
     "bad_words": "give logit_bias for their tokens",
     "lora_path": "merge the adapter into the checkpoint",
     "lora": "merge the adapter into the checkpoint",
+    "repeat_penalty": "give repetition_penalty",
+    "sampling_seed": "give seed",
+    "stop_words": "give stop",
 } | dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "give max_tokens")
 
 
@@ -109,7 +123,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class Structured(msgspec.Struct, kw_only=True):
+class Structured(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The pattern that an answer must match, by vLLM's names; one of them."""
 
     json: Any = None

@@ -158,7 +158,9 @@ def calls_grammar(
         function = tool["function"]
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         check_schema(f"tools[{number}].function.parameters", parameters)
-        rules += _call_rules(names[number], function["name"], closed(parameters), format, marks)
+        if "allOf" not in json.dumps(parameters):  # whose parts have properties of each other's
+            parameters = closed(parameters)
+        rules += _call_rules(names[number], function["name"], parameters, format, marks)
     one = f"({' | '.join(names)})"
     block, end = marks.one(format.block), marks.one(format.block_end)
     repeat = f"{{0,{MOST_CALLS - 1}}}"
