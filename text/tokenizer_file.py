@@ -72,9 +72,11 @@ def read_template(file: str) -> str:
     """The chat template in a file of the user's."""
     path = Path(file).expanduser()
     try:
-        if path.stat().st_size > LARGEST_BESIDE:
+        with open(path, "rb") as opened:
+            text = opened.read(LARGEST_BESIDE + 1)
+        if len(text) > LARGEST_BESIDE:
             raise UserError(f"model_config.chat_template: {path} is larger than {LARGEST_BESIDE >> 20} MB")
-        return path.read_text(encoding="utf-8")
+        return text.decode()
     except OSError as error:
         raise UserError(f"model_config.chat_template: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -115,7 +115,8 @@ def case_of_checkpoint(
         platform = "cpu"  # the case says what is wrong
     name = family_in(folder)
     positions = read_config(folder, name).max_positions
-    chat = purpose.chat and has_chat_template(folder)
+    own_template = bool((asked.get("model_config") or {}).get("chat_template"))
+    chat = purpose.chat and (own_template or has_chat_template(folder))
 
     def made(method: str, context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
         data: dict[str, Any] = {

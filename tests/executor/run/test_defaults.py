@@ -7,7 +7,7 @@ import pytest
 
 from executor.config.load import load_case, make_case
 from executor.config.units import GB
-from executor.run.defaults import SERVING, case_of_checkpoint, open_case
+from executor.run.defaults import RUNNING, SERVING, case_of_checkpoint, open_case
 from tests.command import umbra
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
@@ -149,5 +149,10 @@ def test_a_chat_template_of_the_user_s(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     tokenizer = Tokenizer(DEMO, template=str(tmp_path / "own.jinja"))
     assert tokenizer.decode(tokenizer.encode("Hello", chat=True)) == "<Hello>"
+    model, given = folder(tmp_path / "model", 600), [f"chat_template={tmp_path / 'own.jinja'}"]
+    for settings, mode in ((given, "chat"), ([], "default")):
+        assert open_case(str(model), RUNNING, settings).model_config.tokenizer_mode == mode
+    with pytest.raises(UserError, match=r"chat_template: /dev/zero is larger than 1 MB"):
+        Tokenizer(DEMO, template="/dev/zero")
     with pytest.raises(UserError, match=r"model_config\.chat_template: nowhere cannot be read: No such file"):
         Tokenizer(DEMO, template="nowhere")
