@@ -65,6 +65,18 @@ def check_experts(config: HfConfig, key: str, experts: int, layers: int) -> None
         raise config.error(key, f"in each of {layers} layers is more than {MOST_EXPERTS} together")
 
 
+def check_heads(config: HfConfig, heads: int, kv_heads: int) -> None:
+    """Raises UserError unless each KV head serves as many query heads."""
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", f"does not divide num_attention_heads: {heads}")
+
+
+def check_choice(config: HfConfig, chosen: int, experts: int, experts_key: str) -> None:
+    """Raises UserError if the router is to choose more experts than a layer has."""
+    if chosen > experts:
+        raise config.error("num_experts_per_tok", f"is more than {experts_key}: {experts}")
+
+
 def check_even_split(key: str, ranks: int, what: str, total: int) -> None:
     """Raises UserError unless `ranks`, the value of `key`, divides `total`."""
     if total % ranks:

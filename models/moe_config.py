@@ -4,7 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split, check_some_each
+from models.config import (
+    LARGEST_DEPTH,
+    check_choice,
+    check_even_split,
+    check_experts,
+    check_heads,
+    check_kv_split,
+    check_some_each,
+)
 from models.hf_config import HfConfig
 from models.rope import RopeConfig
 
@@ -66,6 +74,12 @@ class MoeConfig:
         check_kv_split(attn_tp_size, self.num_key_value_heads)
 
 
+def check_routing(hf: HfConfig, config: MoeConfig, experts_key: str) -> None:
+    """Raises UserError if a layer is to choose more experts than it has."""
+    if any(config.sparse_layers):
+        check_choice(hf, config.num_experts_per_tok, config.num_experts, experts_key)
+
+
 def read_sizes(hf: HfConfig, defaults: Mapping[str, int], experts_keys: Sequence[str]) -> dict[str, Any]:
     """The fields of `MoeConfig` that every family reads in the same way. `defaults` are those of the keys;
     `experts_keys` are the names that the number of experts has."""
@@ -73,8 +87,7 @@ def read_sizes(hf: HfConfig, defaults: Mapping[str, int], experts_keys: Sequence
     layers = hf.size("num_hidden_layers", default=defaults["num_hidden_layers"], maximum=LARGEST_DEPTH)
     experts = hf.size(*experts_keys, default=defaults["num_experts"], minimum=0, maximum=1 << 16)
     heads = sizes["num_attention_heads"]
-    if heads % sizes["num_key_value_heads"]:
-        raise hf.error("num_key_value_heads", f"does not divide num_attention_heads: {heads}")
+    check_heads(hf, heads, sizes["num_key_value_heads"])
     check_experts(hf, experts_keys[0], experts, layers)
     return sizes | {
         "num_experts": experts,
@@ -88,9 +101,3 @@ def sparse_by_step(hf: HfConfig, layers: int, experts: int) -> tuple[bool, ...]:
     """`MoeConfig.sparse_layers` as `mlp_only_layers` and `decoder_sparse_step` say."""
     dense, step = set(hf.sizes("mlp_only_layers")), hf.size("decoder_sparse_step", default=1)
     return tuple(experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
-
-
-def check_choice(hf: HfConfig, config: MoeConfig, experts_key: str) -> None:
-    """Raises UserError if the router is to choose more experts than a layer has."""
-    if any(config.sparse_layers) and config.num_experts_per_tok > config.num_experts:
-        raise hf.error("num_experts_per_tok", f"is more than {experts_key}: {config.num_experts}")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from models.config import LARGEST_DEPTH
 from models.hf_config import read_hf_config
-from models.moe_config import MoeConfig, check_choice, read_sizes
+from models.moe_config import MoeConfig, check_routing, read_sizes
 from models.rope import read_rope, read_rotary_dim
 
 DEFAULTS = {
@@ -48,7 +48,7 @@ class Glm4MoeConfig(MoeConfig):
                 "num_nextn_predict_layers", "num_mtp_layers", default=1, minimum=0, maximum=LARGEST_DEPTH
             ),
         )
-        check_choice(hf, config, EXPERTS)
+        check_routing(hf, config, EXPERTS)
         return config
 
     @property

@@ -58,7 +58,7 @@ class PagedAttention(nn.Module):
 
 
 class AttentionConfig(Protocol):
-    """What `GroupedAttention` reads of a family's config."""
+    """What grouped-query attention reads of a family's config."""
 
     @property
     def hidden_size(self) -> int: ...

@@ -8,14 +8,17 @@ from models.layers.norm import RMSNorm
 
 
 class DecoderLayer(nn.Module):
-    """`attention` takes (x, cos, sin, batch), `mlp` takes (x, batch)."""
+    """`attention` takes (x, cos, sin, batch), `mlp` takes (x, batch). `mlp_name` is the checkpoint's name of it."""
 
-    def __init__(self, build: Build, hidden: int, eps: float, attention: nn.Module, mlp: nn.Module):
+    def __init__(
+        self, build: Build, hidden: int, eps: float, attention: nn.Module, mlp: nn.Module, mlp_name: str = "mlp"
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(build, hidden, eps)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(build, hidden, eps)
-        self.mlp = mlp
+        self.mlp_name = mlp_name
+        self.add_module(mlp_name, mlp)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: Batch
@@ -24,4 +27,4 @@ class DecoderLayer(nn.Module):
         x = self.self_attn(x, cos, sin, batch)
         x, residual, batch = batch.wanted(x, residual)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x, batch), residual
+        return getattr(self, self.mlp_name)(x, batch), residual

@@ -77,9 +77,7 @@ class Experts(Layer):
     ) -> Tensor:
         rows, exchange = batch.rows(self.parallel), self.exchange
         if exchange and (batch.even or exchange.uneven) and exchange.takes(len(x), self.weights):
-            y = exchange.mixture(
-                x, *chosen(routed), self.weights, self.slots
-            )  # of the rank's own tokens: no sum follows
+            y = exchange.mixture(x, *chosen(routed), self.weights, self.slots)  # of its own tokens: no sum follows
             return shared.add_to(y, x, shared_gate) if shared else y
         everyone = rows.gather_all(x)
         if isinstance(routed, Scores) and not (self.shadowed or self.slots):

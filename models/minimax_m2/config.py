@@ -6,7 +6,7 @@ Keys that have no effect in any of these models are read all the same, so that a
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split
+from models.config import LARGEST_DEPTH, check_choice, check_even_split, check_experts, check_heads, check_kv_split
 from models.hf_config import read_hf_config
 from models.rope import RopeConfig, read_rope, read_rotary_dim
 
@@ -66,11 +66,9 @@ class MiniMaxM2Config:
             tie_word_embeddings=hf.flag("tie_word_embeddings", False),
             num_mtp_modules=hf.size("num_mtp_modules", default=3, minimum=0, maximum=LARGEST_DEPTH),
         )
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise hf.error("num_key_value_heads", f"does not divide num_attention_heads: {config.num_attention_heads}")
+        check_heads(hf, config.num_attention_heads, config.num_key_value_heads)
         check_experts(hf, "num_local_experts", config.num_local_experts, layers)
-        if config.num_experts_per_tok > config.num_local_experts:
-            raise hf.error("num_experts_per_tok", f"is more than num_local_experts: {config.num_local_experts}")
+        check_choice(hf, config.num_experts_per_tok, config.num_local_experts, "num_local_experts")
         return config
 
     @property

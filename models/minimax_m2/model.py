@@ -11,9 +11,10 @@ from models.batch import Batch
 from models.build import Build
 from models.causal_lm import CausalLM
 from models.layers.attention import PagedAttention, kv_shard
+from models.layers.decoder_layer import DecoderLayer
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear, Source
-from models.layers.norm import RMSNorm, SplitRMSNorm
+from models.layers.norm import SplitRMSNorm
 from models.layers.rotary import head_order
 from models.layers.router import Router, SelectionBias
 from models.minimax_m2.config import MiniMaxM2Config
@@ -70,26 +71,14 @@ class SparseMoeBlock(nn.Module):
         return self.experts(x, routed, batch)
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, config: MiniMaxM2Config, build: Build):
-        super().__init__()
-        self.input_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, build.at("self_attn"))
-        self.post_attention_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = SparseMoeBlock(config, build.at("block_sparse_moe"))
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos, sin, batch)
-        x, residual, batch = batch.wanted(x, residual)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.block_sparse_moe(x, batch), residual
+def decoder_layer(config: MiniMaxM2Config, build: Build) -> DecoderLayer:
+    attention = Attention(config, build.at("self_attn"))
+    mlp = SparseMoeBlock(config, build.at("block_sparse_moe"))
+    return DecoderLayer(build, config.hidden_size, config.rms_norm_eps, attention, mlp, mlp_name="block_sparse_moe")
 
 
 class MiniMaxM2ForCausalLM(CausalLM):
     def __init__(self, config: MiniMaxM2Config, build: Build):
         depth = config.num_hidden_layers
-        layers = (DecoderLayer(config, build.at(f"model.layers.{i}")) for i in range(depth))
+        layers = (decoder_layer(config, build.at(f"model.layers.{i}")) for i in range(depth))
         super().__init__(config, build, layers, config.num_mtp_modules)

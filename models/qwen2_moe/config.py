@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.hf_config import read_hf_config
-from models.moe_config import MoeConfig, check_choice, read_sizes, sparse_by_step
+from models.moe_config import MoeConfig, check_routing, read_sizes, sparse_by_step
 from models.rope import read_rope
 
 DEFAULTS = {
@@ -35,7 +35,7 @@ class Qwen2MoeConfig(MoeConfig):
             sparse_layers=sparse_by_step(hf, sizes["num_hidden_layers"], sizes["num_experts"]),
             qkv_bias=hf.flag("qkv_bias", True),
         )
-        check_choice(hf, config, "num_experts")
+        check_routing(hf, config, "num_experts")
         return config
 
     @property

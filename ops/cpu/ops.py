@@ -196,7 +196,7 @@ def route_sigmoid(
 
 
 def _route(
-    logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, renormalise: bool, *scale: float
+    logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, renormalise: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
     weights, ids, scratch = (
@@ -204,7 +204,7 @@ def _route(
     )  # fmt: skip
     native.route(
         pointer(logits), pointer(bias), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k,
-        sigmoid, renormalise, *scale,
+        sigmoid, renormalise, scale,
     )  # fmt: skip
     return weights, ids
 

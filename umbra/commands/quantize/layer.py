@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers.attention import AttentionConfig
 from models.layers.rotary import head_order, rotary_angles
-from models.rope import RopeConfig
 from ops.reference import rms_norm, rope
 from umbra.commands.quantize.workers import Each
 
@@ -23,7 +23,7 @@ QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.w
 O_PROJ = "self_attn.o_proj.weight"
 
 
-class LayerConfig(Protocol):
+class LayerConfig(AttentionConfig, Protocol):
     """The part of a family's config that all families' layers read."""
 
     @property
@@ -32,16 +32,6 @@ class LayerConfig(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_positions(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def rope(self) -> RopeConfig: ...
 
 
 C = TypeVar("C", bound=LayerConfig)
