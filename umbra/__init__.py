@@ -45,8 +45,7 @@ class OwnPackages(MetaPathFinder):
 
 
 def check_imported() -> None:
-    """Raises ImportError if a user's own module of a package's name was imported before; the command line says so and
-    ends."""
+    """Raises ImportError if a user's own module of a package's name was imported before."""
     for name in PACKAGES:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and not Path(file).is_relative_to(FOLDER):

@@ -58,8 +58,11 @@ class PlannedRun:
             self.choices = dataclasses.replace(self.choices, max_swaps=swaps)
         shadows.value_copies(self.planner.swap_cost, self.choices.max_swaps.value)
         shadows.forget()
-        whole = self.planner.table(self.wanted.batch) + self.choices.table()
-        print("\n".join(whole if self.wanted.verbose else self.choices.summary(self.planner, self.wanted.batch)))
+        if self.wanted.verbose:
+            lines = self.planner.table(self.wanted.batch) + self.choices.table()
+        else:
+            lines = self.choices.summary(self.planner, self.wanted.batch)
+        print("\n".join(lines))
 
     def prompt_step_s(self, tokens: float, hit: float) -> float:
         """Seconds of the layers with shadows in a step with so many prompt tokens, of whose experts the share `hit` is

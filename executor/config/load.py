@@ -92,12 +92,17 @@ def make_case(
 ) -> Case:  # fmt: skip
     """Makes a case from `data`, which was read from YAML and is changed by `overrides` ("section.key=value") and by
     `settings` (a value for each key or section.key). `where` names the source in error messages."""
-    for key, value in (settings or {}).items():
-        override(Case, data, key, list(value) if isinstance(value, tuple) else value)
-    set_keys(Case, data, overrides)
+    set_all(data, overrides, settings)
     case = _fill_sizes(dataclasses.replace(read(Case, data, where), name=name))
     check(case, where)
     return case
+
+
+def set_all(data: dict[str, Any], overrides: Sequence[str], settings: Mapping[str, object] | None) -> None:
+    """Sets keys of a case's `data` as `make_case` does."""
+    for key, value in (settings or {}).items():
+        override(Case, data, key, list(value) if isinstance(value, tuple) else value)
+    set_keys(Case, data, overrides)
 
 
 def set_keys(kind: type, data: dict[str, Any], overrides: Sequence[str], docs: str = "docs/config.md") -> None:

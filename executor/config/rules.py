@@ -65,7 +65,7 @@ def check(case: Case, where: str) -> None:
         )
     if not case.model_path:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
-    if data.max_model_len and case.max_sequence_length > data.max_model_len:  # which is 1
+    if data.max_model_len == 1:
         raise UserError(f"{where}: data_config.max_model_len: {data.max_model_len} must be at least 2")
 
 

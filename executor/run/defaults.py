@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from executor.config.case import Case, SamplingSettings
-from executor.config.load import find_case, make_case, model_folder, no_case, read_yaml, set_keys
+from executor.config.load import find_case, make_case, model_folder, no_case, read_yaml, set_all
 from executor.config.platforms import PLATFORMS
 from executor.config.rules import check
-from executor.config.schema import override, read
+from executor.config.schema import read
 from executor.config.units import GB, MB
 from executor.run.host_memory import free_memory
 from models.registry import family_in, read_config
@@ -55,24 +55,29 @@ def open_case(
 ) -> Case:
     """The case for `model`: the name of a case, the path of a case file, or the folder of a checkpoint. A case's name
     goes before a folder's, which ./NAME names as well."""
+    path = Path(model).expanduser()
     if file := find_case(model):
         data = read_yaml(file, "a case")
         case = make_case(data, file.stem, file.name, overrides, settings)
-        return _followed(case, data) if purpose.samples else case
-    path = Path(model).expanduser()
-    if path.is_dir():
+    elif path.is_dir():
         case, data = case_of_checkpoint(path, purpose, overrides, settings)
-        return _followed(case, data) if purpose.samples else case
+    else:
+        raise _neither(model, path)
+    return _followed(case, data) if purpose.samples else case
+
+
+def _neither(model: str, path: Path) -> UserError:
+    """The error for what is neither a case nor a folder."""
     if path.suffix == ".gguf":
-        raise UserError(f"{model}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
+        return UserError(f"{model}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
     if path.suffix == ".safetensors":
-        raise UserError(f"{model}: give the folder that it lies in, {path.parent}, which also has its config.json")
+        return UserError(f"{model}: give the folder that it lies in, {path.parent}, which also has its config.json")
     if HUB.fullmatch(model) and not path.parent.is_dir():
-        raise UserError(
+        return UserError(
             f"{model}: there is no such folder, and names on the Hugging Face hub are not fetched yet: "
             f"`hf download {model} --local-dir {path.name}`, then give {path.name}"
         )
-    raise no_case(model)
+    return no_case(model)
 
 
 def _followed(case: Case, data: Mapping[str, Any]) -> Case:
@@ -107,9 +112,7 @@ def case_of_checkpoint(
     """Chooses a case that runs the checkpoint in `folder`, and prints what was chosen in two lines. The user's settings
     override it. -> the case, and the keys of a case file that says the same"""
     asked: dict[str, Any] = {}
-    for key, value in (settings or {}).items():
-        override(Case, asked, key, value)
-    set_keys(Case, asked, overrides)
+    set_all(asked, overrides, settings)
     platform = str(asked.get("platform", "cpu"))
     if platform not in PLATFORMS:
         platform = "cpu"  # the case says what is wrong

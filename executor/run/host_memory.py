@@ -5,32 +5,38 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from executor.config.case import Case
 from executor.config.units import GB, MB
 from umbra.errors import UserError
 
+if TYPE_CHECKING:
+    from executor.run.model_sketch import Sketch
+
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def check_host_memory(case: Case, local_ranks: int) -> None:
+def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch | None" = None) -> None:
     """Checks a case whose platform's device is the CPU. `local_ranks` is the number of the job's ranks on this
-    machine, each of which counts as much as this process has by now: the program and its libraries."""
+    machine, each of which counts as much as this process has by now: the program and its libraries. `sketch` is that
+    of the case, if it was made already."""
     from executor.run.model_sketch import cache_of, sketch_of, weights_of  # which imports torch
 
-    sketch, arena = sketch_of(case), case.offload_config.arena_mb
+    sketch = sketch or sketch_of(case)
+    arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None
     weights = sum(part.nbytes for part in weights_of(sketch.model))
     cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
-    if case.offload_config.mode != "none" and arena:  # it takes the cache's place
+    if arena:  # it takes the cache's place
         cache = int(arena * MB)
     total, (room, of) = local_ranks * (weights + cache + _program_bytes()), memory_limit()
     if total > room:
         left = room / local_ranks - weights - _program_bytes()
         longest = int(left / cache * case.max_sequence_length)  # pages are counted whole, so this is an estimate
-        if longest >= 2 and not (arena and case.offload_config.mode != "none"):
-            remedy = f"about max_model_len: {longest} fits with batch_size: {case.data_config.batch_size}"
-        elif longest >= 2:
+        if longest >= 2 and arena:
             remedy = f"lower offload_config.arena_mb to {int(left / MB)}"
+        elif longest >= 2:
+            remedy = f"about max_model_len: {longest} fits with batch_size: {case.data_config.batch_size}"
         elif case.quantization.method == "q4":
             remedy = "the weights alone do not fit: this model needs a larger machine"
         else:

@@ -47,7 +47,7 @@ def show_host_plan(case: Case) -> None:
     _row("KV cache", cache.nbytes, cache.how)
     _row("all ranks", (weights + cache.nbytes) * case.world_size)
     _row("memory", limit, of)
-    check_host_memory(case, case.world_size)
+    check_host_memory(case, case.world_size, sketch)
 
 
 def print_plan(plan: Plan) -> None:

@@ -162,10 +162,10 @@ class App:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                MutableHeaders(scope=message)["x-request-id"] = id
-                MutableHeaders(scope=message).update(shared)
+                answer = MutableHeaders(scope=message)
+                answer.update(shared | {"x-request-id": id})
                 if self.front.draining:
-                    MutableHeaders(scope=message)["connection"] = "close"
+                    answer["connection"] = "close"
             await send(message)
 
         counted = scope["method"] not in WHILE_DRAINING

@@ -158,9 +158,7 @@ def calls_grammar(
         function = tool["function"]
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         check_schema(f"tools[{number}].function.parameters", parameters)
-        if "allOf" not in json.dumps(parameters):  # whose parts have properties of each other's
-            parameters = closed(parameters)
-        rules += _call_rules(names[number], function["name"], parameters, format, marks)
+        rules += _call_rules(names[number], function["name"], closed(parameters), format, marks)
     one = f"({' | '.join(names)})"
     block, end = marks.one(format.block), marks.one(format.block_end)
     repeat = f"{{0,{MOST_CALLS - 1}}}"
@@ -179,14 +177,18 @@ def calls_grammar(
 
 def closed(schema: Any) -> Any:
     """`schema` without properties that it does not name, where it does not say whether there may be others: a model
-    that must call would invent them."""
+    that must call would invent them. With allOf, whose parts have properties of each other's, it stays as it is."""
+    return schema if "allOf" in json.dumps(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [closed(part) for part in schema]
+        return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    parts = {key: {name: closed(part) for name, part in value.items()} if key in NAMED and isinstance(value, dict) else
-             closed(value) if key in NESTED else value for key, value in schema.items()}  # fmt: skip
-    joined = any(key in schema for key in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
+    parts = {key: {name: _closed(part) for name, part in value.items()} if key in NAMED and isinstance(value, dict) else
+             _closed(value) if key in NESTED else value for key, value in schema.items()}  # fmt: skip
+    joined = any(key in schema for key in ("anyOf", "oneOf", "$ref", "patternProperties"))
     if _has_properties(schema) and not joined:
         parts.setdefault("additionalProperties", False)
     return parts
