@@ -33,7 +33,7 @@ from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, Stored, in_levels
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.format import Format, Quantised
-from ops.interface import fixed
+from ops.interface import ExpertKind, fixed
 
 HOST = torch.device("cpu")
 
@@ -48,8 +48,9 @@ class NpuExperts(ShadowedExperts):
         inner: int,
         hidden: int,
         format: Format,
+        kind: ExpertKind,
     ):
-        super().__init__(pool, number, here, inner, hidden, format)
+        super().__init__(pool, number, here, inner, hidden, format, kind)
         self.device, self.number, self.index = device, number, len(device.layers)
         plain = dataclasses.replace(format, tiled=False)  # slots hold no tiled matrices
         room = partial(pinned, what=f"layer {number}")
@@ -139,10 +140,10 @@ class AscendDevice(Device):
         self.side = torch_npu.npu.Stream()
 
     def experts(
-        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
     ) -> ShadowedExperts:
         self.pool = pool
-        self.layers.append(NpuExperts(self, pool, number, here, inner, hidden, format))
+        self.layers.append(NpuExperts(self, pool, number, here, inner, hidden, format, kind))
         return self.layers[-1]
 
     def spare(self, slot_bytes: int) -> int:

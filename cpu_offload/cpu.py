@@ -17,14 +17,15 @@ from cpu_offload.history import LongLayer
 from cpu_offload.streaming import Streaming
 from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, join, resident_rows, submit
 from ops.format import Format
+from ops.interface import ExpertKind
 
 ALIGNMENT = 64  # alignment of slots in bytes
 
 
-def expert_slot(inner: int, hidden: int, format: Format, dtype: torch.dtype) -> tuple[int, int]:
+def expert_slot(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype: torch.dtype) -> tuple[int, int]:
     """(bytes, alignment) of one expert's slot, which holds a block of the shadow store. `dtype`, the type of
     activations, makes no difference."""
-    return ExpertBlocks(inner, hidden, format).block_bytes, ALIGNMENT
+    return ExpertBlocks(inner, hidden, format, kind).block_bytes, ALIGNMENT
 
 
 class CpuExperts(ShadowedExperts):
@@ -68,9 +69,9 @@ class CpuDevice(Device):
         self.layers: list[CpuExperts] = []
 
     def experts(
-        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
     ) -> ShadowedExperts:
-        self.layers.append(CpuExperts(pool, number, here, inner, hidden, format))
+        self.layers.append(CpuExperts(pool, number, here, inner, hidden, format, kind))
         return self.layers[-1]
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:

@@ -10,6 +10,7 @@ from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
+from ops.interface import ExpertKind
 
 ExpertId = tuple[int, int]  # (layer, expert): a number among the layers with shadows, and one among this rank's experts
 
@@ -28,7 +29,7 @@ class Device(ABC):
 
     @abstractmethod
     def experts(
-        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
     ) -> ShadowedExperts:
         """Makes the experts of layer `number`, none of them resident. `here` is this rank's slice of the experts."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool
 from ops.cpu.store import ExpertStore
 from ops.format import Format, Quantised
+from ops.interface import ExpertKind
 
 INT = torch.int64
 
@@ -20,11 +21,13 @@ INT = torch.int64
 class ShadowedExperts(ABC):
     """An `ops.interface.ExpertMatrices` that keeps the weights in the shadow store and computes the layer's mixture."""
 
-    def __init__(self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format):
+    def __init__(
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
+    ):
         """`number` is the number of the layer, for error messages; `here` is this rank's slice of the layer's
         experts."""
         self.pool, self.count = pool, here.stop - here.start
-        self.blocks = ExpertBlocks(inner, hidden, format)
+        self.blocks = ExpertBlocks(inner, hidden, format, kind)
         self.store = ExpertStore(self.count, self.blocks, pool)
         self.storages = self.store.storages
         resident, counts, times = (torch.zeros(size, dtype=INT) for size in (self.count, self.count, 4))
@@ -54,6 +57,9 @@ class ShadowedExperts(ABC):
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
         return self.store.fill(expert, which, part)
+
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        self.store.fill_bias(expert, which, part)
 
     @abstractmethod
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:

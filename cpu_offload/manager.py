@@ -28,6 +28,7 @@ from cpu_offload.memory.balance import Balance
 from cpu_offload.policy.residency import Residency, ResidencySettings
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
+from ops.interface import ExpertKind
 from umbra.errors import UserError
 
 PATIENCE = 8  # consecutive steps with much free memory before experts return
@@ -74,13 +75,15 @@ class ShadowExperts:
         self.layers: list[ShadowedExperts] = []
         self.history = History()
 
-    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
+    def experts(
+        self, path: str, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
+    ) -> ShadowedExperts | None:
         """Makes the experts with shadows of the module at `path`. `here` is this rank's slice of the layer's experts.
         Returns None for a layer without shadows, whose experts all stay on the device."""
         number = layer_number(path)
         if number < self.settings.start_layer:
             return None
-        self.layers.append(self.device.experts(self.pool, number, here, inner, hidden, format))
+        self.layers.append(self.device.experts(self.pool, number, here, inner, hidden, format, kind))
         return self.layers[-1]
 
     @cached_property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ops.format import GROUP_SIZES, Format
-from ops.interface import Exchange, ExpertMatrices, Matrix, Ops, fixed
+from ops.interface import Exchange, ExpertKind, ExpertMatrices, Matrix, Ops, fixed
 from ops.parallel.groups import Parallel
 from umbra.errors import UserError
 
@@ -37,7 +37,9 @@ class MixtureExperts(ExpertMatrices, Protocol):
 class Shadows(Protocol):
     """Makes the experts of layers that have shadows."""
 
-    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> MixtureExperts | None:
+    def experts(
+        self, path: str, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
+    ) -> MixtureExperts | None:
         """Makes the experts in the range `here` of the layer at `path`. Returns None if the layer has no shadows; its
         experts then stay in the device's memory."""
 

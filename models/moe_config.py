@@ -45,6 +45,11 @@ class MoeConfig:
         return 0
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer the number of tokens, up to itself, that a token sees; None: all."""
+        return (None,) * self.num_hidden_layers
+
+    @property
     def max_positions(self) -> int:
         """Tokens of the longest sequence that the position embedding is made for, which YaRN lengthens."""
         yarn = self.rope.yarn

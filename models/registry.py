@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
     "qwen2_moe": Family("models.qwen2_moe.config:Qwen2MoeConfig", "models.qwen2_moe.model:Qwen2MoeForCausalLM"),
     "glm4_moe": Family("models.glm4_moe.config:Glm4MoeConfig", "models.glm4_moe.model:Glm4MoeForCausalLM"),
+    "gpt_oss": Family("models.gpt_oss.config:GptOssConfig", "models.gpt_oss.model:GptOssForCausalLM"),
     "minimax_m2": Family(
         "models.minimax_m2.config:MiniMaxM2Config",
         "models.minimax_m2.model:MiniMaxM2ForCausalLM",

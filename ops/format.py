@@ -17,9 +17,9 @@ GROUP_SIZES = (32, 64, 128)  # columns of a row that may share a scale: the size
 @dataclass(frozen=True)
 class Format:
     """The storage format of a matrix: a float type, or quantised (`q8`, `q4`) as integers with one float16 scale for
-    every `group` columns of a row and, with `zeros`, a zero point with each scale, or quantised (`f8`) as floats of
-    eight bits (e4m3) with a float32 scale. With `tiled` the device may store a float matrix in its own tile order
-    (Ascend's FRACTAL_NZ)."""
+    every `group` columns of a row and, with `zeros`, a zero point with each scale, or quantised as floats: of eight
+    bits (`f8`, e4m3) with a float32 scale, or of four bits (`mxfp4`, e2m1) with a power of two (e8m0). With `tiled` the
+    device may store a float matrix in its own tile order (Ascend's FRACTAL_NZ)."""
 
     kind: str
     group: int = 0
@@ -35,11 +35,15 @@ FORMATS = {kind: Format(kind) for kind in ("float32", "bfloat16", "float16")}
 FORMATS |= {kind: Format(kind, group=32) for kind in ("q8", "q4")}
 F8 = Format("f8", group=128)
 LARGEST_F8 = 448.0
+MXFP4 = Format("mxfp4", group=32)
+# The value of each code of four bits.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """m rows of a quantised matrix, K columns: w = (level - zero) * scale, or level * scale if levels are floats."""
+    """m rows of a quantised matrix, K columns: w = (level - zero) * scale, or level * scale if levels are floats, which
+    they are in mxfp4: levels of four bits are the codes of e2m1 floats if the scales are float8_e8m0fnu."""
 
     bits: int  # 4 or 8
     levels: "Tensor | Words"  # (m, K) uint8, below 2^bits; int8, less 128; or float8_e4m3fn
@@ -56,6 +60,15 @@ class Quantised:
         return self.levels.is_floating_point()
 
     @property
+    def float4(self) -> bool:
+        return self.scales.dtype.itemsize == 1
+
+    @property
+    def middle(self) -> int:
+        """Every zero point, where there are none."""
+        return 0 if self.float8 or self.float4 else 1 << (self.bits - 1)
+
+    @property
     def plain_levels(self) -> "Tensor":
         """The levels (m, K) in uint8 or float8_e4m3fn."""
         return _plain(self.levels)
@@ -67,7 +80,7 @@ class Quantised:
 
     def fits(self, format: Format) -> bool:
         """Whether a matrix kept in `format` stores these levels unchanged."""
-        kind = "f8" if self.float8 else {4: "q4", 8: "q8"}[self.bits]
+        kind = "f8" if self.float8 else "mxfp4" if self.float4 else {4: "q4", 8: "q8"}[self.bits]
         whole = format.group and self.group % format.group == 0
         return bool(format.kind == kind and whole and (self.zeros is None or format.zeros))
 
@@ -80,10 +93,23 @@ class Quantised:
 
     def floats(self) -> "Tensor":
         """The dequantised weights, (m, K) float32."""
-        middle, zeros = 0 if self.float8 else 1 << (self.bits - 1), self.plain_zeros
-        points = middle if zeros is None else zeros.float()[..., None]
-        levels = self.plain_levels.float().unflatten(1, (-1, self.group))  # (m, K / group, group)
-        return ((levels - points) * self.scales.float()[..., None]).flatten(1)
+        zeros, levels = self.plain_zeros, self.plain_levels
+        points = self.middle if zeros is None else zeros.float()[..., None]
+        levels = (
+            levels.new_tensor(E2M1, dtype=self.scales.float().dtype)[levels.int()] if self.float4 else levels.float()
+        )
+        groups = levels.unflatten(1, (-1, self.group))  # (m, K / group, group)
+        return ((groups - points) * self.scales.float()[..., None]).flatten(1)
+
+
+def every_other(part: "Tensor | Quantised") -> "tuple[Tensor | Quantised, Tensor | Quantised]":
+    """The rows 0, 2, 4 ... and the rows 1, 3, 5 ... of `part` (m, ...), in its memory."""
+    if not isinstance(part, Quantised):
+        return part[::2], part[1::2]
+    if part.zeros is not None:
+        raise AssertionError("alternating rows have no zero points")
+    even, odd = (Quantised(part.bits, part.levels[first::2], part.scales[first::2], None) for first in (0, 1))
+    return even, odd
 
 
 def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantised":

@@ -33,8 +33,22 @@ class Matrix(Protocol):
         whether all values are finite numbers; None: it did not look."""
 
 
+@dataclass(frozen=True)
+class ExpertKind:
+    """What experts compute: down(silu(gate(x)) * up(x)) or, with a `limit`, down((up + 1) * gate *
+    sigmoid(alpha * gate)) of gates that are at most `limit` and ups between -limit and limit. `biased`: each matrix has
+    a bias."""
+
+    limit: float = 0.0
+    alpha: float = 0.0
+    biased: bool = False
+
+
+SILU_EXPERTS = ExpertKind()
+
+
 class ExpertMatrices(Protocol):
-    """The gate, up (inner, hidden) and down (hidden, inner) matrices of `count` experts."""
+    """The gate, up (inner, hidden) and down (hidden, inner) matrices of `count` experts, and their biases."""
 
     @property
     def count(self) -> int: ...
@@ -45,6 +59,9 @@ class ExpertMatrices(Protocol):
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool | None:
         """Writes all of "gate", "up" or "down" of one expert. Returns what `Matrix.fill` returns."""
+
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        """Writes all of the bias of "gate", "up" or "down" of one expert."""
 
 
 class MovableExperts(ExpertMatrices, Protocol):
@@ -122,7 +139,13 @@ class Ops(Protocol):
         """Allocates a matrix; its content is undefined until filled."""
 
     def expert_matrices(
-        self, count: int, inner: int, hidden: int, format: Format, device: torch.device
+        self,
+        count: int,
+        inner: int,
+        hidden: int,
+        format: Format,
+        device: torch.device,
+        kind: ExpertKind = SILU_EXPERTS,
     ) -> MovableExperts:
         """Allocates the matrices of `count` experts."""
 
@@ -172,10 +195,21 @@ class Ops(Protocol):
         keys is normalised by `rms_norm` with its weight and rotated by `rope`; keys and values are written by
         `write_kv`. -> queries (T, query heads, D), which an implementation may place in `out` (T, query heads * D)"""
 
-    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        paged: Paged,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of packed queries over paged keys and values.
 
-        q (T, heads, D); query heads share KV heads in equal, consecutive groups. -> (T, heads, D)
+        q (T, heads, D); query heads share KV heads in equal, consecutive groups. With `window`, a query sees the last
+        `window` keys up to its own; pages without any are not read. sinks (heads): a further score of every query, not
+        scaled, of a key whose value is zero. -> (T, heads, D)
         """
 
     def silu_mul(self, x: Tensor) -> Tensor:
@@ -201,7 +235,7 @@ class Ops(Protocol):
         grammars have it, it is any token. -> (S) int64"""
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
-        """Weighted sum of the routed experts that `experts` holds: down @ (silu(gate @ x) * (up @ x)), in float32.
+        """Weighted sum of the routed experts that `experts` holds, which compute what their kind says, in float32.
 
         x (T, H); weights, ids (T, k). `experts` holds ids first_expert .. first_expert + count - 1; other ids, also
         negative ones, add nothing. With `first_expert` None it holds all experts and no id is outside. -> (T, H)

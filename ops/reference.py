@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ops import sampling
 from ops.format import Format, Quantised, floats
-from ops.interface import Heads, Numbers, Paged, tensor_of
+from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Numbers, Paged, tensor_of
 
 
 class DenseMatrix:
@@ -28,26 +28,40 @@ class DenseMatrix:
 
 
 class DenseExperts:
-    """w13 (count, 2 inner, hidden) stacks gate and up, w2 (count, hidden, inner) is down."""
+    """w13 (count, 2 inner, hidden) stacks gate and up, w2 (count, hidden, inner) is down. b13 and b2 are their biases,
+    zeros if the kind has none."""
 
-    def __init__(self, count: int, inner: int, hidden: int, format: Format, device: torch.device):
-        self.count = count
+    def __init__(
+        self,
+        count: int,
+        inner: int,
+        hidden: int,
+        format: Format,
+        device: torch.device,
+        kind: ExpertKind = SILU_EXPERTS,
+    ):
+        self.count, self.kind = count, kind
         dtype: torch.dtype = getattr(torch, format.kind)
         self.w13 = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
         self.w2 = torch.empty(count, hidden, inner, dtype=dtype, device=device)
-        self.nbytes = self.w13.nbytes + self.w2.nbytes
-        self.storages = [self.w13, self.w2]
+        self.b13, self.b2 = (torch.zeros(w.shape[:2], device=device) for w in (self.w13, self.w2))
+        self.storages = [self.w13, self.w2, *([self.b13, self.b2] if kind.biased else [])]
+        self.nbytes = sum(storage.nbytes for storage in self.storages)
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         gate, up = self.w13[expert].chunk(2)
         {"gate": gate, "up": up, "down": self.w2[expert]}[which].copy_(floats(part))
 
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        gate, up = self.b13[expert].chunk(2)
+        {"gate": gate, "up": up, "down": self.b2[expert]}[which].copy_(part)
+
     def stored(self, experts: Sequence[int]) -> Tensor:
-        return torch.cat([w[experts].flatten(1).view(torch.uint8) for w in (self.w13, self.w2)], 1)
+        return torch.cat([w[experts].flatten(1).view(torch.uint8) for w in self.storages], 1)
 
     def restore(self, experts: Sequence[int], stored: Tensor) -> None:
-        sizes = [w[0].nbytes for w in (self.w13, self.w2)]
-        for to, part in zip((self.w13, self.w2), stored.split(sizes, 1), strict=True):
+        sizes = [w[0].nbytes for w in self.storages]
+        for to, part in zip(self.storages, stored.split(sizes, 1), strict=True):
             to[experts] = part.contiguous().view(to.dtype).view(-1, *to.shape[1:])
 
 
@@ -156,7 +170,15 @@ def _cached(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     return x.float()
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    paged: Paged,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     out = torch.empty_like(q)
     page_size, kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // kv_heads
@@ -167,8 +189,13 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: 
         rows = q[starts[s] : starts[s + 1]].float()
         scores = torch.einsum("qhd,khd->hqk", rows, k) * scale
         position = torch.arange(kv_len - len(rows), kv_len, device=q.device)
-        future = torch.arange(kv_len, device=q.device)[None, :] > position[:, None]
-        probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+        key = torch.arange(kv_len, device=q.device)[None, :]
+        hidden = (key > position[:, None]) | (key <= position[:, None] - (window or kv_len))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, len(rows), 1)
+            scores, v = torch.cat((scores, sink), -1), F.pad(v, (0, 0, 0, 0, 0, 1))
+        probabilities = scores.softmax(-1)
         out[starts[s] : starts[s + 1]] = torch.einsum("hqk,khd->qhd", probabilities, v).to(q.dtype)
     return out
 
@@ -209,6 +236,15 @@ def argmax(x: Tensor) -> Tensor:
 sample = sampling.sample
 
 
+def gated(x: Tensor, kind: ExpertKind) -> Tensor:
+    """x (T, 2 N) holds gate and up side by side. -> (T, N)"""
+    if not kind.limit:
+        return silu_mul(x)
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    return (up + 1) * gate * (kind.alpha * gate).sigmoid()
+
+
 def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_expert: int | None) -> Tensor:
     first_expert = first_expert or 0
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -216,7 +252,8 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_ex
         if not first_expert <= expert < first_expert + experts.count:
             continue
         rows, columns = (ids == expert).nonzero(as_tuple=True)
-        hidden = silu_mul(x[rows].float() @ experts.w13[expert - first_expert].float().T)
-        y = hidden @ experts.w2[expert - first_expert].float().T
+        here = expert - first_expert
+        hidden = gated(x[rows].float() @ experts.w13[here].float().T + experts.b13[here], experts.kind)
+        y = hidden @ experts.w2[here].float().T + experts.b2[here]
         out.index_add_(0, rows, y * weights[rows, columns, None].float())
     return out.to(x.dtype)

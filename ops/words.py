@@ -21,6 +21,12 @@ class Words:
         rows, columns = self.words.shape
         return (rows * len(self.order), columns) if self.order else (rows, columns * 32 // self.bits)
 
+    def __getitem__(self, rows: slice) -> "Words":
+        """Some rows, where each has words of its own."""
+        if self.order:
+            raise AssertionError("eight rows share a word")
+        return Words(self.words[rows], self.bits)
+
     def is_floating_point(self) -> bool:
         return False
 

@@ -10,6 +10,8 @@ import yaml
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
@@ -89,6 +91,32 @@ TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and wh
             first_k_dense_replace=1,
         ),
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        dict(  # prompts and answers cross windows and YaRN's original length; gates and ups exceed the limit
+            num_experts=None,
+            num_local_experts=8,
+            moe_intermediate_size=None,
+            norm_topk_prob=None,
+            rope_theta=None,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            head_dim=32,
+            sliding_window=8,
+            swiglu_limit=2.0,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=150000.0,
+                factor=8.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=16,
+            ),
+        ),
+    ),
 }
 OFFICIAL_M2 = {  # keys of the official config.json that transformers does not use
     "attn_type_list": [1, 1, 1], "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
@@ -162,7 +190,7 @@ def save_tiny_of(folder: Path, family: str, **options: Any) -> PreTrainedModel:
     model: PreTrainedModel = kind(config(**sizes)).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name or "bias" in name:
+            if "norm" in name or "bias" in name or "sinks" in name:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(folder)
     return model

@@ -29,6 +29,7 @@ from cpu_offload.planner.probe import made_up, measure, read_ms
 from ops.cpu.engine import cores_of, native, shadow_teams, start
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
 from ops.format import Format
+from ops.interface import ExpertKind
 
 CopyMs = Callable[[int], float] | None
 LINK = 20e6  # bytes per millisecond assumed for copies from the host to a device that cannot be measured
@@ -39,14 +40,15 @@ class ShadowedLayers:
     """Takes the place of `ShadowExperts` while a model is built on meta: records the sizes of layers with shadows."""
 
     start_layer: int
-    layers: list[tuple[int, int, int, Format]] = field(default_factory=list)  # count, inner, hidden, format
+    # count, inner, hidden, format, kind
+    layers: list[tuple[int, int, int, Format, ExpertKind]] = field(default_factory=list)
     others: int = 0  # layers of experts without shadows
 
-    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> None:
+    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind) -> None:
         if layer_number(path) < self.start_layer:
             self.others += 1
         else:
-            self.layers.append((here.stop - here.start, inner, hidden, format))
+            self.layers.append((here.stop - here.start, inner, hidden, format, kind))
 
 
 @dataclass(frozen=True)

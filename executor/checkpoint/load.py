@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.checkpoint.files import CheckpointFiles
-from executor.checkpoint.formats.scheme import Scheme, Stored, plain
+from executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
 from executor.checkpoint.progress import loading_bar
 from models.layers.base import Piece, layers_of
 from ops.format import Quantised
@@ -77,9 +77,10 @@ def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
     first = pieces[0]
     module = first.name.removesuffix(".weight")
     if first.linear and (encoding := scheme.encoding(module)):
-        rows, columns = first.shape
-        return encoding.stored(module, rows, columns)
-    return plain(first.name, first.shape)
+        if len(first.shape) == 2:
+            return encoding.stored(module, *first.shape)
+        return encoding.stacked(module, *first.shape)
+    return by_input(first.name, *first.shape) if first.by_input else plain(first.name, first.shape)
 
 
 def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
@@ -93,7 +94,7 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
 def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
     sizes = zip(piece.part, piece.shape, strict=True)
     part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
-    if len(stored.tensors) > 1 and not _finite(part.scales if isinstance(part, Quantised) else part):
+    if len(stored.tensors) > 1 and not _finite(part.scales.float() if isinstance(part, Quantised) else part):
         raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
     return part
 

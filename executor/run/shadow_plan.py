@@ -55,14 +55,14 @@ def wanted_of(case: Case) -> Wanted:
 def sizes_of(case: Case) -> ShadowSizes:
     found = ShadowedLayers(case.offload_config.start_layer)
     sketch = sketch_of(case, found)
-    count, inner, hidden, format = the_one(set(found.layers), found.start_layer)
-    blocks = ExpertBlocks(inner, hidden, format)
+    count, inner, hidden, format, kind = the_one(set(found.layers), found.start_layer)
+    blocks = ExpertBlocks(inner, hidden, format, kind)
     config = sketch.config
     # This rank has `count` of a layer's experts, and so on average the same share of the experts of a token.
     top_k = max(1, round(config.experts_per_token * count / config.expert_count))
     shape = Shape(len(found.layers), count, top_k)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
-    slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, sketch.build.dtype)
+    slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, kind, sketch.build.dtype)
     experts = shape.layers * count
     split = Split(
         frames_of(case, frame[1], expert_frames(frame[1], slot_bytes, experts), sketch.pages) - 1,

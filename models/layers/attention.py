@@ -1,11 +1,13 @@
 """Attention over the paged KV cache."""
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from models.batch import Batch
 from models.build import Build
+from models.layers.base import Layer, Piece
 from models.layers.linear import MergedLinear, RowLinear, Source
 from models.layers.norm import RMSNorm
 from models.layers.rotary import head_order
@@ -22,14 +24,16 @@ def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:
 
 
 class PagedAttention(nn.Module):
-    """Attention over the paged KV cache. The engine allocates the cache and passes it to `bind`."""
+    """Attention over the paged KV cache, of all tokens before a token or of the last `window` ones. The engine
+    allocates the cache and passes it to `bind`."""
 
     k_cache: Tensor  # ops.kv_cache(...)
     v_cache: Tensor
 
-    def __init__(self, build: Build, heads: int, kv_heads: int, head_dim: int):
+    def __init__(self, build: Build, heads: int, kv_heads: int, head_dim: int, window: int | None = None):
         super().__init__()
         self.ops, self.heads, self.kv_heads, self.head_dim = build.ops, heads, kv_heads, head_dim
+        self.window = window
 
     def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
         self.k_cache, self.v_cache = fixed(k_cache), fixed(v_cache)
@@ -48,13 +52,27 @@ class PagedAttention(nn.Module):
         q = self.ops.norm_rope_write(qkv, heads, self.k_cache, self.v_cache, batch.paged.slot_mapping, out)
         return self._attend(q, batch)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """q (T, heads, D), k and v (T, kv_heads, D). -> (T, heads * D)"""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        """q (T, heads, D), k and v (T, kv_heads, D); sinks (heads), as of `Ops.attention`. -> (T, heads * D)"""
         self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.paged.slot_mapping)
-        return self._attend(q, batch)
+        return self._attend(q, batch, sinks)
 
-    def _attend(self, q: Tensor, batch: Batch) -> Tensor:
-        return self.ops.attention(q, self.k_cache, self.v_cache, batch.paged, self.head_dim**-0.5).flatten(1)
+    def _attend(self, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        scale = self.head_dim**-0.5
+        return self.ops.attention(q, self.k_cache, self.v_cache, batch.paged, scale, self.window, sinks).flatten(1)
+
+
+class Sinks(Layer):
+    """A number for each head. The checkpoint tensor has the name of this layer's path."""
+
+    def __init__(self, build: Build, heads: int):
+        super().__init__()
+        self.heads, self.part = heads, build.parallel.attn_tp.part(heads)
+        self.values = build.vector(self.part.stop - self.part.start)
+        self.elements, self.nbytes = len(self.values), self.values.nbytes
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        yield Piece(path, (self.heads,), (self.part,), self.values.copy_)
 
 
 class AttentionConfig(Protocol):
@@ -76,9 +94,20 @@ class AttentionConfig(Protocol):
 
 class GroupedAttention(nn.Module):
     """Grouped-query attention with rotary embedding of a whole head or of its first columns. `bias`: of the projections
-    to queries, keys and values; `out_bias`: of that back; `normed`: each head of queries and keys has a norm."""
+    to queries, keys and values; `out_bias`: of that back; `normed`: each head of queries and keys has a norm. With
+    `window` a token sees so many tokens up to itself; with `sinks` each head has a score that takes part in the softmax
+    and no value."""
 
-    def __init__(self, config: AttentionConfig, build: Build, bias: bool, out_bias: bool, normed: bool):
+    def __init__(
+        self,
+        config: AttentionConfig,
+        build: Build,
+        bias: bool,
+        out_bias: bool,
+        normed: bool,
+        window: int | None = None,
+        sinks: bool = False,
+    ):
         super().__init__()
         dim, tp, hidden = config.head_dim, build.parallel.attn_tp, config.hidden_size
         q_rows, kv_rows = config.num_attention_heads * dim, config.num_key_value_heads * dim
@@ -95,7 +124,8 @@ class GroupedAttention(nn.Module):
             self.q_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
             self.k_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
         self.normed = normed
-        self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim)
+        self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim, window)
+        self.sinks = Sinks(build, config.num_attention_heads) if sinks else None
         self.o_proj = RowLinear(build, "o_proj", q_rows, hidden, out_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
@@ -104,4 +134,5 @@ class GroupedAttention(nn.Module):
             return self.o_proj(self.attention.normed(qkv, self.q_norm, self.k_norm, cos, sin, batch), batch)
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.sizes, 1))  # (T, heads, D)
         q, k = self.ops.rope(q, k, cos, sin)
-        return self.o_proj(self.attention(q, k, v, batch), batch)
+        sinks = self.sinks.values if self.sinks else None
+        return self.o_proj(self.attention(q, k, v, batch, sinks), batch)

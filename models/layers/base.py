@@ -23,7 +23,8 @@ class Piece:
 
     `linear` marks the weight of a linear module, which may be quantised in the checkpoint; `fill` then takes a
     `Quantised` as well as a tensor. `router` marks a router's weight, which quantised checkpoints usually leave in
-    floating point even if their config does not say so.
+    floating point even if their config does not say so. With `by_input` the tensor (experts, rows, columns) is
+    stored as (experts, columns, rows) if it is not quantised.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Piece:
     fill: Callable[[Any], object] | None = None
     linear: bool = False
     router: bool = False
+    by_input: bool = False
 
     @property
     def kept_shape(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The experts of a mixture-of-experts layer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from models.build import Build
 from models.layers.base import ALL, Layer, Piece
 from models.layers.mlp import GatedMLP
 from models.layers.router import Router
-from ops.interface import ExpertMatrices, Routed, Scores, Slots, fixed
+from ops.format import Quantised, every_other
+from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Routed, Scores, Slots, fixed
 from ops.parallel.placement import Held, first_placement, slots_for
 
 
@@ -24,7 +26,8 @@ class Experts(Layer):
     With `parallel.expert_slots`, `held` says which expert is in each slot of all ranks, and rows find them by `slots`.
     With `build.shadows` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
     Every token also takes the expert `shared`, where a model has one: its parts join the same sum.
-    `names` are the checkpoint's names of an expert's gate, up and down matrices.
+    `names` are the checkpoint's names of an expert's gate, up and down matrices. Two `names` are those of tensors of
+    all experts: of gates and ups, whose rows alternate, and of downs. Each matrix has a bias if `kind` says so.
     """
 
     def __init__(
@@ -33,10 +36,11 @@ class Experts(Layer):
         experts: int,
         hidden: int,
         intermediate: int,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj"),
+        kind: ExpertKind = SILU_EXPERTS,
     ):
         super().__init__()
-        self.names = dict(zip(("gate", "up", "down"), names, strict=True))
+        self.names, self.kind, self.fused = names, kind, len(names) == 2
         self.ops, self.parallel = build.ops, build.parallel
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.ep, each = build.parallel.moe_ep, build.parallel.expert_slots
@@ -51,13 +55,16 @@ class Experts(Layer):
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
         self.first = self.here.start if self.ep.size > 1 else None
-        modules = [f"{expert}.{name}" for expert in range(experts) for name in names]
+        modules = list(names) if self.fused else [f"{expert}.{name}" for expert in range(experts) for name in names]
         format = build.at("experts").linear(modules, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
         sizes = inner, hidden, format
-        self.shadowed = build.shadows.experts(build.path, self.here, *sizes) if build.shadows else None
-        self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device)
+        self.shadowed = build.shadows.experts(build.path, self.here, *sizes, kind) if build.shadows else None
+        self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device, kind)
         self.exchange = None if self.shadowed else build.exchange
-        self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
+        # Of the ranks that share an expert, the first one adds its last bias to their sum.
+        self.last_bias = kind.biased and build.parallel.moe_tp.rank == 0
+        self.elements = count * (3 * inner * hidden + 2 * inner * kind.biased + hidden * self.last_bias)
+        self.nbytes = self.weights.nbytes
 
     def place(self, held: Held) -> None:
         """From the next step on, rows go where `held` has their experts. Begins a new count; moves no weights."""
@@ -99,9 +106,12 @@ class Experts(Layer):
 
     def pieces(self, path: str) -> Iterator[Piece]:
         slots = {int(expert): slot for slot, expert in enumerate(self.held[self.here])}
+        if self.fused:
+            yield from self._fused_pieces(path, slots)
+            return
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for expert in range(self.experts):
-            for which, module in self.names.items():
+            for which, module in zip(("gate", "up", "down"), self.names, strict=True):
                 name = f"{path}.{expert}.{module}.weight"
                 shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
                 if expert in slots:
@@ -109,6 +119,50 @@ class Experts(Layer):
                     yield Piece(name, shape, part, fill, linear=True)
                 else:
                     yield Piece(name, shape, linear=True)
+
+    def _fused_pieces(self, path: str, slots: dict[int, int]) -> Iterator[Piece]:
+        """The pieces of tensors that hold all experts, one for each expert."""
+        both, down = (f"{path}.{name}" for name in self.names)
+        inner, hidden, experts = self.intermediate, self.hidden, self.experts
+        pairs = slice(2 * self.part.start, 2 * self.part.stop)
+
+        def fill(slot: int, part: Tensor | Quantised) -> bool:
+            gate, up = every_other(rows_of_one(part))
+            finite = [self.weights.fill(slot, which, rows) for which, rows in (("gate", gate), ("up", up))]
+            return False not in finite
+
+        def fill_down(slot: int, part: Tensor | Quantised) -> bool | None:
+            return self.weights.fill(slot, "down", rows_of_one(part))
+
+        def fill_bias(slot: int, part: Tensor) -> None:
+            self.weights.fill_bias(slot, "gate", part[0, ::2])
+            self.weights.fill_bias(slot, "up", part[0, 1::2])
+
+        def fill_last(slot: int, part: Tensor) -> None:
+            self.weights.fill_bias(slot, "down", part[0])
+
+        tensors: list[tuple[str, tuple[int, ...], tuple[slice, ...], Callable[[int, Any], object]]] = [
+            (both, (experts, 2 * inner, hidden), (pairs, ALL), fill),
+            (down, (experts, hidden, inner), (ALL, self.part), fill_down),
+        ]
+        if self.kind.biased:
+            tensors += [
+                (f"{both}_bias", (experts, 2 * inner), (pairs,), fill_bias),
+                (f"{down}_bias", (experts, hidden), (ALL,), fill_last),
+            ]
+        for expert in range(experts):
+            for name, shape, part, fill_one in tensors:
+                linear = len(shape) == 3
+                if expert in slots and (fill_one is not fill_last or self.last_bias):
+                    cut, write = (slice(expert, expert + 1), *part), partial(fill_one, slots[expert])
+                    yield Piece(name, shape, cut, write, linear=linear, by_input=linear)
+                else:
+                    yield Piece(name, shape, linear=linear, by_input=linear)
+
+
+def rows_of_one(part: Tensor | Quantised) -> Tensor | Quantised:
+    """The matrix (m, K) of an expert that was read as (1, m, K)."""
+    return part if isinstance(part, Quantised) else part.flatten(0, 1)
 
 
 def chosen(routed: Routed) -> tuple[Tensor, Tensor]:

@@ -15,15 +15,22 @@ from ops.interface import fixed
 class Router(Layer):
     """A score for each expert: the product x W^T, computed whole on every rank. Its weight is never quantised; it is
     kept in the format `kind`, or in that of other small matrices. A `selection_bias` may belong to it in the
-    checkpoint."""
+    checkpoint, or a `bias`, which is part of the scores."""
 
     def __init__(
-        self, build: Build, hidden: int, experts: int, kind: Format | None = None, selection_bias: bool = False
+        self,
+        build: Build,
+        hidden: int,
+        experts: int,
+        kind: Format | None = None,
+        selection_bias: bool = False,
+        bias: bool = False,
     ):
         super().__init__()
         self.ops = build.ops
         self.weight = build.matrix(experts, hidden, kind or build.formats.plain)
-        self.elements, self.nbytes = experts * hidden, self.weight.nbytes
+        self.score_bias = build.vector(experts) if bias else None
+        self.elements, self.nbytes = experts * (hidden + bias), self.weight.nbytes
         self.e_score_correction_bias = SelectionBias(build, experts) if selection_bias else None
 
     @property
@@ -33,11 +40,13 @@ class Router(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, hidden). -> scores (T, experts), in float32 if the weight is, else in the type of `x`"""
-        return self.ops.linear(x, self.weight, None)
+        return self.ops.linear(x, self.weight, self.score_bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         shape, fill = (self.weight.rows, self.weight.columns), partial(self.weight.fill, 0)
         yield Piece(f"{path}.weight", shape, (ALL, ALL), fill, linear=True, router=True)
+        if self.score_bias is not None:
+            yield Piece(f"{path}.bias", shape[:1], (ALL,), self.score_bias.copy_)
 
 
 class SelectionBias(Layer):

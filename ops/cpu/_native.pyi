@@ -50,7 +50,9 @@ class ReadProbe:
 def mac_probe(rounds: int) -> int: ...
 
 class Matrix:
-    def __init__(self, format: int, n: int, k: int, group: int, quants: int, scales: int, zeros: int) -> None: ...
+    def __init__(
+        self, format: int, n: int, k: int, group: int, quants: int, scales: int, zeros: int, bias: int = 0
+    ) -> None: ...
 
 class SplitMatrix:
     def __init__(self, parts: Sequence[Matrix]) -> None: ...
@@ -149,6 +151,8 @@ def attention(
     tokens: int,
     scale: float,
     type: int,
+    window: int,
+    sinks: int,
 ) -> None: ...
 def silu_mul(x: int, out: int, tokens: int, width: int) -> None: ...
 def add_gated(x: int, y: int, gate: int, tokens: int, width: int) -> None: ...
@@ -182,6 +186,8 @@ def moe(
     first_expert: int,
     hidden: int,
     inner: int,
+    limit: float,
+    alpha: float,
 ) -> None: ...
 
 class MoeRows:
@@ -201,6 +207,8 @@ class MoeRows:
         first_expert: int,
         hidden: int,
         inner: int,
+        limit: float,
+        alpha: float,
     ) -> None: ...
 
 def moe_rows(rows: MoeRows) -> None: ...

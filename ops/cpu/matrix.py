@@ -1,6 +1,6 @@
 """Weights in the native layout: 16 rows side by side, quants and scales in separate planes (csrc/kernels/matrix.h)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from ops.cpu.engine import TYPES, module, native, pointer
 from ops.cpu.memory import allocate
 from ops.format import LARGEST_F8, Format, Quantised, floats
+from ops.interface import SILU_EXPERTS, ExpertKind
 from ops.words import Words
 from umbra.errors import UserError
 
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
     from ops.cpu._native import SplitMatrix, Table
 
 ROWS, BLOCK = 16, 32
-CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4, "f8": 5}
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8}
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4, "f8": 5, "mxfp4": 6}
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8, "mxfp4": 4}
+SCALES = {"f8": torch.float32, "mxfp4": torch.uint8}  # of other formats float16
 ALIGNMENT = 64
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 4, torch.int8: 5}
+KINDS = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 4, torch.int8: 5,
+    torch.float8_e8m0fnu: 4,
+}  # fmt: skip
 WORDS, AWQ = 6, 7
 STRANGE, LARGE_SCALE = 1, 2  # what csrc/kernels/pack.h returns
 
@@ -29,10 +34,12 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def plane_bytes(weights: int, format: Format) -> list[int]:
-    """Sizes of the planes of `weights` values: quants, scales, zero points."""
+def plane_bytes(rows: int, columns: int, format: Format, biased: bool) -> list[int]:
+    """Sizes of the planes of (rows, columns) values: quants, scales, zero points, bias."""
+    weights = rows * columns
     scales = weights // format.group if format.group else 0
-    return [weights * BITS[format.kind] // 8, scales * (4 if format.kind == "f8" else 2), scales * format.zeros]
+    scale_bytes = SCALES.get(format.kind, torch.float16).itemsize
+    return [weights * BITS[format.kind] // 8, scales * scale_bytes, scales * format.zeros, 4 * rows * biased]
 
 
 def rows_of(x: "Tensor | Words") -> "Table":
@@ -79,11 +86,11 @@ class MatrixView:
         keep = isinstance(part, Quantised) and part.fits(self.format)
         if self.format.kind == "f8" and not keep:
             part, keep = as_f8(floats(part), self.format.group), True
-        if isinstance(part, Quantised) and part.group % BLOCK:
+        if isinstance(part, Quantised) and (part.group % BLOCK or (part.float4 and not keep)):
             part = part.floats()
         scales, zeros, group, middle = elements(None), elements(None), 0, 0
         if isinstance(part, Quantised):
-            given, group, middle = part.levels, part.group, 0 if part.float8 else 1 << (part.bits - 1)
+            given, group, middle = part.levels, part.group, part.middle
             if part.scales.shape != (given.shape[0], given.shape[1] // group):
                 raise AssertionError(f"scales of shape {part.scales.shape} for levels of shape {given.shape}")
             scales, zeros = elements(part.scales), elements(part.zeros)
@@ -115,35 +122,60 @@ def as_f8(part: Tensor, group: int) -> Quantised:
     return Quantised(8, levels, scales, None)
 
 
+def write_bias(parts: Iterable[Tensor], row: int, part: Tensor, step: int) -> None:
+    """Writes the bias of the rows that `MatrixView.fill` writes for the same arguments. `parts` are each node's."""
+    first, each = 0, torch.arange(len(part))
+    places = each // ROWS * ROWS * step + each % ROWS + row
+    for bias in parts:
+        here = (places >= first) & (places < first + len(bias))
+        bias[places[here] - first] = part.float()[here]
+        first += len(bias)
+
+
 class PackedMatrices(MatrixView):
     """`count` matrices of (rows, columns). Each NUMA node has a buffer with its rows of every matrix, one matrix after
     another in each plane; rows are divided over the nodes in multiples of `unit`. On the meta device there are no
     buffers and no handle: one meta storage for each plane stands for its size."""
 
-    def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device, unit: int = ROWS):
+    def __init__(
+        self,
+        count: int,
+        rows: int,
+        columns: int,
+        format: Format,
+        device: torch.device,
+        unit: int = ROWS,
+        biased: bool = False,
+    ):
         group = format.group
         if group and columns % group:
             raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {group}")
         self.format, self.columns, self.nbytes = format, columns, 0
         if device.type == "meta":
-            sizes = plane_bytes(count * padded(rows, unit) * columns, format)
-            scale = torch.float32 if format.kind == "f8" else torch.float16
-            types = (torch.uint8, scale, torch.uint8) if group else (getattr(torch, format.kind),)
-            planes = [torch.empty(n // t.itemsize, dtype=t, device=device) for n, t in zip(sizes, types, strict=False)]
-            self.storages, self.nbytes = planes, sum(sizes)
+            sizes = plane_bytes(count * padded(rows, unit), columns, format, biased)
+            quant = torch.uint8 if group else getattr(torch, format.kind)
+            types = quant, SCALES.get(format.kind, torch.float16), torch.uint8, torch.float32
+            self.storages = [
+                torch.empty(n // t.itemsize, dtype=t, device=device)
+                for n, t in zip(sizes, types, strict=True)
+                if n or t is quant
+            ]
+            self.nbytes = sum(sizes)
             return
         self.buffers, parts = [], []
+        self.biases: list[Tensor] = []  # (count, rows) of each node's part
         self.planes: list[Tensor] = []  # (count, bytes) of each node's part
         for node, (first, end) in enumerate(pairwise(native.split(count=padded(rows, unit) // unit))):
             part_rows = (end - first) * unit
-            sizes = plane_bytes(count * part_rows * columns, format)
+            sizes = plane_bytes(count * part_rows, columns, format, biased)
             starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]
             buffer = allocate(starts[-1], node)  # zeroed: padding rows must add nothing
-            quants, scales, zeros = (buffer.address + at if n else 0 for at, n in zip(starts, sizes, strict=False))
+            addresses = (buffer.address + at if n else 0 for at, n in zip(starts, sizes, strict=False))
+            quants, scales, zeros, bias = addresses
             parts.append(
                 native.Matrix(
                     format=CODES[format.kind], n=part_rows, k=columns, group=group, quants=quants, scales=scales,
-                    zeros=zeros,
+                    zeros=zeros, bias=bias,
                 )
             )  # fmt: skip
             self.buffers.append(buffer)
@@ -152,8 +184,14 @@ class PackedMatrices(MatrixView):
                 if size:
                     plane = torch.frombuffer(buffer, dtype=torch.uint8)[at : at + size]
                     self.planes.append(plane.view(count, size // count))
+            if sizes[3]:
+                self.biases.append(self.planes[-1].view(torch.float32))
         self.storages = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.buffers if len(buffer)]
         super().__init__(native.SplitMatrix(parts=parts), format, columns)
+
+    def fill_bias(self, index: int, row: int, part: Tensor, step: int = 1) -> None:
+        """Writes the bias of the rows that `fill` writes for the same arguments."""
+        write_bias((bias[index] for bias in self.biases), row, part, step)
 
 
 class NativeMatrix:
@@ -161,7 +199,7 @@ class NativeMatrix:
         self.rows, self.columns = rows, columns
         self.packed = PackedMatrices(1, rows, columns, format, device)
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
-        self.quantised = format.kind in ("q8", "q4")  # whether its products quantise activations
+        self.quantised = format.kind in ("q8", "q4", "mxfp4")  # whether its products quantise activations
 
     def fill(self, row: int, part: Tensor | Quantised) -> bool:
         return self.packed.fill(0, row, part)
@@ -171,14 +209,22 @@ class NativeExperts:
     """The experts' gate and up matrices in w13, 16 rows of each in turn, both padded to `inner` rows, a multiple of 32;
     their down matrices in w2, with `inner` columns."""
 
-    def __init__(self, count: int, inner: int, hidden: int, format: Format, device: torch.device):
+    def __init__(
+        self,
+        count: int,
+        inner: int,
+        hidden: int,
+        format: Format,
+        device: torch.device,
+        kind: ExpertKind = SILU_EXPERTS,
+    ):
         if format.group and inner % format.group:
             raise UserError(
                 f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {format.group}"
             )
-        self.count, self.hidden, self.inner = count, hidden, padded(inner, BLOCK)
-        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format, device, unit=2 * BLOCK)
-        self.w2 = PackedMatrices(count, hidden, self.inner, format, device)
+        self.count, self.hidden, self.inner, self.kind = count, hidden, padded(inner, BLOCK), kind
+        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format, device, 2 * BLOCK, kind.biased)
+        self.w2 = PackedMatrices(count, hidden, self.inner, format, device, biased=kind.biased)
         self.nbytes = self.w13.nbytes + self.w2.nbytes
         self.storages = self.w13.storages + self.w2.storages
 
@@ -186,6 +232,12 @@ class NativeExperts:
         if which == "down":
             return self.w2.fill(expert, 0, part)
         return self.w13.fill(expert, ROWS * (which == "up"), part, step=2)
+
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        if which == "down":
+            self.w2.fill_bias(expert, 0, part)
+        else:
+            self.w13.fill_bias(expert, ROWS * (which == "up"), part, step=2)
 
     def stored(self, experts: Sequence[int]) -> Tensor:
         return torch.cat([plane[experts] for plane in self._planes], 1)

@@ -153,7 +153,15 @@ def norm_rope_write(
 
 
 @traced
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    paged: Paged,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     _, block_tables, query_starts, kv_lens = paged
     if not (isinstance(query_starts, Tensor) and isinstance(kv_lens, Tensor)):
         raise TypeError("lengths must be tensors, as `paging` makes them")
@@ -164,7 +172,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: 
     native.attention(
         pointer(q), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(block_tables, INT),
         pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), len(kv_lens), heads, kv_heads, width,
-        page_size, block_tables.shape[1], tokens, scale, TYPES[dtype],
+        page_size, block_tables.shape[1], tokens, scale, TYPES[dtype], window or 0, pointer(sinks),
     )  # fmt: skip
     return out
 
@@ -254,7 +262,8 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_e
     scratch = torch.empty(native.moe_scratch(*sizes, experts.hidden, experts.inner), dtype=torch.uint8)
     native.moe(
         experts.w13.handle, experts.w2.handle, pointer(x), pointer(weights), pointer(ids, INT), pointer(out),
-        pointer(scratch, torch.uint8), *sizes, first_expert or 0, experts.hidden, experts.inner,
+        pointer(scratch, torch.uint8), *sizes, first_expert or 0, experts.hidden, experts.inner, experts.kind.limit,
+        experts.kind.alpha,
     )  # fmt: skip
     return out
 

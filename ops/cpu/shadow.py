@@ -21,6 +21,7 @@ from ops.cpu.engine import TYPES, native, own_cpus, pointer
 from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
 from ops.cpu.ops import traced
 from ops.format import Format, Quantised
+from ops.interface import SILU_EXPERTS, ExpertKind
 from umbra.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,21 +34,26 @@ UNITS = {"w13": 2 * BLOCK, "w2": ROWS}  # rows that stay on one NUMA node
 
 
 class ExpertBlocks:
-    """The layout of an expert's block: the planes of w13 (quants, scales, zero points), in NativeExperts' row order,
-    then the planes of w2. Planes and blocks begin at multiples of 64 bytes; a block may be copied as plain bytes."""
+    """The layout of an expert's block: the planes of w13 (quants, scales, zero points, bias), in NativeExperts' row
+    order, then the planes of w2. Planes and blocks begin at multiples of 64 bytes; a block may be copied as plain
+    bytes."""
 
-    def __init__(self, inner: int, hidden: int, format: Format):
+    def __init__(self, inner: int, hidden: int, format: Format, kind: ExpertKind = SILU_EXPERTS):
         for columns in (hidden, inner):
             if format.group and columns % format.group:
                 where = f"an expert's {columns} columns"
                 raise UserError(f"quantization: {where} cannot be cut into groups of {format.group}")
-        self.inner, self.hidden, self.format = padded(inner, BLOCK), hidden, format
+        self.inner, self.hidden, self.format, self.kind = padded(inner, BLOCK), hidden, format, kind
         self.shapes = {"w13": (2 * self.inner, hidden), "w2": (padded(hidden, ROWS), self.inner)}
-        sizes = [size for rows, columns in self.shapes.values() for size in plane_bytes(rows * columns, format)]
+        sizes = [size for name in self.shapes for size in self.planes(name, self.shapes[name][0])]
         starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]
-        self.offsets = {"w13": starts[:3], "w2": starts[3:6]}
-        self.block_bytes = starts[6]
+        self.offsets = {"w13": starts[:4], "w2": starts[4:8]}
+        self.block_bytes = starts[8]
         self._handles: dict[tuple[int, ...], tuple[SplitMatrix, SplitMatrix]] = {}
+
+    def planes(self, name: str, rows: int) -> list[int]:
+        """Sizes of the planes of so many rows of w13 or w2."""
+        return plane_bytes(rows, self.shapes[name][1], self.format, self.kind.biased)
 
     def fill(self, address: int, which: str, part: Tensor | Quantised) -> bool:
         """Writes all of "gate", "up" or "down" into the block at `address`, which must be zeroed memory."""
@@ -80,7 +86,7 @@ class ExpertBlocks:
     def _split(self, name: str, firsts: list[int], address: int) -> "SplitMatrix":
         ranges, starts = list(pairwise(firsts)), []
         for first, _ in ranges:
-            skipped = plane_bytes(first * self.shapes[name][1], self.format)
+            skipped = self.planes(name, first)
             starts.append([address + o + s for o, s in zip(self.offsets[name], skipped, strict=True)])
         return self.matrix(name, ranges, starts)
 
@@ -88,15 +94,15 @@ class ExpertBlocks:
         """w13 or w2 by row ranges (first, end) whose planes begin at `starts`: addresses, or offsets from an address,
         which may be negative."""
         columns, parts = self.shapes[name][1], []
-        absent = [not size for size in plane_bytes(columns * ROWS, self.format)]
+        absent = [not size for size in self.planes(name, ROWS)]
         for (first, end), planes in zip(ranges, starts, strict=True):
-            quants, scales, zeros = (
+            quants, scales, zeros, bias = (
                 0 if none else place % (1 << 64) for none, place in zip(absent, planes, strict=True)
             )
             parts.append(
                 native.Matrix(
                     format=CODES[self.format.kind], n=end - first, k=columns, group=self.format.group, quants=quants,
-                    scales=scales, zeros=zeros,
+                    scales=scales, zeros=zeros, bias=bias,
                 )
             )  # fmt: skip
         return native.SplitMatrix(parts=parts)
@@ -178,6 +184,7 @@ def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job
             w13=handles[0], w2=handles[1], address=address, elsewhere=elsewhere, x=pointer(x), ids=pointer(ids, INT),
             rows=pointer(rows), scratch=pointer(scratch, torch.uint8), tokens=tokens, k=top_k, experts=experts,
             first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
+            limit=blocks.kind.limit, alpha=blocks.kind.alpha,
         )  # fmt: skip
 
     resident = moe_rows(blocks.handles(native.split), device, 0, ours)
@@ -238,6 +245,7 @@ class Worker:
             w13=w13, w2=w2, address=pointer(layer.store, INT), elsewhere=0, x=pointer(x), ids=pointer(ids, INT),
             rows=pointer(rows), scratch=pointer(scratch, torch.uint8), tokens=tokens, k=top_k, experts=experts,
             first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
+            limit=blocks.kind.limit, alpha=blocks.kind.alpha,
         )  # fmt: skip
         live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))
         self.native.add(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
+from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, write_bias
 from ops.cpu.memory import allocate
 from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
 from ops.format import Quantised
@@ -80,11 +80,21 @@ class ExpertStore:
         handle = self._matrix(name, int(self.addresses[expert]))
         return MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
 
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        """Writes all of the bias of "gate", "up" or "down" of an expert."""
+        name, row, step = self.blocks.rows_of(which)
+        at = expert * self._stride
+        parts = []
+        for (_, planes), storage in zip(self._parts, self.storages, strict=True):
+            bias = [plane for plane in planes if plane.name == name][-1]
+            parts.append(storage[at + bias.start :][: bias.nbytes].view(torch.float32))
+        write_bias(parts, row, part, step)
+
     def _planes(self, team: int) -> Iterator[Plane]:
         at = 0
         for name, firsts in self.firsts.items():
-            columns, (first, end) = self.blocks.shapes[name][1], firsts[team : team + 2]
-            before, sizes = (plane_bytes(rows * columns, self.blocks.format) for rows in (first, end - first))
+            first, end = firsts[team : team + 2]
+            before, sizes = (self.blocks.planes(name, rows) for rows in (first, end - first))
             for whole, skipped, size in zip(self.blocks.offsets[name], before, sizes, strict=True):
                 yield Plane(name, whole + skipped, at, size)
                 at += padded(size, ALIGNMENT)

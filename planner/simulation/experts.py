@@ -22,6 +22,7 @@ from executor.engine.pages import ElasticPages
 from executor.engine.shadows import expert_frames
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
+from ops.interface import ExpertKind
 
 INTERVAL = 32  # decode steps between two decisions; a server may decide after each, about as many copies in all
 EXACT = 64  # larger numbers of tokens are rounded to so many steps for each power of two
@@ -69,7 +70,7 @@ class Copies(Device):
         return 0
 
     def experts(
-        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
     ) -> ShadowedExperts:
         raise NotImplementedError("a simulated layer has no weights")
 

@@ -15,6 +15,7 @@ from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
 from ops.format import FORMATS, Format
+from ops.interface import SILU_EXPERTS
 from umbra.errors import UserError
 
 cpu = load_ops("cpu")
@@ -28,7 +29,7 @@ class Layer:
     def __init__(self, format: Format, stream_tokens: int):
         self.native = NativeExperts(COUNT, INNER, HIDDEN, format, torch.device("cpu"))
         self.history, self.pool = History(), shadow.ShadowPool([native.Team(-1, 1, [])])
-        self.shadowed = CpuExperts(self.pool, 3, slice(0, COUNT), INNER, HIDDEN, format)
+        self.shadowed = CpuExperts(self.pool, 3, slice(0, COUNT), INNER, HIDDEN, format, SILU_EXPERTS)
         note = self.history.long.append
         self.shadowed.open(Streaming(stream_tokens, self.shadowed.slot_bytes), DECODE, note)
         for expert in range(COUNT):

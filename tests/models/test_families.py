@@ -48,6 +48,11 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "three_dense_layers": {"num_hidden_layers": 4, "first_k_dense_replace": 3, "tie_word_embeddings": True},
         "a_quarter_rotates": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": 32},
     },
+    "gpt_oss": {
+        "tiny": {},
+        "a_window_of_5": {"sliding_window": 5, "num_key_value_heads": 8, "initializer_range": 0.2},
+        "full_first": {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2},
+    },
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "graph": {"exe_mode": "graph"},
@@ -166,8 +171,8 @@ def test_every_tensor_is_used_and_there(tmp_path: Path, family: str) -> None:
     save_tiny_of(tmp_path / "model", family)
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
-    shared = next(name for name in tensors if "shared_expert" in name)
-    for name in (shared, "model.layers.1.self_attn.sinks"):
+    last = next(name for name in tensors if "shared_expert" in name or name.endswith("experts.down_proj_bias"))
+    for name in (last, "model.layers.1.self_attn.e_score_correction_bias"):
         changed: dict[str, Tensor] = {n: t for n, t in tensors.items() if n != name}
         save_file(changed if name in tensors else tensors | {name: torch.ones(3)}, path)
         with pytest.raises(UserError, match=name.replace(".", r"\.")):

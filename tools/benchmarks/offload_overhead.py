@@ -27,6 +27,7 @@ from cpu_offload.memory.arena import Arena
 from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
 from ops.format import FORMATS
+from ops.interface import SILU_EXPERTS
 from tools.benchmarks.output import Row, flags, printed, write_rows
 from tools.benchmarks.routing_traces import made_up
 
@@ -45,7 +46,7 @@ def made(layers: int, experts: int, swap_cost: float) -> ShadowExperts:
     device, pool = CpuDevice(stream_tokens=0, decode_tokens=1), ShadowPool(shadow_teams(1), 30)
     shadows = ShadowExperts(ShadowSettings("fixed", 0, slots, 1, MOST_COPIES), device, pool)
     for layer in range(layers):
-        shadows.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"])
+        shadows.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"], SILU_EXPERTS)
     arena = Arena(slots * shadows.slot_bytes // 1024 + 16, 1024, shadows.slot_bytes, 2 * layers)
     shadows.open(arena, torch.zeros(arena.frames * arena.frame_bytes, dtype=torch.uint8), lambda: None)
     shadows.value_copies(swap_cost, MOST_COPIES)

@@ -7,6 +7,7 @@ from executor.checkpoint.formats.awq import Awq
 from executor.checkpoint.formats.compressed_tensors import CompressedTensors
 from executor.checkpoint.formats.fp8 import Fp8, Fp8Blocks
 from executor.checkpoint.formats.gptq import Gptq
+from executor.checkpoint.formats.mxfp4 import Mxfp4
 from executor.checkpoint.formats.scheme import Scheme, Unquantised
 from executor.checkpoint.index import names_in
 from models.hf_config import HfConfig
@@ -18,6 +19,7 @@ SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
     "gptq": Gptq,
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
+    "mxfp4": Mxfp4,
 }
 
 

@@ -45,6 +45,14 @@ def plain(name: str, shape: tuple[int, ...]) -> Stored:
     return Stored({name: Needed(shape)}, lambda fetch, *part: fetch(name, *part))
 
 
+def by_input(name: str, experts: int, rows: int, columns: int) -> Stored:
+    """A weight (experts, rows, columns) that is stored as floats (experts, columns, rows)."""
+    shape = experts, columns, rows
+    return Stored(
+        {name: Needed(shape)}, lambda fetch, one, outputs, inputs: fetch(name, one, inputs, outputs).mT.contiguous()
+    )
+
+
 def check_sizes(module: str, *rules: tuple[str, int, str, int]) -> None:
     """Refuse sizes of `module` that break a rule: (name of the size, size, name of its unit, size of the unit), where
     the first size must be a multiple of the second."""
@@ -64,8 +72,16 @@ class Encoding(ABC):
     signs: tuple[str, ...]  # last names of tensors: a module that has them all is stored in this way
 
     @abstractmethod
-    def stored(self, module: str, rows: int, columns: int) -> Stored:
+    def stored(self, module: str, rows: int, columns: int, /) -> Stored:
         """Returns the storage of a quantised module's weight (rows, columns)."""
+
+    def stacked(self, module: str, experts: int, rows: int, columns: int, /) -> Stored:
+        """Returns the storage of a weight (experts, rows, columns), of which one expert is read at a time."""
+        raise UserError(f"{module}: a tensor of all experts is not read from {self.title}")
+
+    def tensors(self, module: str) -> tuple[str, ...]:
+        """The names of the tensors that `signs` stand for."""
+        return tuple(f"{module}.{sign}" for sign in self.signs)
 
 
 class Scheme(ABC):
@@ -89,9 +105,9 @@ class Scheme(ABC):
         if self.names is None:
             return said
         for encoding in (said, *self.encodings):
-            if encoding and all(f"{module}.{sign}" in self.names for sign in encoding.signs):
+            if encoding and all(tensor in self.names for tensor in encoding.tensors(module)):
                 return encoding
-        return None if f"{module}.weight" in self.names else said
+        return None if f"{module}.weight" in self.names or module in self.names else said
 
     def contradicts(self, module: str) -> bool:
         """Whether the files store the module otherwise than the config says."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from ops.ascend.vector_core.planes import planes_of
 from ops.ascend.weights import unfit
 from ops.format import Format
+from ops.interface import ExpertKind
 
 PLACE = 512  # bytes of a place
 WORD = 8  # number of nibbles in an int32
@@ -90,7 +91,7 @@ class BlockLayout:
         return offsets, end
 
 
-def expert_slot(inner: int, hidden: int, format: Format, dtype: torch.dtype) -> tuple[int, int]:
+def expert_slot(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype: torch.dtype) -> tuple[int, int]:
     """(bytes, alignment) of one expert's slot. Where the vector cores can read the format, it is counted in planes,
     which take as much as rows or more: without their kernels, a slot may be smaller."""
     in_planes = not unfit(format, hidden, inner)

@@ -16,6 +16,7 @@ from ops.ascend.vector_core import reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
 from ops.ascend.vector_core.planes import planes_of
 from ops.format import Format
+from ops.interface import SILU_EXPERTS
 from tests.fakes.ascend_c import Counts, Library, TwinError, host
 from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_host import FIELDS, laid
@@ -55,9 +56,15 @@ def test_planes_begin_at_multiples_of_512_bytes(in_planes: bool) -> None:
 
 
 def test_a_slot_is_counted_as_the_vector_cores_read_it() -> None:
-    assert expert_slot(96, 160, Format("q4", 32, zeros=True), BFLOAT) == (34304, PLACE)  # as above, in planes
+    assert expert_slot(96, 160, Format("q4", 32, zeros=True), SILU_EXPERTS, BFLOAT) == (
+        34304,
+        PLACE,
+    )  # as above, in planes
     rows = BlockLayout(4128, 160, BFLOAT, 32, 32)
-    assert expert_slot(4128, 160, Format("q4", 32), BFLOAT) == (rows.block_bytes, PLACE)  # more than w2 may have
+    assert expert_slot(4128, 160, Format("q4", 32), SILU_EXPERTS, BFLOAT) == (
+        rows.block_bytes,
+        PLACE,
+    )  # more than w2 may have
 
 
 def test_unquantised_experts_are_two_planes() -> None:

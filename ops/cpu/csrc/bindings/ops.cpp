@@ -76,16 +76,17 @@ void bind_ops(py::module_& m) {
         "attention",
         [](uintptr_t q, uintptr_t k_cache, uintptr_t v_cache, uintptr_t block_tables, uintptr_t query_starts,
            uintptr_t kv_lens, uintptr_t out, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t width,
-           int64_t page_size, int64_t most_pages, int64_t tokens, float scale, int type) {
+           int64_t page_size, int64_t most_pages, int64_t tokens, float scale, int type, int64_t window,
+           uintptr_t sinks) {
             submit(Attention{at<const float>(q), at<const void>(k_cache), at<const void>(v_cache),
                              at<const int64_t>(block_tables), at<const int64_t>(query_starts),
                              at<const int64_t>(kv_lens), at<float>(out), sequences, heads, kv_heads, width, page_size,
-                             most_pages, tokens, scale, static_cast<Type>(type)});
+                             most_pages, tokens, scale, static_cast<Type>(type), window, at<const float>(sinks)});
         },
         py::arg("q"), py::arg("k_cache"), py::arg("v_cache"), py::arg("block_tables"), py::arg("query_starts"),
         py::arg("kv_lens"), py::arg("out"), py::arg("sequences"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("width"), py::arg("page_size"), py::arg("most_pages"), py::arg("tokens"), py::arg("scale"),
-        py::arg("type"));
+        py::arg("type"), py::arg("window"), py::arg("sinks"));
     m.def(
         "silu_mul",
         [](uintptr_t x, uintptr_t out, int64_t tokens, int64_t width) {
@@ -135,17 +136,19 @@ void bind_ops(py::module_& m) {
         "moe",
         [](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids, uintptr_t out,
            uintptr_t scratch, int64_t tokens, int64_t k, int64_t experts, int64_t first_expert, int64_t hidden,
-           int64_t inner) {
+           int64_t inner, float limit, float alpha) {
             submit(Moe{fitting(w13), fitting(w2), at<const float>(x), at<const float>(weights), at<const int64_t>(ids),
-                       at<float>(out), at<uint8_t>(scratch), tokens, k, experts, first_expert, hidden, inner});
+                       at<float>(out), at<uint8_t>(scratch), tokens, k, experts, first_expert, hidden, inner,
+                       {limit, alpha}});
         },
         py::arg("w13"), py::arg("w2"), py::arg("x"), py::arg("weights"), py::arg("ids"), py::arg("out"),
         py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("first_expert"),
-        py::arg("hidden"), py::arg("inner"));
+        py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"));
     py::class_<MoeRows>(m, "MoeRows")
         .def(py::init([](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t address, uintptr_t elsewhere,
                          uintptr_t x, uintptr_t ids, uintptr_t rows, uintptr_t scratch, int64_t tokens, int64_t k,
-                         int64_t experts, int64_t first_expert, int64_t hidden, int64_t inner) {
+                         int64_t experts, int64_t first_expert, int64_t hidden, int64_t inner, float limit,
+                         float alpha) {
                  return MoeRows{w13,
                                 w2,
                                 at<const int64_t>(address),
@@ -159,11 +162,12 @@ void bind_ops(py::module_& m) {
                                 experts,
                                 first_expert,
                                 hidden,
-                                inner};
+                                inner,
+                                {limit, alpha}};
              }),
              py::arg("w13"), py::arg("w2"), py::arg("address"), py::arg("elsewhere"), py::arg("x"), py::arg("ids"),
              py::arg("rows"), py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"),
-             py::arg("first_expert"), py::arg("hidden"), py::arg("inner"));
+             py::arg("first_expert"), py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"));
     m.def(
         "moe_rows",
         [](const MoeRows& rows) {

@@ -22,7 +22,7 @@ const SplitMatrix& fitting(const SplitMatrix& w) {
 void bind_weights(py::module_& m) {
     py::class_<Matrix>(m, "Matrix")
         .def(py::init([](int format, int64_t n, int64_t k, int64_t group, uintptr_t quants, uintptr_t scales,
-                         uintptr_t zeros) {
+                         uintptr_t zeros, uintptr_t bias) {
                  Matrix w;
                  w.format = static_cast<Format>(format);
                  w.order = engine.kernels->order;
@@ -32,10 +32,11 @@ void bind_weights(py::module_& m) {
                  w.quants = at<const uint8_t>(quants);
                  w.scales = at<const uint16_t>(scales);
                  w.zeros = at<const uint8_t>(zeros);
+                 w.bias = at<const float>(bias);
                  return w;
              }),
              py::arg("format"), py::arg("n"), py::arg("k"), py::arg("group"), py::arg("quants"), py::arg("scales"),
-             py::arg("zeros"));
+             py::arg("zeros"), py::arg("bias") = 0);
     py::class_<SplitMatrix>(m, "SplitMatrix").def(py::init<std::vector<Matrix>>(), py::arg("parts"));
 
     py::class_<Table>(m, "Table")

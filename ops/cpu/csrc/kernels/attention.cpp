@@ -80,12 +80,12 @@ CLONES void soften(const Softened<float>& of) {
     for (int64_t r = 0; r < of.rows; r++) {
         float* to = of.weights + r * kKeys;
         const float* scores = of.scores + r * kKeys;
-        const int64_t seen = of.seen[r];
+        const int64_t skipped = of.skipped[r], seen = of.seen[r];
         std::memset(to, 0, kKeys * sizeof(float));
         if (seen == 0) continue;
-        for (int64_t i = 0; i < seen; i++) to[i] = of.key_scales ? scores[i] * of.key_scales[i] : scores[i];
-        float least = to[0], most = to[0];
-        widen_range(to, seen, least, most);
+        for (int64_t i = skipped; i < seen; i++) to[i] = of.key_scales ? scores[i] * of.key_scales[i] : scores[i];
+        float least = to[skipped], most = to[skipped];
+        widen_range(to + skipped, seen - skipped, least, most);
         if (most > of.most[r] + kSlack) {
             const float factor = std::exp(of.most[r] - most);
             for (int64_t i = 0; i < of.wide; i++) of.sums[r * of.wide + i] *= factor;
@@ -94,13 +94,13 @@ CLONES void soften(const Softened<float>& of) {
         }
         most = of.most[r];
         float lanes[kLanes] = {}, sum = 0;
-        int64_t i = 0;
+        int64_t i = skipped;
         for (; i + kLanes <= seen; i += kLanes)
             for (int l = 0; l < kLanes; l++) lanes[l] += to[i + l] = fast_exp(to[i + l] - most);
         for (; i < seen; i++) sum += to[i] = fast_exp(to[i] - most);
         of.total[r] += sum + add_lanes(lanes);
         if (of.value_scales)
-            for (i = 0; i < seen; i++) to[i] *= of.value_scales[i];
+            for (i = skipped; i < seen; i++) to[i] *= of.value_scales[i];
     }
 }
 
@@ -167,6 +167,10 @@ void attend_bf16(const Attention& a, const Span& span) { attend<FloatDot, Bf16>(
 void attend_f16(const Attention& a, const Span& span) { attend<FloatDot, F16>(a, span); }
 void attend_i8(const Attention& a, const Span& span) { attend<FloatDot, int8_t>(a, span); }
 
+float Attention::whole(float total, float most, int64_t head) const {
+    return sinks ? total + std::exp(sinks[head] - most) : total;
+}
+
 void WriteKv::run(Context& context) const {
     const auto write = [&](auto example) {
         using T = decltype(example);
@@ -193,7 +197,9 @@ void Attention::run(Context& context) const {
     const Attend one = context.kernels.attend[static_cast<int>(type)];
     const int64_t group = heads / kv_heads, threads = context.pool.threads();
     const int64_t most = std::max<int64_t>(1, kMostRows / group);  // tokens of a block
-    const int64_t sections = (*std::max_element(kv_lens, kv_lens + sequences) + kSection - 1) / kSection;
+    // Queries of a window see parts of few sections, which are not worth dividing.
+    const int64_t longest = *std::max_element(kv_lens, kv_lens + sequences);
+    const int64_t sections = window ? 1 : (longest + kSection - 1) / kSection;
     // Tokens of a sequence that are computed together share the keys they read. Each of a decode step has its own.
     const int64_t step = tokens == sequences ? 1
                          : sections > 1      ? most
@@ -229,7 +235,7 @@ void Attention::run(Context& context) const {
                 part += width + 2;
                 merge(width, part, part[width], part[width + 1], to, peak, total);
             }
-            scale_to(to, 1 / total, to, width);
+            scale_to(to, 1 / whole(total, peak, row % heads), to, width);
         }
     });
 }

@@ -73,7 +73,8 @@ struct Ahead {
 template <class E>
 struct Softened {
     const float* scores;         // (rows, kKeys)
-    const int64_t* seen;         // (rows) number of keys that each sees; what follows in `scores` is undefined
+    const int64_t* skipped;      // (rows) keys before the first that each sees, less than `seen` or 0
+    const int64_t* seen;         // (rows) end of those that each sees; 0: none. Other `scores` are undefined
     const float* key_scales;     // (kKeys) factors of the scores, or null
     const float* value_scales;   // (kKeys) factors of the weights, or null
     float *most, *total, *sums;  // of each row: a bound of its scores, its total weight, its sums (wide)
@@ -108,7 +109,7 @@ public:
     void run(int64_t begin, int64_t rows) {
         begin_ = begin, rows_ = rows;
         for (int64_t r = 0; r < rows; r++) Dot::operand(a_.q + place(r), a_.scale, a_.width, q_ + r * a_.width);
-        const int64_t seen_by_last = end_ = seen(rows - 1);
+        const int64_t seen_by_last = end_ = seen(rows - 1), first = a_.first_seen(seen(0));
         if (span_.parts) {
             const int64_t start = span_.section * kSection;
             if (start >= seen_by_last) return;
@@ -121,11 +122,12 @@ public:
             return;
         }
         float all_most[kMostRows], all_total[kMostRows];
-        for (int64_t start = 0; start < seen_by_last; start += kSection) {
+        const int64_t first_section = first / kSection * kSection;
+        for (int64_t start = first_section; start < seen_by_last; start += kSection) {
             section(start, std::min(seen_by_last, start + kSection));
             for (int64_t r = 0; r < rows; r++) {
                 float* out = a_.out + place(r);
-                if (start == 0) {
+                if (start == first_section) {
                     std::copy_n(sums_ + r * wide_, a_.width, out);
                     all_most[r] = most_[r], all_total[r] = total_[r];
                 } else if (seen(r) > start) {
@@ -135,7 +137,7 @@ public:
         }
         for (int64_t r = 0; r < rows; r++) {
             float* out = a_.out + place(r);
-            scale_to(out, 1 / all_total[r], out, a_.width);
+            scale_to(out, 1 / a_.whole(all_total[r], all_most[r], head(r)), out, a_.width);
         }
     }
 
@@ -145,6 +147,7 @@ private:
         const int64_t row = begin_ + r;
         return ((span_.token + row / group_) * a_.heads + span_.kv_head * group_ + row % group_) * a_.width;
     }
+    int64_t head(int64_t r) const { return span_.kv_head * group_ + (begin_ + r) % group_; }
     // A query sees the keys up to its own position.
     int64_t seen(int64_t r) const { return first_position_ + (begin_ + r) / group_ + 1; }
 
@@ -152,7 +155,8 @@ private:
         std::fill_n(most_, rows_, -std::numeric_limits<float>::infinity());
         std::fill_n(total_, rows_, 0.0f);
         std::fill_n(sums_, rows_ * wide_, 0.0f);
-        for (int64_t at = start; at < end; at += kKeys) tile(at, std::min<int64_t>(kKeys, end - at));
+        const int64_t first = std::max(start, a_.first_seen(seen(0)) / kKeys * kKeys);
+        for (int64_t at = first; at < end; at += kKeys) tile(at, std::min<int64_t>(kKeys, end - at));
     }
 
     // Calls f(piece index, offset in the page, number of keys, first key in the tile) for the pages of a tile.
@@ -173,8 +177,12 @@ private:
                 std::copy_n(piece(a_.k_cache, index).scales + offset, keys, key_scales_ + at);
                 std::copy_n(piece(a_.v_cache, index).scales + offset, keys, value_scales_ + at);
             });
-        for (int64_t r = 0; r < rows_; r++) seen_[r] = std::clamp<int64_t>(seen(r) - start, 0, count);
-        Dot::soften(Softened<E>{scores_, seen_, kScaled ? key_scales_ : nullptr, kScaled ? value_scales_ : nullptr,
+        for (int64_t r = 0; r < rows_; r++) {
+            const int64_t first = std::max<int64_t>(0, a_.first_seen(seen(r)) - start);
+            seen_[r] = first < count ? std::clamp<int64_t>(seen(r) - start, 0, count) : 0;
+            skipped_[r] = seen_[r] ? first : 0;
+        }
+        Dot::soften(Softened<E>{scores_, skipped_, seen_, kScaled ? key_scales_ : nullptr, kScaled ? value_scales_ : nullptr,
                                 most_, total_, sums_, rows_, wide_, weights_});
         add_values(start, count);
     }
@@ -272,7 +280,7 @@ private:
     alignas(64) float sums_[kMostRows * kWidest];
     alignas(64) E tile_[kKeys * kWidest];  // keys or values that are no operand as they are
     float most_[kMostRows], total_[kMostRows], key_scales_[kKeys], value_scales_[kKeys];
-    int64_t seen_[kMostRows];
+    int64_t skipped_[kMostRows], seen_[kMostRows];
 };
 
 template <class Dot, class T>

@@ -72,6 +72,15 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
+CLONES void clipped_swiglu_row(const float* gate, const float* up, float limit, float alpha, float* out, int64_t width) {
+    for (int64_t i = 0; i < width; i++) {
+        const float g = gate[i] > limit ? limit : gate[i];
+        float u = up[i] > limit ? limit : up[i];
+        u = u < -limit ? -limit : u;
+        out[i] = (u + 1.0f) * g / (1.0f + fast_exp(-alpha * g));
+    }
+}
+
 CLONES void add_row(float* x, const float* y, float factor, int64_t width) {
     for (int64_t i = 0; i < width; i++) x[i] += factor * y[i];
 }
@@ -84,6 +93,10 @@ void widen_row(const Load* from, float* to, int64_t width) {
 }  // namespace
 
 void silu_mul(const float* gate, const float* up, float* out, int64_t width) { silu_mul_row(gate, up, out, width); }
+
+void clipped_swiglu(const float* gate, const float* up, float limit, float alpha, float* out, int64_t width) {
+    clipped_swiglu_row(gate, up, limit, alpha, out, width);
+}
 
 CLONES float largest(const float* x, int64_t count) {
     float least = x[0], most = x[0];

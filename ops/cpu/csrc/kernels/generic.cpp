@@ -42,6 +42,26 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
     }
 }
 
+void product_mx4(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                 size_t stride) {
+    const int blocks = w.k / kBlock;
+    for (int t = 0; t < count; t++) {
+        const size_t row = index ? index[t] : t;
+        float sums[kRows] = {};
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t* plane = w.quants + block * w.quant_stride() + b * w.block_bytes();
+            const Block& x = rows.blocks[row * blocks + b];
+            for (int r = 0; r < kRows; r++) {
+                int32_t dot = -kMx4Zero * x.sum();
+                for (int c = 0; c < kBlock; c++)
+                    dot += kMx4Levels[quant_at(Format::mx4, w.order, plane, r, c)] * x.q[c];
+                sums[r] += mx4_scale(w.mx4_scales(block)[b * kRows + r]) * x.scale * static_cast<float>(dot);
+            }
+        }
+        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r] * 0.5f;
+    }
+}
+
 void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                 size_t stride) {
     const uint8_t* plane = w.quants + block * w.quant_stride();
@@ -81,7 +101,8 @@ void quantise(const float* x, int count, Block* to) {
 const Kernels& kernels_generic() {
     static const Kernels kernels{"generic",
                                  {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
+                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8,
+                                  product_mx4},
                                  quantise};
     return kernels;
 }

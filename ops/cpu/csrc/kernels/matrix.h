@@ -12,7 +12,9 @@
 //   q4         4 vectors of 64 bytes: the low nibbles of vector i hold columns          fp16 [k/group][16];
 //              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
 //                                                                                       the zero point is 8
-//   w = (quant - zero) * scale; in f8, w = value * scale. Activations of f8 stay floats, as those of float formats.
+//   mx4        as q4; a nibble is the code of an e2m1 float                             e8m0 u8 [k/32][16]
+//   w = (quant - zero) * scale; in f8 and mx4, w = value * scale. Activations of f8 stay floats, as those of float formats.
+//   Any matrix may have a bias, float [n] in a plane of its own, which mixtures of experts add to their products.
 //
 // This is the order of q8 and q4 for x86; ARM's sets have their own (Order): signed quants, with the top bit of each
 // flipped, and for i8mm eight columns of a row side by side: vectors of 128 bytes with columns 8i .. 8i+7.
@@ -37,10 +39,25 @@ namespace umbra {
 constexpr int kRows = 16;   // rows of a block
 constexpr int kBlock = 32;  // columns of an activation block
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4, f8 = 5 };
-constexpr int kFormats = 6;
+enum class Format : int32_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4, f8 = 5, mx4 = 6 };
+constexpr int kFormats = 7;
 
-// The order of q8 and q4 in memory. A matrix has that of the kernels it was packed for, and only they can read it; the
+// Formats of four bits a weight.
+constexpr bool nibbles(Format format) { return format == Format::q4 || format == Format::mx4; }
+
+// Twice the value of each e2m1 code, plus 12: products of mx4 multiply these bytes as they do the levels of q4, with the
+// zero point 12, and their sums are twice too large.
+constexpr int kMx4Zero = 12;
+constexpr uint8_t kMx4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// 2^(e - 127) for an e8m0 scale; 255 is NaN and never stored. The smallest is a subnormal float.
+inline float mx4_scale(uint8_t e) {
+    const uint32_t bits = e ? static_cast<uint32_t>(e) << 23 : 1u << 22;
+    float scale;
+    __builtin_memcpy(&scale, &bits, 4);
+    return scale;
+}
+
+// The order of q8, q4 and mx4 in memory. A matrix has that of the kernels it was packed for, and only they can read it; the
 // generic kernels read all.
 enum class Order : int32_t { fours = 0, signed_fours = 1, signed_eights = 2 };
 
@@ -58,8 +75,9 @@ struct Matrix {
     int32_t k = 0;
     int32_t group = 0;                 // columns that share a scale; formats with scales only
     const uint8_t* quants = nullptr;   // 64-byte aligned
-    const uint16_t* scales = nullptr;  // halves; floats in f8
+    const uint16_t* scales = nullptr;  // halves; floats in f8, bytes in mx4
     const uint8_t* zeros = nullptr;
+    const float* bias = nullptr;  // (n), or null
 
     // Bytes of one row block in each plane.
     size_t quant_stride() const {
@@ -70,19 +88,24 @@ struct Matrix {
             case Format::f16: return weights * 2;
             case Format::q8:
             case Format::f8: return weights;
-            case Format::q4: return weights / 2;
+            case Format::q4:
+            case Format::mx4: return weights / 2;
         }
         return 0;
     }
     size_t block_bytes() const { return format == Format::q8 ? 512 : 256; }  // of 32 columns; quantised formats
     // Of one row block, in units of two bytes.
     size_t scale_count() const {
-        return group ? static_cast<size_t>(k) / group * kRows * (format == Format::f8 ? 2 : 1) : 0;
+        const size_t scales_of_block = group ? static_cast<size_t>(k) / group * kRows : 0;
+        return format == Format::f8 ? scales_of_block * 2 : format == Format::mx4 ? scales_of_block / 2 : scales_of_block;
     }
     const float* f8_scales(int64_t block) const {
         return reinterpret_cast<const float*>(scales + block * scale_count());
     }
-    bool quantised() const { return format == Format::q8 || format == Format::q4; }
+    const uint8_t* mx4_scales(int64_t block) const {
+        return reinterpret_cast<const uint8_t*>(scales + block * scale_count());
+    }
+    bool quantised() const { return format == Format::q8 || nibbles(format); }  // whether activations become int8
 
     // Matrix `index` of those that follow this one in each plane.
     Matrix at(int64_t index) const {
@@ -91,6 +114,7 @@ struct Matrix {
         one.quants += block * quant_stride();
         if (scales) one.scales += block * scale_count();
         if (zeros) one.zeros += block * scale_count();
+        if (bias) one.bias += index * n;
         return one;
     }
 
@@ -104,6 +128,7 @@ struct Matrix {
         move(one.quants);
         if (scales) move(one.scales);
         if (zeros) move(one.zeros);
+        if (bias) move(one.bias);
         return one;
     }
 };
@@ -173,10 +198,10 @@ struct Kernels {
 
 // What each byte is changed by where quants are signed.
 inline uint8_t sign_bits(Format format, Order order) {
-    return order == Order::fours ? 0 : format == Format::q8 ? 0x80 : 0x88;
+    return order == Order::fours || format == Format::mx4 ? 0 : format == Format::q8 ? 0x80 : 0x88;
 }
 
-// The quant of row r, column c in a block of 32 columns, as x86 has it: 0 .. 15 or 0 .. 255.
+// The quant of row r, column c in a block of 32 columns, as x86 has it: 0 .. 15 or 0 .. 255; the code in mx4.
 inline int quant_at(Format format, Order order, const uint8_t* block, int r, int c) {
     const int shift = order == Order::signed_eights ? 3 : 2;  // 8 or 4 columns side by side
     const int column = format == Format::q8 ? c : c % 16, within = column & ((1 << shift) - 1);

@@ -17,6 +17,10 @@ __attribute__((noinline)) void add_weighted(const float* row, float weight, floa
     for (int64_t i = 0; i < count; i++) to[i] += weight * row[i];
 }
 
+void add_bias(const float* bias, float* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += bias[i];
+}
+
 // Where Moe and MoeRows differ. computes: whether expert e is to be computed; expert_of: its matrix in a part of w13 or
 // w2; clear: runs before the first products for columns first .. first + width - 1; put: stores one pair's products.
 bool computes(const Moe&, int64_t) { return true; }
@@ -114,14 +118,23 @@ private:
                 for (int t = 0; t < count; t++) {
                     const int64_t row = start + t;
                     float* to = h_ + row * m_.inner + g * kBlock;
-                    const float* both = y + t * kWide;
-                    silu_mul(both, both + kRows, to, kRows);
-                    silu_mul(both + 2 * kRows, both + 3 * kRows, to + kRows, kRows);
+                    float* both = y + t * kWide;
+                    if (w.bias) add_bias(w.bias + block * kRows, both, kWide);
+                    gate(both, both + kRows, to);
+                    gate(both + 2 * kRows, both + 3 * kRows, to + kRows);
                     if (m_.w2.like().quantised())
                         context.kernels.quantise(to, 1, const_cast<Block*>(hs_.blocks) + row * groups_ + g);
                 }
             });
         }
+    }
+
+    void gate(const float* gates, const float* ups, float* to) const {
+        const Gating& gating = m_.gating;
+        if (gating.limit != 0)
+            clipped_swiglu(gates, ups, gating.limit, gating.alpha, to, kRows);
+        else
+            silu_mul(gates, ups, to, kRows);
     }
 
     // Phase 2, row blocks begin .. end - 1 of a node's part of the output: the products of all experts.
@@ -139,6 +152,8 @@ private:
                     const int blocks = std::min(kNear, end - block);
                     products(context.kernels, w, block, blocks, rows, nullptr, count, y);
                     const int64_t kept = std::min<int64_t>(blocks * kRows, m_.hidden - column(block));
+                    for (int t = 0; t < count && w.bias; t++)
+                        add_bias(w.bias + block * kRows, y + t * kWide, kept);
                     for (int t = 0; t < count; t++)
                         put(m_, token_of_[start + t], pair_of_[start + t], column(block), y + t * kWide, kept);
                 }

@@ -99,7 +99,14 @@ struct Attention {
     int64_t sequences, heads, kv_heads, width, page_size, most_pages, tokens;
     float scale;
     Type type;
+    int64_t window = 0;            // most keys that a query sees, its own included; 0: all before it
+    const float* sinks = nullptr;  // (heads): a further score of each query, of a key whose value is zero; or null
     void run(Context&) const;
+
+    // The first key that a query sees that sees those before `seen`.
+    int64_t first_seen(int64_t seen) const { return window && seen > window ? seen - window : 0; }
+    // What the sum of weights is divided by: `total` and the sink's weight, both relative to e^most.
+    float whole(float total, float most, int64_t head) const;
 };
 
 struct SiluMul {
@@ -176,10 +183,15 @@ struct Linear {
     void run(Context&) const;
 };
 
+// What an expert does between its matrices: silu(gate) * up or, with a limit, `clipped_swiglu`.
+struct Gating {
+    float limit = 0, alpha = 0;  // limit 0: silu
+};
+
 // Fused mixture of experts. w13 and w2 each hold `experts` matrices, one after another in each plane. The row blocks of
 // w13 alternate between gate and up, so that a task of phase 1 reads one stream of memory.
 // Two phases with one barrier between them. Phase 1, for each expert hit and each 32 rows of its intermediate size:
-// gate and up products, silu(gate) * up, and the quantisation of those 32 values, which are one activation block of
+// gate and up products, their biases, `Gating`, and the quantisation of those 32 values, which are one activation block of
 // phase 2. Phase 2, for each 16 rows of the output: the weighted products of all experts, added in order of expert, so
 // that the result does not depend on which thread runs which task.
 struct Moe {
@@ -192,6 +204,7 @@ struct Moe {
     float* out;            // (T, hidden)
     uint8_t* scratch;
     int64_t tokens, k, experts, first_expert, hidden, inner;
+    Gating gating;
     static int64_t scratch_bytes(int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner);
     void run(Context&) const;
 };
@@ -209,6 +222,7 @@ struct MoeRows {
     float* rows;         // (T * k, hidden)
     uint8_t* scratch;    // Moe::scratch_bytes
     int64_t tokens, k, experts, first_expert, hidden, inner;
+    Gating gating;
 
     // `run` in two steps. `sort` selects the pairs, returns whether there are any, and is the only step that reads
     // `ids` and `elsewhere`; `compute` computes their products.

@@ -28,6 +28,12 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
     for (int64_t c = 0; c < w.k; c += kBlock) {
         const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
         const int64_t at = c / w.group * kRows + lane;
+        if (w.format == Format::mx4) {
+            const float scale = mx4_scale(reinterpret_cast<const uint8_t*>(from.scales)[at]) * 0.5f;
+            for (int i = 0; i < kBlock; i++)
+                to[c + i] = static_cast<float>(kMx4Levels[quant_at(w.format, w.order, block, lane, i)] - kMx4Zero) * scale;
+            continue;
+        }
         const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
         for (int i = 0; i < kBlock; i++)
             to[c + i] =
@@ -92,6 +98,12 @@ int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
     int flags = 0;
     for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {
         const int64_t at = c / w.group * kRows + l, row = to.rows.row(l);
+        if (w.format == Format::mx4) {
+            const uint8_t e = byte_at(from.scales, row, c / from.group);
+            if (e == 255) flags |= kStrange;
+            reinterpret_cast<uint8_t*>(to.place.scales)[at] = e;
+            continue;
+        }
         const uint16_t half = float_to_half(scale_at(from.scales, row, c / from.group));
         if ((half & 0x7c00) == 0x7c00) flags = kLargeScale;
         to.place.scales[at] = half;

@@ -129,8 +129,12 @@ float scale_at(const Table& scales, int64_t row, int64_t group) {
     }
 }
 
+uint8_t byte_at(const Table& bytes, int64_t row, int64_t group) {
+    return bytes.at[row * bytes.row + group * bytes.step];
+}
+
 uint8_t zero_at(const Table& zeros, int64_t row, int64_t group) {
-    if (zeros.kind != Kind::awq) return zeros.at[row * zeros.row + group * zeros.step];
+    if (zeros.kind != Kind::awq) return byte_at(zeros, row, group);
     return word_at(zeros.at + row / kNibbles * zeros.row + group * zeros.step) >> 4 * kOrder[row % kNibbles] & 15;
 }
 

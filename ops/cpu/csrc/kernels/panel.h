@@ -48,6 +48,7 @@ struct alignas(64) Panel {
 
 float scale_at(const Table& scales, int64_t row, int64_t group);
 uint8_t zero_at(const Table& zeros, int64_t row, int64_t group);
+uint8_t byte_at(const Table& bytes, int64_t row, int64_t group);
 
 // Reads `count` (at most 32) columns from `start`, a multiple of 32, as levels, or as the bytes of e4m3 floats. Returns
 // whether all are finite numbers; the lowest level of e4m3 that is none is 0x7f.

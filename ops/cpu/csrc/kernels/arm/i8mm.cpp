@@ -143,6 +143,7 @@ const Kernels& kernels_i8mm() {
         all.order = Order::signed_eights;
         all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
         all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
+        all.product[static_cast<int>(Format::mx4)] = product_quantised<Format::mx4>;
         return all;
     }();
     return kernels;

@@ -13,7 +13,7 @@ template <Format F, bool Zeros, int M>
 TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     constexpr int kGroups = M == 1 ? kFours : 1;       // of four rows at a time
     constexpr int kChains = kGroups * M;               // independent sums: each addition waits for the one before
-    constexpr int kVectors = F == Format::q4 ? 4 : 8;  // of 64 bytes in a block
+    constexpr int kVectors = nibbles(F) ? 4 : 8;  // of 64 bytes in a block
     Stream<F, Zeros> stream(w, block);
     float32x4_t sums[M * kFours];
     repeat<M * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
@@ -183,7 +183,7 @@ const Kernels& kernels_neon() {
     static const Kernels kernels = [] {
         Kernels all{"neon_dotprod",
                     {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-                     product_quantised<Format::q4>, product_f8},
+                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>},
                     quantise};
         all.order = Order::signed_fours;
         return all;

@@ -52,7 +52,7 @@ INLINE int32x4_t nothing() {
 // One row block, read from its first column to its last.
 template <Format F, bool Zeros>
 struct Stream {
-    static constexpr int kBytes = F == Format::q4 ? 256 : 512;  // of a block of 32 columns
+    static constexpr int kBytes = nibbles(F) ? 256 : 512;  // of a block of 32 columns
 
     const uint8_t* quants;
     const uint16_t* scales;
@@ -73,7 +73,7 @@ struct Stream {
         left = per_group - 1;
         __builtin_prefetch(scales + kAhead / 4);
         halves = reinterpret_cast<const float16_t*>(scales);
-        scales += kRows;
+        scales += F == Format::mx4 ? kRows / 2 : kRows;
         if constexpr (Zeros) {
             const uint8x16_t bytes = vld1q_u8(zeros);
             const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
@@ -87,13 +87,27 @@ struct Stream {
     }
 
     // Of row group `four`, read anew at each use: registers are scarcer than loads.
-    INLINE float32x4_t scale(int four) const { return vcvt_f32_f16(vld1_f16(halves + kFour * four)); }
+    INLINE float32x4_t scale(int four) const {
+        if constexpr (F == Format::mx4) {  // mx4_scale
+            uint32_t word;
+            __builtin_memcpy(&word, reinterpret_cast<const uint8_t*>(halves) + kFour * four, 4);
+            const uint8x8_t e = vcreate_u8(word);
+            const uint32x4_t bits = vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(e))), 23);
+            return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(1 << 22)));
+        }
+        return vcvt_f32_f16(vld1_f16(halves + kFour * four));
+    }
 
-    // The 16 bytes at `at` of this block, or with q4 and Upper the other 16 values there: in units of 1/16.
+    // The 16 bytes at `at` of this block, or with nibbles and Upper the other 16 values there: in units of 1/16; in mx4, twice the values.
     template <bool Upper>
     INLINE int8x16_t weights(int at) const {
         const int8x16_t raw = vld1q_s8(reinterpret_cast<const int8_t*>(quants + at));
         if constexpr (F == Format::q8) return raw;
+        if constexpr (F == Format::mx4) {  // twice the value of each code
+            const int8x16_t table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+            const uint8x16_t codes = vreinterpretq_u8_s8(raw);
+            return vqtbl1q_s8(table, Upper ? vshrq_n_u8(codes, 4) : vandq_u8(codes, vdupq_n_u8(15)));
+        }
         // Kunpeng 920 is modelled to need both its vector units for an AND, and one for a shift that inserts zeros.
         return Upper ? vsriq_n_s8(raw, vdupq_n_s8(0), 4) : vshlq_n_s8(raw, 4);
     }
@@ -106,7 +120,7 @@ struct Stream {
 
     // Sums of integers as floats, and the last thing that is done to the sums of those.
     static INLINE float32x4_t to_float(int32x4_t dots) { return vcvtq_n_f32_s32(dots, F == Format::q4 ? 4 : 1); }
-    static INLINE float32x4_t result(float32x4_t sum) { return F == Format::q4 ? sum : vaddq_f32(sum, sum); }
+    static INLINE float32x4_t result(float32x4_t sum) { return F == Format::q8 ? vaddq_f32(sum, sum) : sum; }
 };
 
 // Lane t: the start of activation row t in its block.

@@ -6,7 +6,7 @@
 // that share a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the
 // same bits.
 //
-// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -128 .. 127 of q8 (q8 with
+// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mx4, -128 .. 127 of q8 (q8 with
 // zero points of its own can be more, and stays with avx512.cpp). One chunk of columns of some row blocks is unpacked,
 // then meets all activation rows: 9 KB of weights, 5 of activations and 8 of sums stay in the first cache. The tiles of
 // one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
@@ -53,18 +53,27 @@ struct alignas(64) Sums {
 
 template <Format F>
 __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to) {
-    constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
+    constexpr int kVectors = nibbles(F) ? 4 : 8, kBytes = 64 * kVectors;
     const uint8_t* plane = w.quants + block * w.quant_stride() + static_cast<size_t>(first) * kBytes;
     const int per_group = w.group / kBlock;
-    size_t group = block * w.scale_count() + static_cast<size_t>(first / per_group) * kRows;
+    size_t group = (static_cast<size_t>(block) * (w.k / w.group) + first / per_group) * kRows;
     int left = per_group - first % per_group;
     const __m512i low = _mm512_set1_epi8(15);
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kMx4Levels)));
+    const auto level = [&](__m512i code) TARGET { return F == Format::mx4 ? _mm512_shuffle_epi8(table, code) : code; };
     for (int s = 0; s < steps; s++, plane += kBytes) {
         if (left == 0) left = per_group, group += kRows;
         left--;
-        const __m256i scales = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w.scales + group));
-        _mm512_store_ps(to.scales[s], _mm512_cvtph_ps(scales));
-        __m512i zero = _mm512_set1_epi8(F == Format::q4 ? 8 : -128);
+        if (F == Format::mx4) {  // halves of mx4_scale: sums are twice too large
+            const __m512i e = _mm512_cvtepu8_epi32(
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.mx4_scales(0) + group)));
+            const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
+            _mm512_store_ps(to.scales[s], _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0.5f)));
+        } else {
+            const __m256i scales = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w.scales + group));
+            _mm512_store_ps(to.scales[s], _mm512_cvtph_ps(scales));
+        }
+        __m512i zero = _mm512_set1_epi8(F == Format::mx4 ? kMx4Zero : F == Format::q4 ? 8 : -128);
         if (F == Format::q4 && w.zeros) {
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.zeros + group));
             zero = _mm512_mullo_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(0x01010101));
@@ -72,10 +81,10 @@ __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int fir
         for (int i = 0; i < kVectors; i++) {
             _mm_prefetch(reinterpret_cast<const char*>(plane + kSteps * kBytes + 64 * i), _MM_HINT_T0);
             const __m512i bytes = _mm512_load_si512(plane + 64 * i);
-            if (F == Format::q4) {
+            if (nibbles(F)) {
                 const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
-                _mm512_store_si512(to.q[s][i], _mm512_sub_epi8(_mm512_and_si512(bytes, low), zero));
-                _mm512_store_si512(to.q[s][4 + i], _mm512_sub_epi8(high, zero));
+                _mm512_store_si512(to.q[s][i], _mm512_sub_epi8(level(_mm512_and_si512(bytes, low)), zero));
+                _mm512_store_si512(to.q[s][4 + i], _mm512_sub_epi8(level(high), zero));
             } else {
                 _mm512_store_si512(to.q[s][i], _mm512_sub_epi8(bytes, zero));
             }
@@ -290,8 +299,10 @@ const Kernels& kernels_amx() {
         all.name = "amx";
         all.product[static_cast<int>(Format::q8)] = product<Format::q8>;
         all.product[static_cast<int>(Format::q4)] = product<Format::q4>;
+        all.product[static_cast<int>(Format::mx4)] = product<Format::mx4>;
         all.several[static_cast<int>(Format::q8)] = several<Format::q8>;
         all.several[static_cast<int>(Format::q4)] = several<Format::q4>;
+        all.several[static_cast<int>(Format::mx4)] = several<Format::mx4>;
         all.attend[static_cast<int>(Type::bf16)] = attend_tiles<Bf16>;
         all.attend[static_cast<int>(Type::i8)] = attend_tiles<int8_t>;
         return all;

@@ -18,13 +18,43 @@ constexpr int kMostOfPair = 4;  // of one with two row blocks
 // Two row blocks at once are faster than one after the other where passes are full, or activation rows many.
 constexpr int kMostUnpaired = 12;
 
+// Adjusts the vectors of a block: what a nibble stands for.
+template <Format F>
+INLINE __m512i level(__m512i nibbles) {
+    if (F != Format::mx4) return nibbles;
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMx4Levels));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
+}
+
+// What sums start at, of Block::start, without zero points.
+template <Format F>
+INLINE __m512i started(__m512i start) {
+    if (F == Format::q8) return _mm512_slli_epi32(start, 4);
+    return F == Format::mx4 ? _mm512_add_epi32(start, _mm512_srai_epi32(start, 1)) : start;  // 12 = 8 + 4
+}
+
+// The scales of 16 rows.
+template <Format F>
+INLINE __m512 scales_at(const uint16_t* at) {
+    if (F != Format::mx4) return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+    const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    const __m512i least = _mm512_set1_epi32(1 << 22);  // mx4_scale
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(e, 23), least));
+}
+constexpr int scale_step(Format f) { return f == Format::mx4 ? kRows / 2 : kRows; }
+
+template <Format F>
+INLINE __m512 result(__m512 sum) {
+    return F == Format::mx4 ? _mm512_mul_ps(sum, _mm512_set1_ps(0.5f)) : sum;
+}
+
 INLINE void prefetch(const uint8_t* at, int lines) {
     for (int i = 0; i < lines; i++) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + 64 * i), _MM_HINT_T0);
 }
 
 template <Format F, bool Zeros, int M>
 TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
-    constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
+    constexpr int kVectors = nibbles(F) ? 4 : 8, kBytes = 64 * kVectors;
     const uint8_t* plane = w.quants + block * w.quant_stride();
     const uint16_t* scales = w.scales + block * w.scale_count();
     const uint8_t* zeros = Zeros ? w.zeros + block * w.scale_count() : nullptr;
@@ -42,9 +72,9 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
         prefetch(plane, kVectors);
         if (left == 0) {
             left = per_group;
-            scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
+            scale = scales_at<F>(scales);
             _mm_prefetch(reinterpret_cast<const char*>(scales) + 1024, _MM_HINT_T0);
-            scales += kRows;
+            scales += scale_step(F);
             if (Zeros) {
                 zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
                 zeros += kRows;
@@ -54,9 +84,9 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
         __m512i v[8];  // v[i] = columns 4i .. 4i+3, four bytes for each of 16 rows
         for (int i = 0; i < kVectors; i++) {
             const __m512i bytes = _mm512_load_si512(plane + 64 * i);
-            if (F == Format::q4) {
-                v[i] = _mm512_and_si512(bytes, low);
-                v[4 + i] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+            if (nibbles(F)) {
+                v[i] = level<F>(_mm512_and_si512(bytes, low));
+                v[4 + i] = level<F>(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), low));
             } else {
                 v[i] = bytes;
             }
@@ -67,7 +97,7 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
             // Two chains of additions, so that none waits for the one before; one starts where the zero points leave
             // it.
             const __m512i start = _mm512_set1_epi32(x.start);
-            __m512i even = F == Format::q8 ? _mm512_slli_epi32(start, 4) : start, odd = _mm512_setzero_si512();
+            __m512i even = started<F>(start), odd = _mm512_setzero_si512();
             if (Zeros) even = _mm512_srai_epi32(_mm512_mullo_epi32(zero, start), 3);
 #pragma GCC unroll 4
             for (int i = 0; i < 8; i += 2) {
@@ -79,7 +109,7 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
             sums[t] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), sums[t]);
         }
     }
-    for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], sums[t]);
+    for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], result<F>(sums[t]));
 }
 
 // Two row blocks at once: an activation is loaded for both, and two loads a cycle no longer bound two products a cycle.
@@ -88,7 +118,7 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
 template <Format F, bool Zeros, int M, int Lines>
 TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows, float* const* y,
                            const uint8_t* ahead) {
-    constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
+    constexpr int kVectors = nibbles(F) ? 4 : 8, kBytes = 64 * kVectors;
     const uint8_t* plane[2];
     const uint16_t* scales[2];
     const uint8_t* zeros[2];
@@ -111,9 +141,9 @@ TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows,
 #pragma GCC unroll 2
         for (int b = 0; b < 2; b++) {
             if (left == 0) {
-                scale[b] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales[b])));
+                scale[b] = scales_at<F>(scales[b]);
                 _mm_prefetch(reinterpret_cast<const char*>(scales[b] + 2 * w.scale_count()), _MM_HINT_T1);
-                scales[b] += kRows;
+                scales[b] += scale_step(F);
                 if (Zeros) {
                     zero[b] = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros[b])));
                     zeros[b] += kRows;
@@ -123,9 +153,9 @@ TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows,
             for (int i = 0; i < kVectors; i++) {
                 const __m512i bytes = _mm512_load_si512(plane[b] + 64 * i);
                 v[b][i] = bytes;
-                if (F == Format::q4) {
-                    v[b][i] = _mm512_and_si512(bytes, low);
-                    v[b][4 + i] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+                if (nibbles(F)) {
+                    v[b][i] = level<F>(_mm512_and_si512(bytes, low));
+                    v[b][4 + i] = level<F>(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), low));
                 }
             }
             plane[b] += kBytes;
@@ -138,7 +168,7 @@ TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows,
             __m512i dot[2];
 #pragma GCC unroll 2
             for (int b = 0; b < 2; b++) {
-                dot[b] = F == Format::q8 ? _mm512_slli_epi32(start, 4) : start;
+                dot[b] = started<F>(start);
                 if (Zeros) dot[b] = _mm512_srai_epi32(_mm512_mullo_epi32(zero[b], start), 3);
             }
 #pragma GCC unroll 8
@@ -155,7 +185,7 @@ TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows,
         }
     }
     for (int t = 0; t < M; t++)
-        for (int b = 0; b < 2; b++) _mm512_storeu_ps(y[t] + b * kRows, sums[t][b]);
+        for (int b = 0; b < 2; b++) _mm512_storeu_ps(y[t] + b * kRows, result<F>(sums[t][b]));
 }
 
 INLINE __m512 load16(const float* at) { return _mm512_loadu_ps(at); }
@@ -254,7 +284,7 @@ void several_quantised(const Matrix& w, int block, int blocks, const Rows& rows,
                                               });
         }
     };
-    constexpr int kLines = F == Format::q4 ? 8 : 16;  // of a pair, for 32 columns
+    constexpr int kLines = nibbles(F) ? 8 : 16;  // of a pair, for 32 columns
     if (count == kMostOfPair)
         pairs(std::integral_constant<int, kLines>{});
     else if (count == 2 * kMostOfPair)
@@ -294,9 +324,10 @@ const Kernels& kernels_avx512() {
     static const Kernels kernels{
         "avx512_vnni",
         {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-         product_quantised<Format::q4>, product_f8},
+         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>},
         quantise,
-        {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>}};
+        {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>, nullptr,
+         several_quantised<Format::mx4>}};
     return kernels;
 }
 

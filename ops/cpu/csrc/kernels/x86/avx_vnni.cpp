@@ -12,6 +12,7 @@ const Kernels& kernels_avx_vnni() {
         all.name = "avx_vnni";
         all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
         all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
+        all.product[static_cast<int>(Format::mx4)] = product_quantised<Format::mx4>;
         return all;
     }();
     return kernels;

@@ -113,16 +113,22 @@ struct Bf16Dot {
             });
     }
 
+    // The lanes of vector i that lie between two numbers of keys.
+    static __mmask16 lanes(int64_t first, int64_t end, int i) {
+        const auto below = [&](int64_t key) { return (1u << std::clamp<int64_t>(key - i * kLanes, 0, kLanes)) - 1; };
+        return static_cast<__mmask16>(below(end) & ~below(first));
+    }
+
     TARGET static void soften(const Softened<Bf16>& of) {
         constexpr int kVectors = kKeys / kLanes;
         const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
         for (int64_t r = 0; r < of.rows; r++) {
-            const int64_t seen = of.seen[r];
+            const int64_t skipped = of.skipped[r], seen = of.seen[r];
             Bf16* to = of.weights + r * kKeys;
             __m512 x[kVectors], largest = nothing, sum = _mm512_setzero_ps();
 #pragma GCC unroll 4
             for (int i = 0; i < kVectors; i++) {
-                const auto some = static_cast<__mmask16>((1u << std::clamp<int64_t>(seen - i * kLanes, 0, kLanes)) - 1);
+                const __mmask16 some = lanes(skipped, seen, i);
                 x[i] = _mm512_loadu_ps(of.scores + r * kKeys + i * kLanes);
                 if (of.key_scales) x[i] = _mm512_mul_ps(x[i], _mm512_loadu_ps(of.key_scales + i * kLanes));
                 x[i] = _mm512_mask_mov_ps(nothing, some, x[i]);
@@ -141,8 +147,7 @@ struct Bf16Dot {
                 __m512 p = exponential(_mm512_sub_ps(x[i], bound));
                 sum = _mm512_add_ps(sum, p);
                 if (of.value_scales) {
-                    const auto some =
-                        static_cast<__mmask16>((1u << std::clamp<int64_t>(seen - i * kLanes, 0, kLanes)) - 1);
+                    const __mmask16 some = lanes(skipped, seen, i);
                     p = _mm512_maskz_mul_ps(some, p, _mm512_loadu_ps(of.value_scales + i * kLanes));
                 }
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kLanes),

@@ -1,0 +1,46 @@
+"""MXFP4 of the experts, as gpt-oss's own checkpoints have it.
+
+_blocks uint8 (E, N, K / 32, 16), each byte two codes of e2m1 floats, the first in the lower half; _scales uint8
+(E, N, K / 32), the e8m0 scale of each block; w = value * 2^(scale - 127)
+"""
+
+import torch
+
+from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored, check_sizes
+from models.hf_config import HfConfig
+from ops.format import MXFP4, Quantised
+from ops.words import Words
+from umbra.errors import UserError
+
+GROUP = MXFP4.group
+
+
+class Mxfp4(Scheme, Encoding):
+    title, format = f"MXFP4 in blocks of {GROUP}", MXFP4
+    bits, group, zeros, signs = 4, GROUP, False, ("blocks", "scales")
+
+    def __init__(self, config: HfConfig):
+        self.encodings = (self,)
+
+    def said(self, module: str) -> Encoding | None:
+        """The tensors of all experts are quantised, and nothing else; `modules_to_not_convert` names the others."""
+        return self if ".experts." in module else None
+
+    def tensors(self, module: str) -> tuple[str, ...]:
+        return tuple(f"{module}_{sign}" for sign in self.signs)
+
+    def stored(self, module: str, rows: int, columns: int) -> Stored:
+        raise UserError(f"{module}: MXFP4 is read only where one tensor has all experts")
+
+    def stacked(self, module: str, experts: int, rows: int, columns: int) -> Stored:
+        check_sizes(module, ("columns", columns, "a block", GROUP))
+        blocks, scales = self.tensors(module)
+        count = columns // GROUP
+
+        def read(fetch: Fetch, one: slice, outputs: slice, inputs: slice) -> Quantised:
+            part = slice(inputs.start // GROUP, inputs.stop // GROUP)
+            words = fetch(blocks, one, outputs, part)[0].flatten(1).view(torch.int32)
+            return Quantised(4, Words(words, 4), fetch(scales, one, outputs, part)[0].view(torch.float8_e8m0fnu), None)
+
+        shape = experts, rows, count
+        return Stored({blocks: Needed((*shape, GROUP // 2), ("U8",)), scales: Needed(shape, ("U8",))}, read)
