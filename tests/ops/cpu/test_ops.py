@@ -17,8 +17,8 @@ from ops import IMPLEMENTATIONS, load_ops, reference
 from ops.cpu import engine
 from ops.cpu import ops as cpu
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.format import FORMATS, GROUP_SIZES, Format
-from ops.interface import Ops, Paged
+from ops.format import FORMATS, GROUP_SIZES, MXFP4, Format
+from ops.interface import SILU_EXPERTS, ExpertKind, Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
 from tools.native_stub import STUB, native_stub
@@ -33,6 +33,7 @@ KINDS = {
     **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in GROUP_SIZES},
     "q8 128": Format("q8", 128),
     **{f"f8 {g}": Format("f8", g) for g in GROUP_SIZES},
+    "mxfp4": MXFP4,
 }
 GUARD = 64  # bytes
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -104,7 +105,15 @@ def activation_error(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.usefixtures("kernels")
 def test_linear(format: Format) -> None:
     columns = 3 * format.group if format.quantised else 35  # float formats take any number of columns
-    step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "q8": 1 / 127, "q4": 1 / 7, "f8": 1 / 16}[format.kind]
+    step = {
+        "float32": 0,
+        "bfloat16": 2**-8,
+        "float16": 2**-11,
+        "q8": 1 / 127,
+        "q4": 1 / 7,
+        "f8": 1 / 16,
+        "mxfp4": 1 / 4,
+    }
     for rows in (1, 16, 37):
         w, bias = torch.randn(rows, columns) / 8, torch.randn(rows)
         matrix = NativeMatrix(rows, columns, format, CPU)
@@ -112,7 +121,7 @@ def test_linear(format: Format) -> None:
             matrix.fill(row, w[row : row + 5])
         dense = DenseMatrix(rows, columns, FORMATS["float32"], CPU)
         dense.fill(0, matrix.packed.dequantised(0, rows))
-        assert ((dense.data - w).abs() <= step * w.abs().amax() + 1e-6).all(), rows
+        assert ((dense.data - w).abs() <= step[format.kind] * w.abs().amax() + 1e-6).all(), rows
         for tokens in (0, 1, 3, 8, 9, 70):
             x = torch.randn(tokens, columns)
             actual, expected = cpu.linear(x, matrix, bias), reference.linear(x, dense, bias)
@@ -120,12 +129,18 @@ def test_linear(format: Format) -> None:
             assert ((actual - expected).abs() <= bound + 1e-4).all(), f"{rows} rows, {tokens} tokens"
 
 
-def experts_of(format: Format, count: int, inner: int, hidden: int) -> tuple[NativeExperts, DenseExperts]:
-    packed = NativeExperts(count, inner, hidden, format, CPU)
-    dense = DenseExperts(count, inner, hidden, FORMATS["float32"], CPU)
+def experts_of(
+    format: Format, count: int, inner: int, hidden: int, kind: ExpertKind = SILU_EXPERTS
+) -> tuple[NativeExperts, DenseExperts]:
+    packed = NativeExperts(count, inner, hidden, format, CPU, kind)
+    dense = DenseExperts(count, inner, hidden, FORMATS["float32"], CPU, kind)
     for e in range(count):
         for which, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
             packed.fill(e, which, torch.randn(shape) / shape[1] ** 0.5)
+            if kind.biased:
+                bias = torch.randn(shape[0]).bfloat16()
+                packed.fill_bias(e, which, bias)
+                dense.fill_bias(e, which, bias)
         dense.fill(e, "gate", packed.dequantised(e, "gate")[:inner])
         dense.fill(e, "up", packed.dequantised(e, "up")[:inner])
         dense.fill(e, "down", packed.dequantised(e, "down")[:, :inner])
@@ -145,14 +160,21 @@ ROUTED: dict[int, dict[str, tuple[int, int, int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
+CLIPPED = ExpertKind(limit=0.8, alpha=1.702, biased=True)
+MIXTURES = [
+    *((format, SILU_EXPERTS) for format in KINDS.values()),
+    *((KINDS[k], CLIPPED) for k in ("float32", "mxfp4")),
+]
+
+
+@pytest.mark.parametrize(("format", "kind"), MIXTURES, ids=str)
 @pytest.mark.usefixtures("kernels")
-def test_moe(format: Format) -> None:
+def test_moe(format: Format, kind: ExpertKind) -> None:
     inner, hidden = max(64, format.group), max(96, 2 * format.group)
     # Both products' activations are rounded to 8 bits in blocks: half a percent of the result's size, far below 3 %.
-    rounded = format.kind in ("q8", "q4")
+    rounded = format.kind in ("q8", "q4", "mxfp4")
     for count, routed in ROUTED.items():
-        packed, dense = experts_of(format, count, inner, hidden)
+        packed, dense = experts_of(format, count, inner, hidden, kind)
         for what, (tokens, top_k, first, skew) in routed.items():
             logits = torch.randn(tokens, 8)
             logits[:, 3] += skew
@@ -322,14 +344,16 @@ def test_attention(
     caches, tables, v = paged(lens, kv_heads, dim, page_size, dtype)
     q, starts = torch.randn(sum(new), heads, dim) * 3, torch.tensor([0, *new]).cumsum(0)
     seen = Paged(NONE, tables, starts, torch.tensor(lens))
-    actual = cpu.attention(q, *caches, seen, dim**-0.5)
+    sinks = torch.linspace(-4, 12, heads)
     # The reference sees the very values that were rounded into the native cache.
     k_seen, v_seen = (c.float() for c in cached(*caches))
-    if kernels in ("avx512_bf16", "amx") and dtype in (torch.bfloat16, torch.int8):  # queries and weights are rounded
-        expected = reference.attention((q * dim**-0.5).bfloat16().float(), k_seen, v_seen, seen, 1.0)
-        torch.testing.assert_close(actual, expected, atol=2**-8 * float(v.abs().max()), rtol=0)
-    else:
-        close(actual, reference.attention(q, k_seen, v_seen, seen, dim**-0.5))
+    for kind in ((None, None), (None, sinks), (1, None), (7, sinks), (100, sinks), (1500, sinks)):
+        actual = cpu.attention(q, *caches, seen, dim**-0.5, *kind)
+        if kernels in ("avx512_bf16", "amx") and dtype in (torch.bfloat16, torch.int8):  # queries, weights are rounded
+            expected = reference.attention((q * dim**-0.5).bfloat16().float(), k_seen, v_seen, seen, 1.0, *kind)
+            torch.testing.assert_close(actual, expected, atol=2**-8 * float(v.abs().max()), rtol=0)
+        else:
+            close(actual, reference.attention(q, k_seen, v_seen, seen, dim**-0.5, *kind))
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -342,14 +366,21 @@ def test_attention_does_not_depend_on_threads_company_or_chunks(instruction_set:
     caches, tables, _ = paged(lens, 2, dim, 16, dtype)
     q = torch.randn(sum(new), 6, dim) * 3
     of_all = Paged(NONE, tables, torch.tensor([0, 40, 110, 111]), torch.tensor(lens))
-    together = cpu.attention(q, *caches, of_all, 0.25)
+    sinks = torch.randn(6)
+    kinds = (None, sinks), (50, sinks), (1100, sinks)
+    together = [cpu.attention(q, *caches, of_all, 0.25, *kind) for kind in kinds]
     for threads in ((1,), (2,), (9,)):
         start(threads, instruction_set)
         for first, count in ((40, 70), (43, 5), (109, 1), (40, 1)):
-            lengths = torch.tensor([lens[1] - (110 - first - count)])
-            of_one = Paged(NONE, tables[1:2], torch.tensor([0, count]), lengths)
-            alone = cpu.attention(q[first : first + count], *caches, of_one, 0.25)
-            assert torch.equal(alone, together[first : first + count])
+            length = lens[1] - (110 - first - count)
+            of_one = Paged(NONE, tables[1:2], torch.tensor([0, count]), torch.tensor([length]))
+            for kind, of_all_rows in zip(kinds, together, strict=True):
+                if kind[0]:  # pages that no query sees are not read: entries before the first one mean nothing
+                    of_one = of_one._replace(block_tables=tables[1:2].clone())
+                    before = max(0, length - count + 1 - kind[0]) // 16
+                    of_one.block_tables[0, :before] = of_one.block_tables[0, before]
+                alone = cpu.attention(q[first : first + count], *caches, of_one, 0.25, *kind)
+                assert torch.equal(alone, of_all_rows[first : first + count])
     engine.start(1, "auto")
 
 

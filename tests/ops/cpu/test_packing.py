@@ -11,7 +11,7 @@ from executor.checkpoint.formats.awq import ORDER
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.cpu.memory import table
 from ops.cpu.ops import fill_table
-from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
+from ops.format import FORMATS, GROUP_SIZES, MXFP4, Format, Quantised, every_other
 from ops.words import Words
 from umbra.errors import UserError
 
@@ -159,6 +159,41 @@ def test_e4m3_floats(group: int) -> None:
     matrix = NativeMatrix(ROWS, COLUMNS, FORMATS["float32"], CPU)
     matrix.fill(0, part)
     assert torch.equal(matrix.packed.dequantised(0, ROWS), part.floats())
+
+
+def test_mxfp4_is_kept_bit_for_bit() -> None:
+    """Codes of every value and scales up to the largest floats, the two smallest of which are subnormal floats, and rows of two matrices in
+    turn; as floats elsewhere. 255 is no number."""
+    torch.manual_seed(8)
+    codes = torch.randint(16, (ROWS, COLUMNS), dtype=torch.uint8)
+    codes[0], codes[1, :16] = torch.arange(COLUMNS) % 16, torch.arange(16)
+    exponents = torch.arange(ROWS * COLUMNS // 32, dtype=torch.int64).remainder(253).to(torch.uint8).view(ROWS, -1)
+    words, scales = packed_in_words(codes, 4, None), exponents.view(torch.float8_e8m0fnu)
+    part = Quantised(4, words, scales, None)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    steps = 2.0 ** (exponents.double() - 127)
+    expected = (values[codes.int()].unflatten(1, (-1, 32)) * steps[..., None]).flatten(1).float()
+    assert torch.equal(part.floats(), expected)
+    for format in (MXFP4, FORMATS["float32"]):
+        matrix = NativeMatrix(ROWS, COLUMNS, format, CPU)
+        assert matrix.fill(0, part) is True
+        assert torch.equal(matrix.packed.dequantised(0, ROWS), expected)
+    for rows, first in zip(every_other(part), (0, 1), strict=True):
+        matrix = NativeMatrix(ROWS, COLUMNS, MXFP4, CPU)
+        matrix.fill(3, rows)
+        assert torch.equal(matrix.packed.dequantised(0, (ROWS + 1 - first) // 2, 3), expected[first::2])
+    exponents[-1, -1] = 255
+    assert NativeMatrix(ROWS, COLUMNS, MXFP4, CPU).fill(0, part) is False
+
+
+def test_floats_become_the_nearest_e2m1_floats() -> None:
+    w = torch.tensor(
+        [0, 0.25, 0.26, 0.75, 1.25, 1.3, 1.75, 2.5, 2.6, 3.5, 5, 5.1, 6, 7.9, -0.25, -7], dtype=torch.float32
+    )
+    matrix = NativeMatrix(ROWS, 32, MXFP4, CPU)
+    matrix.fill(0, torch.cat([w, -w])[None] * 2**-9)
+    near = torch.tensor([0, 0, 0.5, 1, 1, 1.5, 2, 2, 3, 4, 4, 6, 6, 6, 0, -6])
+    assert torch.equal(matrix.packed.dequantised(0, 1)[0] * 2**9, torch.cat([near, -near]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

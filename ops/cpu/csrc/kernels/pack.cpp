@@ -141,6 +141,14 @@ int pack_floats(const RowBlock& to, const Given& from, int64_t c, int64_t column
     const int count = w.group / kBlock;
     bool finite = true;
     for (int i = 0; i < count; i++) finite &= read_floats(from, to.rows, c + i * kBlock, kBlock, panels[i]);
+    if (w.format == Format::mx4) {
+        uint8_t exponents[kRows];
+        quantise_mx4(panels[0], exponents);
+        write_levels(w.format, w.order, panels[0], to.rows, to.place.quants + c / kBlock * w.block_bytes());
+        uint8_t* scales = reinterpret_cast<uint8_t*>(to.place.scales) + c / kBlock * kRows;
+        std::copy_n(exponents + to.rows.lane, to.rows.count, scales + to.rows.lane);
+        return finite ? 0 : kStrange;
+    }
     uint16_t scales[kRows];
     uint8_t zeros[kRows];
     quantise_group(w.format, panels, count, scales, to.place.zeros ? zeros : nullptr);

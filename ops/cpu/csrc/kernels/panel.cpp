@@ -205,6 +205,33 @@ CLONES bool read_floats(const Given& given, const LaneRows& rows, int64_t start,
     return !any(strange);
 }
 
+// One panel, whose 32 columns share a power of two: the largest lies between 4 and 8 times it, and becomes at most 6.
+CLONES void quantise_mx4(Panel& panel, uint8_t* scales) {
+    Bits most{};
+    for (const float* column : panel.floats) {
+        Bits x;
+        load(reinterpret_cast<const uint32_t*>(column), x);
+        x &= 0x7fffffff;
+        most = x > most ? x : most;
+    }
+    Lanes inverse;
+    for (int l = 0; l < kRows; l++) {
+        const int exponent = static_cast<int>(most[l] >> 23);  // 127 more than that of the largest
+        scales[l] = static_cast<uint8_t>(std::min(std::max(exponent - 2, 0), 254));
+        inverse[l] = 1.0f / mx4_scale(scales[l]);
+    }
+    for (float* column : panel.floats) {
+        Lanes x;
+        load(column, x);
+        const Bits bits = reinterpret_cast<Bits>(x);
+        const Lanes size = reinterpret_cast<Lanes>(bits & 0x7fffffff) * inverse;
+        // Each comparison that holds is -1. Ties go to the even code.
+        const auto code = -((size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) +
+                            (size >= 3.5f) + (size > 5.0f));
+        store(reinterpret_cast<Bits>(code) | (bits >> 28 & 8), column);
+    }
+}
+
 CLONES void quantise_group(Format format, Panel* panels, int count, uint16_t* scales, uint8_t* zeros) {
     const int largest = format == Format::q8 ? 255 : 15, middle = (largest + 1) / 2;
     Lanes least{}, most{};

@@ -60,6 +60,9 @@ bool read_floats(const Given& given, const LaneRows& rows, int64_t start, int co
 // formulas.
 void quantise_group(Format format, Panel* panels, int count, uint16_t* scales, uint8_t* zeros);
 
+// The same of one panel in mx4; its levels become codes.
+void quantise_mx4(Panel& panel, uint8_t* scales);
+
 // Write a panel to the 32 columns at `to`, in the layout of matrix.h, only the lanes of `rows`.
 void write_levels(Format format, Order order, const Panel& from, const LaneRows& rows, uint8_t* to);
 void write_floats(Format format, const Panel& from, const LaneRows& rows, int count, uint8_t* to);

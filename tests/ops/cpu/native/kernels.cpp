@@ -17,7 +17,7 @@ using namespace umbra;
 
 namespace {
 
-const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4", "f8"};
+const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4", "f8", "mx4"};
 
 // The e4m3 float nearest to v, which is 448 at most: they grow with their bits up to 0x7e.
 uint8_t nearest_f8(float v) {
@@ -63,7 +63,7 @@ struct Weights {
         matrix.order = order;
         matrix.n = (n + kRows - 1) / kRows * kRows;
         matrix.k = k;
-        matrix.group = matrix.quantised() || format == Format::f8 ? group : 0;
+        matrix.group = format == Format::mx4 ? kBlock : matrix.quantised() || format == Format::f8 ? group : 0;
         const size_t blocks = static_cast<size_t>(matrix.n / kRows) * copies;
         quants.resize(blocks * matrix.quant_stride() + 64);
         scales.resize(blocks * matrix.scale_count());
@@ -83,6 +83,11 @@ struct Weights {
         }
         if (!matrix.quantised()) return pack(matrix, 0, 0, matrix.n, random_floats(matrix.n * matrix.k).data());
         for (uint8_t& q : quants) q = static_cast<uint8_t>(below(4) ? below(256) : below(2) * 255);
+        if (matrix.format == Format::mx4) {
+            uint8_t* bytes = reinterpret_cast<uint8_t*>(scales.data());
+            for (size_t i = 0; i < 2 * scales.size(); i++) bytes[i] = static_cast<uint8_t>(unit ? 127 : 115 + below(8));
+            return;
+        }
         for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
         for (uint8_t& z : zeros) z = static_cast<uint8_t>(below(matrix.format == Format::q4 ? 16 : 256));
     }
@@ -202,7 +207,7 @@ void check_pack(Format format, Order order, int group) {
         pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
     std::vector<float> back = w.dequantised();
     back.resize(from.size());                                                                     // padding is left out
-    const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16};  // of values up to 1
+    const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16, 1.0f / 4};  // up to 1
     close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
 }
 
@@ -304,7 +309,7 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
         Context context{pool, kernels};
         std::vector<float> out(tokens * kHidden, 0.5f);
         Moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), out.data(), scratch.data(),
-            tokens,     kTop,      kExperts, kFirst,         kHidden,    kInner}
+            tokens,     kTop,      kExperts, kFirst,         kHidden,    kInner,     {}}
             .run(context);
         close("moe", out, expected, (w13.matrix.quantised() ? 0.03f : 1e-5f) * std::max(1.0f, largest(expected)));
         if (threads == 1) first = out;
@@ -318,6 +323,9 @@ void check_format(const Kernels& kernels, Format format) {
     } else if (format == Format::f8) {
         for (int group : {32, 64, 128}) check_products(kernels, format, 384, group, false, false);
         check_products(kernels, format, 96, 96, false, false);
+    } else if (format == Format::mx4) {
+        for (bool unit : {true, false}) check_products(kernels, format, 384, 32, false, unit);
+        check_several(kernels, format, 320, 32, false);
     } else {
         for (int group : {32, 64, 128})
             for (bool zeros : {false, true})
@@ -343,9 +351,11 @@ void check_all(const Kernels& kernels) {
     Pool pool(2);
     Context context{pool, kernels};
     if (mac_probe(context, 1) <= 0) fail("multiply-adds of the probe", 0, 0, 1);
-    check_format(kernels, Format::f8);  // late: attention's check of int8 caches depends on the numbers drawn before
+    // Late: attention's check of int8 caches depends on the numbers drawn before.
+    for (Format format : {Format::f8, Format::mx4}) check_format(kernels, format);
     for (Format format : {Format::q8, Format::q4})
         for (bool zeros : {false, true}) check_orders(format, zeros);
+    check_orders(Format::mx4, false);
     std::puts("ok");
 }
 
