@@ -173,14 +173,25 @@ class CountedOps:
         q, k = self._normalised(q), self._normalised(k)
         return q
 
-    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        paged: Paged,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         token = (k_cache.nbytes + v_cache.nbytes) / (len(k_cache) * self.page_size)  # bytes of a cached token
         starts, lens = paged.query_starts, paged.kv_lens
-        pairs = 0.0  # of a new token and one that it sees
+        pairs = read = 0.0  # pairs of a new token and one that it sees, and tokens that are read
         for first, end, length in zip(starts[:-1], starts[1:], lens, strict=True):
-            new = int(end) - int(first)
-            pairs += new * (int(length) - new) + new * (new + 1) / 2
-        self.note("attention", q, q, cached=token * sum(map(int, lens)), macs=2 * pairs * q.shape[1] * q.shape[2])
+            new, all_seen = int(end) - int(first), int(length)
+            read += min(all_seen, new - 1 + (window or all_seen))
+            whole = new if window is None else max(0, min(new, window - (all_seen - new)))  # that see all before them
+            pairs += whole * (all_seen - new) + whole * (whole + 1) / 2 + (new - whole) * (window or 0)
+        self.note("attention", q, q, cached=token * read, macs=2 * pairs * q.shape[1] * q.shape[2])
         return self.made("attention", q, *q.shape)
 
     def silu_mul(self, x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from torch import Tensor
 from ops import reference
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
-from ops.interface import Numbers, Paged, tensor_of
+from ops.interface import SILU_EXPERTS, ExpertKind, Numbers, Paged, tensor_of
+from umbra.errors import UserError
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
@@ -30,8 +31,16 @@ class AscendLayout:
         return AscendMatrix(rows, columns, format, self.dtype, device, self.in_planes)
 
     def expert_matrices(
-        self, count: int, inner: int, hidden: int, format: Format, device: torch.device
+        self,
+        count: int,
+        inner: int,
+        hidden: int,
+        format: Format,
+        device: torch.device,
+        kind: ExpertKind = SILU_EXPERTS,
     ) -> AscendExperts:
+        if kind != SILU_EXPERTS:
+            raise UserError("platform: ascend: experts with biases or a clipped SwiGLU are not implemented")
         self.banks += 1
         return AscendExperts(
             count, inner, hidden, format, self.dtype, device, in_planes=self.in_planes, number=self.banks

@@ -27,7 +27,7 @@ from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.cpu import ops as cpu
 from ops.format import Format
-from ops.interface import ExpertMatrices, Heads, Ops, Paged, Routed, Scores
+from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Heads, Ops, Paged, Routed, Scores
 from ops.sampling import Choice
 from umbra.errors import UserError
 
@@ -66,9 +66,15 @@ class AscendOps(AscendLayout):
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
 
     def expert_matrices(
-        self, count: int, inner: int, hidden: int, format: Format, device: torch.device
+        self,
+        count: int,
+        inner: int,
+        hidden: int,
+        format: Format,
+        device: torch.device,
+        kind: ExpertKind = SILU_EXPERTS,
     ) -> AscendExperts:
-        experts = super().expert_matrices(count, inner, hidden, format, device)
+        experts = super().expert_matrices(count, inner, hidden, format, device, kind)
         if self.tiles is not None and experts.w13.planes is not None:
             self.tiles.add(experts.w13)
             self.tiles.add(experts.w2)
@@ -173,9 +179,20 @@ class AscendOps(AscendLayout):
         for x, cache in ((k, k_cache), (v, v_cache)):
             torch_npu.npu_scatter_nd_update_(input=cache, indices=slot_mapping, updates=x.flatten(1))
 
-    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        paged: Paged,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """In a decode step the sequences, of one token each, form a batch. With more tokens, sequences are packed, and
         the causal mask is aligned to the end of each. `kv_lens` may be a tensor in a GE graph of a decode step."""
+        if window is not None or sinks is not None:
+            raise UserError("platform: ascend: attention over windows and with sinks is not implemented")
         _, block_tables, query_starts, kv_lens = paged
         on_device = isinstance(kv_lens, Tensor)
         if isinstance(query_starts, Tensor) or (on_device and not torch.compiler.is_compiling()):

@@ -162,8 +162,8 @@ def test_e4m3_floats(group: int) -> None:
 
 
 def test_mxfp4_is_kept_bit_for_bit() -> None:
-    """Codes of every value and scales up to the largest floats, the two smallest of which are subnormal floats, and rows of two matrices in
-    turn; as floats elsewhere. 255 is no number."""
+    """Codes of every value, scales up to the largest floats, of which the two smallest are subnormal, and rows of two
+    matrices in turn; as floats elsewhere. 255 is no number."""
     torch.manual_seed(8)
     codes = torch.randint(16, (ROWS, COLUMNS), dtype=torch.uint8)
     codes[0], codes[1, :16] = torch.arange(COLUMNS) % 16, torch.arange(16)
