@@ -8,7 +8,8 @@ THINK, THINK_END = "<think>", "</think>"  # the same in every format
 @dataclass(frozen=True)
 class Format:
     """The marks of one format. A block holds calls, and a call holds parameters; the name of either follows its mark,
-    up to `>`. Without a mark for calls, a block holds one call as JSON, {"name": ..., "arguments": {...}}."""
+    up to `>`. Without a mark for calls, a block is one call: its name, then parameters; or, without a mark for
+    parameters too, JSON, {"name": ..., "arguments": {...}}."""
 
     signs: tuple[str, ...]  # a chat template that has all of these is of this format
     block: str
@@ -17,6 +18,17 @@ class Format:
     call_end: str = ""
     parameter: str = ""
     parameter_end: str = ""
+    key_end: str = ">"  # of the name of a parameter
+    value: str = ""  # opens its value
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        found = (self.block, self.block_end, self.call, self.call_end, self.parameter, self.parameter_end, self.value)
+        return tuple(mark for mark in (*found, self.key_end.removeprefix(">")) if mark)
+
+    @property
+    def block_is_call(self) -> bool:
+        return bool(self.parameter) and not self.call
 
 
 FORMATS = {
@@ -38,6 +50,15 @@ FORMATS = {
         parameter="<parameter=",
         parameter_end="</parameter>",
     ),
+    "glm45": Format(
+        signs=("<tool_call>", "<arg_key>"),
+        block="<tool_call>",
+        block_end="</tool_call>",
+        parameter="<arg_key>",
+        key_end="</arg_key>",
+        value="<arg_value>",
+        parameter_end="</arg_value>",
+    ),
     "qwen3": Format(
         signs=("<tool_call>", "arguments"),
         block="<tool_call>",
@@ -45,7 +66,7 @@ FORMATS = {
     ),
 }
 # Tokens that a decoder must not drop, although a tokenizer may call them special.
-TAGS = frozenset({THINK, THINK_END} | {mark for f in FORMATS.values() for mark in (f.block, f.block_end)})
+TAGS = frozenset({THINK, THINK_END}).union(*(f.marks for f in FORMATS.values()))
 
 
 def choose_format(setting: str, template: str) -> Format | None:

@@ -9,67 +9,22 @@ number of times, and only a tail of a mark's length, a name, or the value that i
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 from io import StringIO
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from text.answer import Part, Reader
 from text.formats import THINK, THINK_END, Format
 from text.tool_arguments import Tool, read_call, to_json, tools_by_name, unwrapped
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
 CALL_BEGIN = '{"name":"'  # of a call in JSON, without white space
 CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"arguments"\s*:\s*)?(.*)', re.DOTALL)
+TOOL_NAME = re.compile(r"\s*([\w.-]*)\s*")
+LONGEST_LAYOUT = 16  # characters between the name of a parameter and the mark of its value
 LONGEST_VALUE = 1 << 22  # characters of one parameter, or of one call in JSON
-
-
-class Part(NamedTuple):
-    """A certain part of an answer. A tool call is one `call`, its name; then `arguments`, pieces of one JSON object,
-    of which the first may come long after the name; then `end`, without text."""
-
-    kind: Literal["reasoning", "content", "call", "arguments", "end"]
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: str  # a JSON object
-
-
-@dataclass(frozen=True)
-class Answer:
-    """All that one output said."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    @classmethod
-    def of(cls, parts: Iterable[Part]) -> "Answer":
-        said: dict[str, list[str]] = {"reasoning": [], "content": []}
-        calls: list[tuple[str, list[str]]] = []
-        for kind, text in parts:
-            if kind == "call":
-                calls.append((text, []))
-            elif kind == "arguments":
-                calls[-1][1].append(text)
-            elif kind != "end":
-                said[kind].append(text)
-        tool_calls = tuple(ToolCall(name, "".join(pieces)) for name, pieces in calls)
-        return cls("".join(said["reasoning"]), "".join(said["content"]), tool_calls)
-
-    def message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation that goes on with it."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            functions = [{"name": call.name, "arguments": call.arguments} for call in self.tool_calls]
-            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
-        return message
 
 
 class State(Enum):
@@ -89,6 +44,7 @@ class Marks:
     backslash; no mark is the beginning of another."""
 
     def __init__(self, marks: tuple[str, ...]):
+        marks = tuple(filter(None, marks))
         self.marks, self.longest = marks, max(map(len, marks), default=0)
         self.pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
@@ -103,21 +59,23 @@ class Marks:
 def _marks(format: Format, tools: bool, split: bool) -> dict[State, Marks]:
     blocks = (format.block,) if tools else ()
     calls = (*blocks, format.block_end, format.call) if tools and format.call else blocks
+    call = (format.call, format.call_end) if format.call else (format.block,)
+    title = (*format.marks, THINK, THINK_END) if format.block_is_call else (">", "<", "\n")
     return {
         State.REASONING: Marks((THINK, THINK_END, *blocks)),
         State.CONTENT: Marks((*((THINK_END,) if split else ()), *calls)),
         State.OPEN: Marks((format.block, format.block_end, format.call or "{")),
         State.BLOCK: Marks((format.call, format.block_end)),
-        State.NAME: Marks((">", "<", "\n")),
-        State.CALL: Marks((format.parameter, format.call_end, format.call, format.block_end)),
-        State.VALUE: Marks((format.parameter_end, format.parameter, format.call_end, format.block_end)),
+        State.NAME: Marks(title),
+        State.CALL: Marks((format.parameter, *call, format.block_end)),
+        State.VALUE: Marks((format.parameter_end, format.parameter, format.value, format.call_end, format.block_end)),
         State.JSON: Marks((format.block_end, format.block, THINK_END, '"')),
         State.STRING: Marks(("\\\\", '\\"', '"', "\n")),  # JSON has no line break in a string, so one ends a broken one
     }
 
 
-class Parser:
-    """Reads one output. `push` its text piece by piece, then `finish`; or `whole` of it at once."""
+class Parser(Reader):
+    """Reads an output whose marks are text."""
 
     def __init__(
         self,
@@ -145,10 +103,9 @@ class Parser:
         self._tool: Tool | None = None  # of the call that is read; None: it is dropped
         self._given: set[str] = set()  # its parameters so far
         self._text = StringIO()  # of states VALUE, JSON and STRING
-        self._key = ""
+        self._key, self._opened = "", False  # the parameter that is read, and whether the mark of its value was there
 
     def push(self, text: str) -> list[Part]:
-        """Returns what is certain after `text`, beyond what was given before."""
         if self._plain:
             return [Part("content", text)] if text else []
         self._buffer, self._at = self._buffer[self._at :] + text, 0
@@ -163,6 +120,8 @@ class Parser:
         while self._at < len(self._buffer):
             text, self._at = self._buffer[self._at :], len(self._buffer)
             self._step(text, "")
+        if self._state is State.NAME and self._opener == self._format.block:
+            self._end_name("", cut)
         if self._state in (State.JSON, State.STRING) and not (cut and self._end_cut()):
             self._end_json("")
         self._end_call()
@@ -170,9 +129,6 @@ class Parser:
             self._emit(self._state, "\n" * self._newlines)
             self._newlines = 0
         return self._take()
-
-    def whole(self, text: str, cut: bool = False) -> Answer:
-        return Answer.of([*self.push(text), *self.finish(cut)])
 
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
@@ -226,12 +182,16 @@ class Parser:
                 self._turn(State.CONTENT)
         elif state is State.NAME:
             self._name += text
-            if mark or len(self._name) > LONGEST_NAME:
+            wrong = self._opener == format.block and not TOOL_NAME.fullmatch(self._name)
+            if mark or wrong or len(self._name) > LONGEST_NAME:
                 self._end_name(mark)
         elif state is State.CALL:
             self._between_parameters(mark)
         elif state is State.VALUE:
             self._write(text)
+            if mark and mark == format.value:
+                self._open_value(mark)
+                return
             if mark in (format.parameter, format.parameter_end):
                 self._end_value()
             self._between_parameters(mark)
@@ -270,32 +230,46 @@ class Parser:
         self._state, self._newlines, self._trim, self._fresh = state, 0, True, False
 
     def _open_block(self, outer: State) -> None:
+        if self._format.block_is_call:
+            self._open_name(self._format.block, outer)
+            return
         self._state, self._outer, self._text = State.OPEN, outer, StringIO()
 
     def _open_name(self, mark: str, outer: State) -> None:
         self._state, self._outer, self._opener, self._name = State.NAME, outer, mark, ""
 
-    def _end_name(self, mark: str) -> None:
-        name, opener, outer = self._name.strip(), self._opener, self._outer
+    def _end_name(self, mark: str, cut: bool = False) -> None:
+        """`mark` ends a name; an empty one says that it is none, or that the output has ended."""
+        format, name, opener, outer = self._format, self._name.strip(), self._opener, self._outer
         if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
             name = name[1:-1]
-        good = mark == ">" and bool(name) and len(self._name) <= LONGEST_NAME
-        if opener == self._format.parameter:
-            if good:
-                self._state, self._key, self._text = State.VALUE, name, StringIO()
+        good = bool(name) and len(self._name) <= LONGEST_NAME
+        if opener == format.parameter:
+            if good and mark and mark in (format.key_end, format.value):
+                self._state, self._key, self._text, self._opened = State.VALUE, name, StringIO(), mark == format.value
                 return
             self._state = State.CALL
-        elif good and (name in self._tools or outer is State.BLOCK):
-            self._turn(State.CALL)
-            self._tool, self._given = self._tools.get(name), set()
-            if self._tool:
-                self._parts.append(Part("call", name))
+        elif opener == format.block:
+            ends = cut or mark in (format.parameter, format.block_end) or (not mark and name in self._tools)
+            if good and ends and TOOL_NAME.fullmatch(name):
+                self._open_call(name)
+            else:
+                self._state = outer
+                self._say(outer, opener + self._name)
+        elif good and mark == ">" and (name in self._tools or outer is State.BLOCK):
+            self._open_call(name)
             return
         else:
             self._state = outer
             if outer is State.CONTENT:  # no call, so it is text
                 self._say(outer, opener + self._name)
         self._at -= len(mark)  # it counts in the state after
+
+    def _open_call(self, name: str) -> None:
+        self._turn(State.CALL)
+        self._tool, self._given = self._tools.get(name), set()
+        if self._tool:
+            self._parts.append(Part("call", name))
 
     def _between_parameters(self, mark: str) -> None:
         """What a mark within a call does; any but those of parameters ends the call."""
@@ -306,15 +280,25 @@ class Parser:
             self._state = State.CALL
         elif mark:
             self._end_call()
-            if mark == format.call:
+            if mark == format.block:
+                self._open_block(State.CONTENT)
+            elif mark == format.call:
                 self._open_name(mark, self._outer)
             else:
                 self._turn(self._outer if mark == format.call_end else State.CONTENT)
 
+    def _open_value(self, mark: str) -> None:
+        """The mark of a value, which some answers lack; within the value it is text."""
+        if self._opened or self._text.tell() > LONGEST_LAYOUT or self._text.getvalue().strip():
+            self._write(mark)
+        else:
+            self._text, self._opened = StringIO(), True
+
     def _end_value(self) -> None:
         text = self._text.getvalue()
         if self._tool and self._key not in self._given and len(text) <= LONGEST_VALUE:
-            value = to_json(self._tool.value(self._key, unwrapped(text)))
+            bare = text if self._opened else text.removeprefix("\n") if self._format.value else unwrapped(text)
+            value = to_json(self._tool.value(self._key, bare))
             opening = ", " if self._given else "{"
             self._given.add(self._key)
             self._parts.append(Part("arguments", f"{opening}{to_json(self._key)}: {value}"))

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.engine.request import SamplingParams
+    from text.answer import Part
     from text.chat import Chat
-    from text.parser import Part
     from umbra.llm import LLM, Reply
 
 __all__ = ["LLM", "Chat", "Part", "Reply", "SamplingParams"]
 HOMES = {
     "LLM": "umbra.llm",
     "Chat": "text.chat",
-    "Part": "text.parser",
+    "Part": "text.answer",
     "Reply": "umbra.llm",
     "SamplingParams": "executor.engine.request",
 }

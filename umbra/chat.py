@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 
 from executor.config.case import Case
 from executor.config.load import model_folder
+from text.answer import Answer, Part
 from text.chat import Message
-from text.parser import Answer, Part
 from text.tokenizer_file import has_chat_template, no_template
 from umbra.llm import LLM
 

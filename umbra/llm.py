@@ -25,9 +25,10 @@ from executor.launch.preflight import check_ready
 from executor.model_runner import make_runner
 from executor.run.defaults import CALLING, open_case
 from executor.run.report import Completion
+from text.answer import Answer, Part
 from text.chat import Chat, Message
 from text.formats import choose_format
-from text.parser import Answer, Parser, Part
+from text.parser import Parser
 from text.stops import Stops
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError

@@ -131,7 +131,8 @@ class Marks:
     def reasoned(self, then: str, opened: bool) -> str:
         """Rules for reasoning and the rule `then`. `opened` says that the prompt ends within reasoning; otherwise the
         model may leave it out."""
-        start = f'thoughts "\\n\\n" {then}' if opened else f'({self.one(THINK)} thoughts "\\n\\n")? {then}'
+        thoughts = f"thoughts /\\n{{0,2}}/ {then}"
+        start = thoughts if opened else f"(/\\n?/ {self.one(THINK)} thoughts /\\n{{0,2}}/)? {then}"
         return f"start: {start}\n{self.until('thoughts', THINK_END)}"
 
 
@@ -166,8 +167,8 @@ def calls_grammar(
         more = f' ("\\n" {one}){repeat}' if several else ""
         calls = f'{block} "\\n" {one}{more} "\\n" {end}'
     else:
-        single = f'{block} "\\n" {one} "\\n" {end}'
-        calls = f'{single} ("\\n" {single}){repeat}' if several else single
+        single = f"{block} {one} {end}" if format.block_is_call else f'{block} "\\n" {one} "\\n" {end}'
+        calls = f"{single} (/\\n?/ {single}){repeat}" if several else single
     start = "start: calls" if opened is None else marks.reasoned("calls", opened)
     text = "\n".join([start, f"calls: {calls}", *rules]) + "\n"
     if len(text) > LARGEST:
@@ -196,22 +197,30 @@ def _closed(schema: Any) -> Any:
 
 def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: Format, marks: Marks) -> list[str]:
     """The rules of a call of the tool `name`, of which the first is called `rule`."""
-    if not format.call:
+    if not format.parameter:
         opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         return [f'{rule}: {opening} {rule}a "}}"', f"{rule}a: %json {_compact(parameters)}"]
     quote = '"' if format.call.endswith("name=") else ""
+    bare = format.block_is_call  # its line breaks are layout between marks, and not in every version
+    line = "/\\n?/" if bare else '"\\n"'
     required, properties = parameters.get("required"), parameters.get("properties")
     parts, rules = [], []
     for number, (key, schema) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
         value = f"{rule}p{number}"
-        part = json.dumps(f"{format.parameter}{quote}{key}{quote}>\n") + f" {value}"
+        if bare:
+            named = f"{marks.one(format.parameter)} {json.dumps(key)} {marks.one(format.key_end)}"
+            part = f"{named} {line} {marks.one(format.value)} {value}"
+        else:
+            part = json.dumps(f"{format.parameter}{quote}{key}{quote}>\n") + f" {value}"
         if isinstance(schema, dict) and schema.get("type", "string") != "string":
             rules.append(f"{value}: %json {_compact(schema)}")
-            part += f' "\\n" {marks.one(format.parameter_end)}'
+            part += f" {marks.one(format.parameter_end)}" if bare else f" {line} {marks.one(format.parameter_end)}"
         else:
-            rules.append(marks.until(value, format.parameter_end, before="\n"))
+            rules.append(marks.until(value, format.parameter_end, before="" if bare else "\n"))
         needed = isinstance(required, list) and key in required
-        parts.append(f'{part} "\\n"' if needed else f'({part} "\\n")?')
+        parts.append(f"{part} {line}" if needed else f"({part} {line})?")
+    if bare:
+        return [f"{rule}: {json.dumps(name)} {line} {' '.join(parts)}", *rules]
     opening = json.dumps(f"{format.call}{quote}{name}{quote}>\n")
     return [f"{rule}: {opening} {' '.join(parts)} {marks.one(format.call_end)}", *rules]
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from tests.fuzz.target import Target
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
+from text.answer import Answer
 from text.formats import FORMATS
-from text.parser import Answer, Parser
+from text.parser import Parser
 from text.template import Renderer, variables_of
 from text.tokenizer import Tokenizer
 

@@ -76,8 +76,72 @@ QWEN3 = """
 {%- endif %}
 """
 
-TEMPLATES = {"minimax_m2": MINIMAX, "qwen3": QWEN3}
-SPECIAL = {"minimax_m2": ["]~!b[", "]~b]", "[e~["], "qwen3": ["<|im_start|>", "<|im_end|>"]}
+GLM45 = """
+{{- '[gMASK]<sop>' }}
+{%- macro shown(content) %}
+{%- if content is string %}{{ content }}{% else %}{% for part in content %}{{ part.text }}{% endfor %}{% endif %}
+{%- endmacro %}
+{%- if tools %}
+{{- '<|system|>\\n<tools>\\n' }}
+{%- for tool in tools %}{{ tool | tojson(ensure_ascii=False) ~ '\\n' }}{% endfor %}
+{{- '</tools>\\n<tool_call>{name}\\n<arg_key>{key}</arg_key>\\n<arg_value>{value}</arg_value>\\n</tool_call>' }}
+{%- endif %}
+{%- set ns = namespace(last_user=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set content = shown(m.content) %}
+{%- if m.role == 'assistant' %}
+{%- set thoughts = '' %}
+{%- if m.reasoning_content is string %}
+{%- set thoughts = m.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{%- set kept = loop.index0 > ns.last_user or (clear_thinking is defined and not clear_thinking) %}
+{{- '<|assistant|>\\n<think>' ~ (thoughts.strip() if kept else '') ~ '</think>' }}
+{%- if content.strip() %}{{ '\\n' ~ content.strip() }}{% endif %}
+{%- for call in m.tool_calls or [] %}
+{%- set call = call.function or call %}
+{{- '\\n<tool_call>' ~ call.name ~ '\\n' }}
+{%- for key, value in call.arguments.items() %}
+{{- '<arg_key>' ~ key ~ '</arg_key>\\n<arg_value>' }}
+{{- value if value is string else value | tojson(ensure_ascii=False) }}
+{{- '</arg_value>\\n' }}
+{%- endfor %}
+{{- '</tool_call>' }}
+{%- endfor %}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+{{- '\\n<tool_response>\\n' ~ content ~ '\\n</tool_response>' }}
+{%- else %}
+{{- '<|' ~ m.role ~ '|>\\n' ~ content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|assistant|>' ~ ('\\n<think></think>' if enable_thinking is defined and not enable_thinking else '') }}
+{%- endif %}
+"""
+# Prompts end within reasoning, or behind it; and there are fewer line breaks.
+GLM47 = GLM45
+for before, after in (
+    ("'\\n<think></think>' if", "'</think>' if"), ("enable_thinking else '')", "enable_thinking else '<think>')"),
+    ("<|assistant|>\\n<think>", "<|assistant|><think>"), ("'\\n' ~ content.strip()", "content.strip()"),
+    ("'\\n<tool_call>' ~ call.name ~ '\\n'", "'<tool_call>' ~ call.name"),
+    ("'</arg_key>\\n<arg_value>'", "'</arg_key><arg_value>'"), ("'</arg_value>\\n'", "'</arg_value>'"),
+):  # fmt: skip
+    assert GLM47.count(before) == 1
+    GLM47 = GLM47.replace(before, after)
+
+TEMPLATES = {"minimax_m2": MINIMAX, "qwen3": QWEN3, "glm45": GLM45, "glm47": GLM47}
+FORMAT_OF = {family: FORMATS["glm45" if family == "glm47" else family] for family in TEMPLATES}
+GLM_SPECIAL = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+SPECIAL = {
+    "minimax_m2": ["]~!b[", "]~b]", "[e~["],
+    "qwen3": ["<|im_start|>", "<|im_end|>"],
+    "glm45": GLM_SPECIAL,
+    "glm47": GLM_SPECIAL,
+}
 
 
 def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, **options: Any) -> int:
@@ -88,7 +152,8 @@ def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, *
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[family]])
-    tags = [THINK, THINK_END, FORMATS[family].block, FORMATS[family].block_end]
+    format = FORMAT_OF[family]
+    tags = [THINK, THINK_END, *(format.marks if format.block_is_call else (format.block, format.block_end))]
     tokenizer.add_tokens([AddedToken(tag, special=tags_are_special, normalized=False) for tag in tags])
     settings = {"eos_token": SPECIAL[family][-1], "chat_template": TEMPLATES[family]} | options
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings).save_pretrained(folder)

@@ -8,10 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from executor.checkpoint.stop_ids import stop_ids
-from tests.text.checkpoints import TEMPLATES, write_tokenizer
+from tests.text.checkpoints import FORMAT_OF, TEMPLATES, write_tokenizer
+from text.answer import Answer, ToolCall
 from text.chat import Chat
-from text.formats import FORMATS, choose_format
-from text.parser import Answer, Parser, ToolCall
+from text.formats import choose_format
+from text.parser import Parser
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
 
@@ -82,7 +83,7 @@ def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any
 
 
 def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
-    for family, opens in (("minimax_m2", True), ("qwen3", False)):
+    for family, opens in (("minimax_m2", True), ("qwen3", False), ("glm45", False), ("glm47", True)):
         write_tokenizer(tmp_path / family, family)
         tokenizer = Tokenizer(tmp_path / family)
         assert tokenizer.opens_reasoning(tokenizer.encode("What does <think> mean?", chat=True)) is opens
@@ -90,9 +91,11 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
         assert tokenizer.opens_reasoning(tokenizer.hf.convert_tokens_to_ids(list("<think>ĊĊ")))  # letter by letter
         assert not tokenizer.opens_reasoning(tokenizer.encode("<think>\nSo", chat=False))
         assert not tokenizer.opens_reasoning([])
-    silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
-    assert tokenizer.decode(silent).endswith("<think>\n\n</think>\n\n")
-    assert not tokenizer.opens_reasoning(silent)
+    for family, end in (("qwen3", "<think>\n\n</think>\n\n"), ("glm45", "\n<think></think>"), ("glm47", "hi</think>")):
+        tokenizer = Tokenizer(tmp_path / family)
+        silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
+        assert tokenizer.decode(silent).endswith(end)
+        assert not tokenizer.opens_reasoning(silent)
 
 
 OUTPUTS = {
@@ -102,10 +105,15 @@ OUTPUTS = {
     "qwen3": "<think>\nlook\n</think>\n\nOne moment.\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
+    "glm45": "\n<think>look</think>\nOne moment.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich"
+    "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>weather\n</tool_call>",
+    "glm47": "look</think>One moment.<tool_call>weather<arg_key>city</arg_key><arg_value>Zürich</arg_value>"
+    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>weather</tool_call>",
 }
 
 
-@pytest.mark.parametrize(("family", "tags_are_special"), [("minimax_m2", False), ("qwen3", True)])
+@pytest.mark.parametrize("tags_are_special", [False, True])
+@pytest.mark.parametrize("family", OUTPUTS)
 def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     tmp_path: Path, family: str, tags_are_special: bool
 ) -> None:
@@ -119,7 +127,7 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     pieces = [detokenizer.push([token]) for token in generated]
     assert "".join(pieces) + detokenizer.rest() == OUTPUTS[family]
     format = choose_format("auto", tokenizer.template)
-    assert format is FORMATS[family]
+    assert format is FORMAT_OF[family]
     parser = Parser(format, TOOLS, tokenizer.opens_reasoning(prompt))
     answer = Answer.of([part for piece in pieces for part in parser.push(piece)] + parser.finish())
     first = ToolCall("weather", '{"city": "Zürich", "days": 2}')

@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from text.answer import Answer, Part, ToolCall
 from text.formats import FORMATS, TAGS
-from text.parser import Answer, Parser, Part, ToolCall
+from text.parser import Parser
 
 TYPES: dict[str, Any] = {
     "s": {"type": "string"},
@@ -28,7 +29,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}},
     {"type": "function", "function": {"name": "g"}},
 ]
-M2, QWEN3, CODER = "minimax_m2", "qwen3", "qwen3_coder"
+M2, QWEN3, CODER, GLM = "minimax_m2", "qwen3", "qwen3_coder", "glm45"
 
 
 def answer(reasoning: str = "", content: str = "", *calls: tuple[str, dict[str, Any]]) -> Answer:
@@ -46,6 +47,11 @@ def m2(*invokes: str) -> str:
 def invoke(name: str, **parameters: str) -> str:
     inner = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in parameters.items())
     return f'<invoke name="{name}">\n{inner}</invoke>'
+
+
+def glm(name: str, **parameters: str) -> str:
+    inner = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in parameters.items())
+    return f"\n<tool_call>{name}\n{inner}</tool_call>"
 
 
 def qwen(text: str) -> str:
@@ -109,6 +115,29 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         "x" + qwen("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\nb\n</parameter>\n</function>"),
         answer("", "x", ("f", {"i": 1, "s": "a\nb"})),
     ),
+    # Calls of GLM-4.5 to 4.7
+    "glm": (
+        GLM, {},
+        "\n<think>a</think>\nb" + glm("f", i="1", s="\n1\n", o='{"a": [1]}', other="[1]") + glm("g") + "\n",
+        answer("a", "b", ("f", {"i": 1, "s": "\n1\n", "o": {"a": [1]}, "other": "[1]"}), ("g", {})),
+    ),
+    "glm, without line breaks": (
+        GLM, {"reasoning": True},
+        "a</think>b<tool_call>f<arg_key>s</arg_key><arg_value>x<arg_value>y</arg_value><arg_key>i</arg_key><arg_value>2"
+        "</arg_value></tool_call><tool_call>g</tool_call>c",
+        answer("a", "bc", ("f", {"s": "x<arg_value>y", "i": 2}), ("g", {})),
+    ),
+    "glm, lost marks": (
+        GLM, {},
+        "<tool_call>f<arg_key>s</arg_key>x y</arg_value><arg_key>i</arg_key>\n3</arg_value></tool_call>"
+        "<tool_call>f<arg_key>s<arg_value>x<arg_key>i</arg_key><arg_value>1</arg_value><tool_call>g",
+        answer("", "", ("f", {"s": "x y", "i": 3}), ("f", {"s": "x", "i": 1}), ("g", {})),
+    ),
+    "glm, marks in text": (
+        GLM, {"reasoning": True}, "a <tool_call> and <tool_call>b</think>the `<tool_call>` <tool_call>g <tool_call>",
+        answer("a <tool_call> and <tool_call>b", "the `<tool_call>` <tool_call>g <tool_call>"),
+    ),
+    "glm, unknown": (GLM, {}, "a" + glm("h", i="1") + "b", answer("", "ab")),
     # Calls of Qwen3
     "json": (
         QWEN3, {},
@@ -158,7 +187,7 @@ def test_rules(name: str) -> None:
 
 
 BITS = [
-    *sorted(TAGS), *(m for f in FORMATS.values() for m in (f.call, f.call_end, f.parameter, f.parameter_end) if m),
+    *sorted(TAGS),
     '<invoke name="f">', '<parameter name="i">', "<function=f>", "<parameter=i>", "f", "g", "i", ">", "<", "</", "<th",
     '{"name": "g", "arguments": {', "}}", '"', "\\", '\\"', "\n", " ", "1", "null", "text", "é🙂", '"i": "',
 ]  # fmt: skip
@@ -166,7 +195,7 @@ OUTPUTS = st.lists(st.sampled_from(BITS) | st.text(max_size=3), max_size=25).map
 
 
 @settings(max_examples=200)
-@given(st.sampled_from([M2, QWEN3, CODER]), OUTPUTS, st.booleans(), st.booleans(), st.booleans(), st.data())
+@given(st.sampled_from([M2, QWEN3, CODER, GLM]), OUTPUTS, st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_any_cuts_of_any_output_change_nothing(
     format: str, text: str, reasoning: bool, split: bool, tools: bool, data: st.DataObject
 ) -> None:
@@ -218,13 +247,15 @@ def test_what_is_certain_is_not_held_back() -> None:
     assert new(M2, tools=[]).push("a\n\n") == [Part("content", "a\n\n")]  # no mark can follow that makes them layout
 
 
-HOSTILE = ["<think", "\n", '<tool_call>{"\n', '<invoke name="g">', "<parameter name=", '{"a":']
+HOSTILE = ["<think", "<arg_value>", "<tool_call>f", "\n", '<tool_call>{"\n', '<invoke name="g">', "<parameter name=",
+           '{"a":']  # fmt: skip
 STARTS = ["", "<minimax:tool_call>" + A + '<parameter name="o">', '<tool_call>{"name": "g", "arguments": {"a": "',
-          '<tool_call>{"name": "g", "arguments": ', "<tool_call><function=f><parameter=a>"]  # fmt: skip
+          '<tool_call>{"name": "g", "arguments": ', "<tool_call><function=f><parameter=a>",
+          "<tool_call>f<arg_key>s</arg_key>"]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", [M2, QWEN3, CODER])
+@pytest.mark.parametrize("format", [M2, QWEN3, CODER, GLM])
 @pytest.mark.parametrize("bit", HOSTILE)
 def test_hostile_outputs_take_linear_work(format: str, bit: str) -> None:
     for start in STARTS:

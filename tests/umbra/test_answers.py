@@ -10,7 +10,7 @@ from executor.engine.request import Grammar
 from tests.text.checkpoints import write_tokenizer
 from tests.text.test_chat import OUTPUTS, TOOLS, USER
 from tests.tiny import save_tiny, write_case
-from text.parser import Answer, ToolCall
+from text.answer import Answer, ToolCall
 from umbra import LLM, Chat, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -19,6 +19,7 @@ from serving.api.errors import ApiError
 from serving.api.fields import Fields
 from serving.ranks.messages import Ready
 from tests.serving.api.front import family_tokenizer
+from tests.text.checkpoints import FORMAT_OF
 from text.formats import FORMATS, TAGS
 from text.parser import Parser
 
@@ -71,7 +72,7 @@ def test_what_a_request_asks_for(field: str, value: Any, good: str, bad: str) ->
     assert not follows(grammar, bad)
     for opened in (False, True) if grammar.kind != "lark" else ():
         reasoned = structured.after_reasoning(grammar, opened, marks("qwen3"))
-        thoughts = "I think.\nSo.</think>\n\n" if opened else "<think>I think.</think>\n\n"
+        thoughts = "I think.\nSo.</think>\n\n" if opened else "\n<think>I think.</think>\n"
         assert follows(reasoned, thoughts + good)
         assert not follows(reasoned, thoughts + bad)
         assert follows(reasoned, good) == (not opened)
@@ -149,6 +150,9 @@ CALLS = {
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="town">\nBath\n</parameter>\n'
         '<parameter name="days">\n3\n</parameter>\n</invoke>\n</minimax:tool_call>'
     ),
+    "glm45": "<tool_call>weather\n<arg_key>town</arg_key>\n<arg_value>Bath</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>",
+    "glm47": "<tool_call>weather<arg_key>town</arg_key><arg_value>Bath</arg_value></tool_call>",
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=town>\nBath\n</parameter>\n</function>\n</tool_call>",
 }
 
@@ -156,8 +160,7 @@ CALLS = {
 @pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("opened", [None, False, True])
 def test_demanded_calls(family: str, opened: bool | None) -> None:
-    tokens = "minimax_m2" if family == "minimax_m2" else "qwen3"
-    format = FORMATS[family]
+    tokens, format = ("qwen3", FORMATS[family]) if family == "qwen3_coder" else (family, FORMAT_OF[family])
     for several in (False, True):
         grammar = structured.calls_grammar(TOOLS, format, several, opened, marks(tokens))
         thoughts = {None: "", False: "", True: "Hm.</think>\n\n"}[opened]
