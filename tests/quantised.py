@@ -106,10 +106,18 @@ def fp8(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
     return {"weight": stored, "weight_scale_inv": scales}, means
 
 
+def float_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
+    """With a scale for each row, or for the matrix if `group` is 0."""
+    scales = (w.abs().amax(1, keepdim=True) if group else w.abs().max()[None]) / 448
+    stored = (w / scales).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scales}, stored.float() * scales
+
+
 def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
     weights = {
-        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "channel" if group < 0 else "group",
-        "group_size": None if group < 0 else group, "actorder": None, "dynamic": False,
+        "num_bits": bits, "type": "float" if format == "float-quantized" else "int", "symmetric": symmetric,
+        "strategy": {-1: "channel", 0: "tensor"}.get(group, "group"), "group_size": group if group > 0 else None,
+        "actorder": None, "dynamic": False,
     }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
@@ -120,7 +128,7 @@ def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> di
 
 WRITERS: dict[str, Callable[[Tensor, int, int, bool], Written]] = {
     "awq": awq, "gptq": gptq, "gptq_v2": gptq, "pack-quantized": pack_quantized, "int-quantized": int_quantized,
-    "fp8": fp8,
+    "float-quantized": float_quantized, "fp8": fp8,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""compressed-tensors: pack-quantized, int-quantized, and float-quantized in blocks (fp8.py); or several of them, each
-for a group of modules.
+"""compressed-tensors: pack-quantized, int-quantized, and float-quantized (fp8.py); or several of them, each for a group
+of modules.
 
 pack-quantized  weight_packed int32 (N, ceil(K bits / 32)), weight_shape int64 (2), weight_scale (N, K / group) and,
                 with zero points, weight_zero_point int32 (ceil(N bits / 32), K / group), packed along N
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from executor.checkpoint.formats.bitpack import covering, groups_of
-from executor.checkpoint.formats.fp8 import BLOCK, Fp8Blocks
+from executor.checkpoint.formats.fp8 import BLOCK, SHARING, Fp8Matrix
 from executor.checkpoint.formats.patterns import target, vagueness
 from executor.checkpoint.formats.scheme import (
     Encoding,
@@ -68,10 +68,10 @@ def _encoding(format: str, weights: HfConfig) -> Encoding:
     weights.one_of("num_bits", allowed=(8,))
     weights.one_of("type", allowed=("float",))
     weights.refuse("symmetric", True)
-    weights.one_of("strategy", allowed=("block",))
-    if weights.value("block_structure") not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+    strategy = weights.one_of("strategy", allowed=tuple(SHARING))
+    if strategy == "block" and weights.value("block_structure") not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
         raise weights.error("block_structure", f"must be [{BLOCK}, {BLOCK}]")
-    return Fp8Blocks("weight_scale")
+    return Fp8Matrix("weight_scale", strategy)
 
 
 class Integers(Encoding):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from executor.checkpoint.formats.awq import Awq
 from executor.checkpoint.formats.compressed_tensors import CompressedTensors
-from executor.checkpoint.formats.fp8 import Fp8, Fp8Blocks
+from executor.checkpoint.formats.fp8 import Fp8, Fp8Matrix
 from executor.checkpoint.formats.gptq import Gptq
 from executor.checkpoint.formats.mxfp4 import Mxfp4
 from executor.checkpoint.formats.scheme import Scheme, Unquantised
@@ -32,7 +32,7 @@ def read_scheme(folder: Path) -> Scheme:
     # Matrices of an FP8 original may have been left next to those that were quantised again.
     blocks = any(name.endswith(".weight_scale_inv") for name in scheme.names or ())
     if blocks and scheme.encodings and not isinstance(scheme, Fp8):
-        scheme.encodings += (Fp8Blocks(),)
+        scheme.encodings += (Fp8Matrix(),)
     return scheme
 
 

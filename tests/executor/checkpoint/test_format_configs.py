@@ -47,7 +47,7 @@ REFUSED: dict[str, dict[str, list[Any]]] = {
     },
     "int-quantized": {"num_bits": [4]},
     "float-quantized": {
-        "num_bits": [4], "type": ["int"], "symmetric": [False], "strategy": ["channel"],
+        "num_bits": [4], "type": ["int"], "symmetric": [False], "strategy": ["group"],
         "block_structure": [[128, 64]],
     },
 }  # fmt: skip

@@ -51,6 +51,8 @@ FORMATS = [
     ("pack-quantized", 32, 4, False, True),
     ("pack-quantized", 128, 8, False, False),
     ("int-quantized", -1, 8, True, True),
+    ("float-quantized", -1, 8, True, True),
+    ("float-quantized", 0, 8, True, True),
     ("fp8", 0, 8, True, True),
 ]
 IDS = [f"{name}-{bits}bit-g{group}-{'sym' if sym else 'asym'}" for name, group, bits, sym, _ in FORMATS]
@@ -117,11 +119,12 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
     return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
 
 
-@pytest.mark.parametrize("format", ["awq", "int-quantized", "fp8"])
+@pytest.mark.parametrize("format", ["awq", "int-quantized", "float-quantized", "fp8"])
 def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None:
     """Also where the columns of a rank begin inside a quantisation group of 128, or its rows inside a packed word."""
-    bits, group = (8, -1) if format == "int-quantized" else (4, 128)
-    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
+    rows = format.endswith("-quantized")
+    bits, group = (8, -1) if rows else (4, 128)
+    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=rows)
     means = load_file(floats / "model.safetensors")
     for rank in range(4):
         assert_kept(built(tmp_path / "quantised", rank, world_size=4), means, kept=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.fp8 import Fp8Blocks
+from executor.checkpoint.formats.fp8 import Fp8Matrix
 from executor.checkpoint.load import problems_of, stored_as, wanted_by
 from models.build import Build, Formats
 from models.registry import family_in, model_class, read_config
@@ -56,6 +56,7 @@ class Source:
         config = read_config(folder, name)
         self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
         scheme = read_scheme(folder)
+        self.title = scheme.title
         build = Build(
             load_ops("reference"), Parallel(), Formats(PLAIN, PLAIN, PLAIN), torch.float32, torch.device("meta"),
             max_positions=1,
@@ -66,7 +67,7 @@ class Source:
         linear = [name for name, pieces in wanted.items() if pieces[0].linear]
         self.linear = {name.removesuffix(".weight"): self.shapes[name] for name in linear}  # (out, in) of each module
         self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
-        if self.encodings - {Fp8Blocks}:
+        if self.encodings - {Fp8Matrix}:
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
         self._reading = Lock()  # of the maps, which several threads use
         self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
