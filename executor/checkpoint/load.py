@@ -116,9 +116,9 @@ def problems_of(
     files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignores: Ignores
 ) -> list[tuple[str, list[str]]]:
     """(problem, names of the tensors or modules that have it) for everything that the files' headers show to be wrong,
-    the likeliest cause first."""
+    the likeliest cause first; and biases that should be zeros."""
     there, needed = files.file_of.keys(), {name for weight in stored.values() for name in weight.tensors}
-    wrong, missing, otherwise = [], [], []
+    unknown, wrong, missing, otherwise = there - needed - ignorable(there, ignores), [], [], []
     for name, weight in stored.items():
         module, absent = name.removesuffix(".weight"), []
         for tensor, need in weight.tensors.items():
@@ -130,6 +130,9 @@ def problems_of(
                 wrong.append(f"{tensor} has shape {list(shape)}, expected {list(need.shape)}")
             if kind not in need.types:
                 wrong.append(f"{tensor} has type {kind}, expected one of {', '.join(need.types)}")
+            fits = shape == need.shape and kind in need.types
+            if fits and need.zeros and tensor not in stored and files(tensor, slice(None)).any():
+                unknown.add(tensor)
         signs = [(f"{module}.{sign}", whose) for sign, whose in SIGNS.items()]
         strange = [f"{sign}, {whose}" for sign, whose in signs if sign in there and sign not in weight.tensors]
         if absent and name in there and name not in weight.tensors:
@@ -139,7 +142,7 @@ def problems_of(
     problems = [
         (f"weights that are not stored as the config says ({scheme.title})", sorted(otherwise)),
         ("tensors missing", sorted(missing)),
-        ("tensors that the model does not know", sorted(there - needed - ignorable(there, ignores))),
+        ("tensors that the model does not know", sorted(unknown)),
         ("tensors that do not fit", wrong),
     ]
     return [(problem, names) for problem, names in problems if names]

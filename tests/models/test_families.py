@@ -23,6 +23,7 @@ from ops import load_ops, reference
 from ops.cpu import ops as cpu
 from ops.format import FORMATS
 from ops.parallel.groups import Parallel
+from tests.quantised import quantise_tiny
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
@@ -177,6 +178,24 @@ def test_every_tensor_is_used_and_there(tmp_path: Path, family: str) -> None:
         save_file(changed if name in tensors else tensors | {name: torch.ones(3)}, path)
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             logits_of(tmp_path / "model", family)
+
+
+def test_biases_of_zeros_that_gptq_adds_change_nothing(tmp_path: Path) -> None:
+    """As in the official GPTQ files of Qwen: of every quantised module, beside those of queries, keys and values."""
+    save_tiny_of(tmp_path / "model", "qwen2_moe", hidden_size=64, moe_intermediate_size=32)
+    floats, path = quantise_tiny(tmp_path / "model", tmp_path / "gptq", "gptq", 32, 4, True), tmp_path / "gptq"
+    tensors = load_file(path / "model.safetensors")
+    rows = {name.removesuffix("qweight"): t.shape[1] for name, t in tensors.items() if name.endswith("qweight")}
+    tensors = {f"{module}bias": torch.zeros(count) for module, count in rows.items()} | tensors
+    save_file(tensors, path / "model.safetensors")
+    method = {"quantization": {"method": "none"}}
+    theirs, ours = (logits_of(folder, "qwen2_moe", 0, **method) for folder in (floats, path))
+    for name, expected in theirs.items():
+        np.testing.assert_allclose(ours[name], expected, atol=1e-4)
+    for name, bias in (("experts.2.up_proj", torch.eye(1, 32)[0]), ("gate", torch.zeros(8))):
+        save_file(tensors | {f"model.layers.1.mlp.{name}.bias": bias}, path / "model.safetensors")
+        with pytest.raises(UserError, match=rf"1 tensors that the model does not know: .*\.{name}\.bias"):
+            logits_of(path, "qwen2_moe")
 
 
 def test_only_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:

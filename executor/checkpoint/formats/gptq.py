@@ -86,6 +86,7 @@ class Gptq(Scheme, Encoding):
             qzeros: Needed((groups, rows // count), ("I32",)),
             scales: Needed((groups, rows)),
             g_idx: Needed((columns,), ("I32",), optional=True),
+            f"{module}.bias": Needed((rows,), optional=True, zeros=True),  # AutoGPTQ gave every module one
         }
         return Stored(tensors, read)
 

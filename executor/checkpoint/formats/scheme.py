@@ -25,11 +25,13 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Needed:
-    """The shape that a tensor of the checkpoint must have, and the types that it may have, by safetensors' names."""
+    """The shape that a tensor of the checkpoint must have, and the types that it may have, by safetensors' names. One
+    of `zeros` has no meaning, unless it is also a weight of its own; all of its values must then be zero."""
 
     shape: tuple[int, ...]
     types: tuple[str, ...] = FLOATS
     optional: bool = False
+    zeros: bool = False
 
 
 @dataclass(frozen=True)
