@@ -43,6 +43,10 @@ FAMILIES: dict[str, type[LayerMath[Any]]] = {
     "glm4_moe": Glm4MoeLayer,
     "minimax_m2": MiniMaxM2Layer,
 }
+NOT_WRITTEN = {
+    "gpt_oss": "AWQ and FP8 have matrices of one expert each, its files have all experts in one: run the original, "
+    "which is in MXFP4, or let quantization.method quantise it while it is loaded",
+}
 PLAIN = FORMATS["float32"]
 
 
@@ -52,7 +56,8 @@ class Source:
             raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
         name = family_in(folder)
         if name not in FAMILIES:
-            raise UserError(f"--model {folder}: {name} cannot be quantised, only {', '.join(FAMILIES)}")
+            why = NOT_WRITTEN.get(name, f"only {', '.join(FAMILIES)}")
+            raise UserError(f"--model {folder}: {name} cannot be quantised: {why}")
         config = read_config(folder, name)
         self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
         scheme = read_scheme(folder)
