@@ -81,9 +81,22 @@ SHARED: Splits = {  # a shared expert: its parts join sums of all rows, of share
     "dp2_tp2_sp_in_chunks": dict(world_size=4, attn_tp_size=2, chunked_prefill_size=5, sequence_parallel_tokens=1),
     "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
 }
+OSS: Splits = {  # biases once, sinks by heads; the bias after a row split and that of downs by one rank of several
+    "tp2": dict(world_size=2),
+    "dp2_graph": dict(world_size=2, attn_tp_size=1, exe_mode="graph"),
+    "dp2_ep2": dict(world_size=2, attn_tp_size=1, moe_tp_size=1),
+    "ep2_copies_graph": dict(
+        world_size=2, attn_tp_size=1, moe_tp_size=1, expert_slots=5, rebalance_steps=1, exe_mode="graph"
+    ),
+    "tp4_moe_2x2_graph_sp": dict(world_size=4, moe_tp_size=2, exe_mode="graph", sequence_parallel_tokens=1),
+    "dp2_tp2_ep4_in_chunks": dict(world_size=4, attn_tp_size=2, moe_tp_size=1, chunked_prefill_size=5),
+    "tp8": dict(world_size=8),
+    "dp2_tp4_moe_2x4_sp": dict(world_size=8, attn_tp_size=4, moe_tp_size=2, sequence_parallel_tokens=1),
+}
 SPLITS = {
     "qwen2": SHARED,
     "glm": SHARED,
+    "oss": OSS,
     "qwen3": QWEN3,
     "m2": M2,
     "m2_few_kv": M2_FEW_KV,
@@ -97,6 +110,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "qwen2": lambda folder: save_tiny_of(folder, "qwen2_moe"),
     # Three and five groups of 32 columns on two ranks and four.
     "glm": lambda folder: save_tiny_of(folder, "glm4_moe", moe_intermediate_size=48, intermediate_size=160),
+    "oss": lambda folder: save_tiny_of(folder, "gpt_oss", num_hidden_layers=2),
     "m2": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=48, num_key_value_heads=8),
     "m2_few_kv": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=16, num_key_value_heads=2),
 }
