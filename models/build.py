@@ -23,8 +23,9 @@ class Formats:
     linear: Format
     head: Format
     # Set if `linear` is the checkpoint's own quantisation: the format that keeps the quantised weights of the module at
-    # a path as they are, or None for a module that becomes `plain`.
+    # a path as they are, or None for a module that becomes `rest`.
     own: Callable[[str], Format | None] | None = None
+    rest: Format | None = None  # beside `own`: the format of the other linear modules; None: `plain`
 
 
 class MixtureExperts(ExpertMatrices, Protocol):
@@ -70,7 +71,7 @@ class Build:
         own = {self.formats.own(f"{self.path}.{name}") for name in names}
         format = own.pop()
         if own or format is None:  # a matrix has one format
-            return dataclasses.replace(self.formats.plain, tiled=True)
+            return self.formats.rest or dataclasses.replace(self.formats.plain, tiled=True)
         for group in reversed(GROUP_SIZES):  # part of a quantisation group is a smaller group with the same scale
             if format.group % group == 0 and all(count // parts % group == 0 for count, parts in columns):
                 return dataclasses.replace(format, group=group)

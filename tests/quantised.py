@@ -13,6 +13,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ops.format import E2M1
+
 AWQ_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]
 Written = tuple[dict[str, Tensor], Tensor]  # a module's tensors by their last name, and what they mean (N, K)
 
@@ -172,5 +174,37 @@ def quantise_tiny(model: Path, to: Path, format: str, group: int = 32, bits: int
     save_file(means, floats / "model.safetensors")
     config = json.loads((to / "config.json").read_text())
     config["quantization_config"] = config_of(format, group, bits, symmetric)
+    (to / "config.json").write_text(json.dumps(config))
+    return floats
+
+
+def mxfp4(w: Tensor) -> Written:
+    """The tensors of all experts' weights (E, N, K)."""
+    groups = w.unflatten(-1, (-1, 32)).double()  # (E, N, K / 32, 32)
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+    wide, values = exponents[..., None].exp2(), torch.tensor(E2M1, dtype=torch.double)
+    codes = (groups[..., None] / wide[..., None] - values).abs().argmin(-1).to(torch.uint8)
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    means = (values[codes.int()] * wide).flatten(2).float()
+    return {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}, means
+
+
+def mxfp4_tiny(model: Path, to: Path) -> Path:
+    """Writes `to` from a gpt-oss in floats, as its own checkpoints are, and `to`-floats with the same weights as
+    floats; returns the latter."""
+    floats = to.with_name(to.name + "-floats")
+    for folder in (to, floats):
+        shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    means = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        written, mean = mxfp4(tensors.pop(name).mT)
+        tensors |= {f"{name}_{kind}": tensor.contiguous() for kind, tensor in written.items()}
+        means[name] = mean.mT.contiguous()
+    save_file(tensors, to / "model.safetensors")
+    save_file(means, floats / "model.safetensors")
+    config = json.loads((to / "config.json").read_text())
+    excluded = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": excluded}
     (to / "config.json").write_text(json.dumps(config))
     return floats

@@ -21,12 +21,14 @@ def check_ascend(case: Case, where: str) -> None:
         raise UserError(
             f"{where}: model_config.dtype: float32 has no fused kernels on platform: ascend: choose bfloat16 or float16"
         )
-    method, kinds = case.quantization.method, PLATFORMS[case.platform].quantised
+    method, rest, kinds = case.quantization.method, case.quantization.rest, PLATFORMS[case.platform].quantised
     if method not in ("auto", "none", *kinds):
         raise UserError(
             f"{where}: quantization.method: {method} has no fused kernels on platform: ascend: choose "
             f"{' or '.join(kinds)} or none"
         )
+    if rest not in ("none", *kinds):
+        raise UserError(f"{where}: quantization.rest: {rest} has no fused kernels on platform: ascend: leave it out")
     if case.cache_config.kv_dtype != "auto":
         raise UserError(
             f"{where}: cache_config.kv_dtype: {case.cache_config.kv_dtype} is not supported on platform: ascend: "

@@ -192,9 +192,14 @@ class QuantizationSettings:
     method: str = key(
         "auto", "how linear layers and experts are kept. auto: as they are in the checkpoint, bit for bit, if it is "
         "quantised and the platform supports its format; else like none. none: in `dtype`. q8, q4: quantised to 8 or "
-        "4 bits while the checkpoint is read, unless it has that many bits already. If any are quantised, the output "
-        "head gets 8 bits in groups of 32 on cpu; the router and the embedding keep `dtype`",
+        "4 bits while the checkpoint is read, unless it has that many bits already; the output head gets 8 bits in "
+        "groups of 32 on cpu. The router and the embedding keep `dtype`",
         choices=("auto", "none", "q8", "q4"), elsewhere=("quantization",),
+    )  # fmt: skip
+    rest: str = key(
+        "none", "beside weights kept as in the checkpoint: its other linear layers and the output head. none: in "
+        "`dtype`, but the head in 8 bits on cpu unless the checkpoint quantises experts alone (gpt-oss). q8: in 8 bits "
+        "in groups of 32; cpu only", choices=("none", "q8"),
     )  # fmt: skip
     group_size: int = key(
         32, "columns of a row that share a scale: 32, 64 or 128", minimum=GROUP_SIZES[0], maximum=GROUP_SIZES[-1]

@@ -29,7 +29,7 @@ PLATFORMS = {
         "ops.cpu.layout:CpuLayout",
         ("eager", "graph"),
         page_size=16,
-        quantised=("q8", "q4", "f8"),
+        quantised=("q8", "q4", "f8", "mxfp4"),
         expert_slot="cpu_offload.cpu:expert_slot",
         is_host=True,
         keeps_packed=True,

@@ -15,12 +15,15 @@ from ops.cpu.engine import native
 from ops.format import FORMATS, Format
 from ops.interface import Exchange, Ops
 from ops.parallel.groups import Parallel
+from umbra.errors import UserError
 
 
 def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
     """The formats of the case's weights. If the case quantises, all linear layers and experts are quantised; the head
-    is quantised to 8 bits if `quantised_head`, and the router is not quantised."""
+    is quantised to 8 bits if `quantised_head`, and the router is not quantised. Beside a checkpoint's own quantisation
+    of experts alone, the head has the format of the other linear layers."""
     plain, wanted = FORMATS[case.model_config.dtype], case.quantization
+    rest = FORMATS.get(wanted.rest)
     tiled = dataclasses.replace(plain, tiled=True)
     head = FORMATS["q8"] if quantised_head else tiled
     kinds = PLATFORMS[case.platform].quantised
@@ -31,7 +34,12 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
 
     formats = [e.format for e in scheme.encodings if e.format and e.format.kind in kinds]
     if formats and wanted.method in ("auto", *(f.kind for f in formats)):
-        return Formats(plain, formats[0], head, own)
+        return Formats(plain, formats[0], (rest or tiled) if scheme.only_experts else head, own, rest)
+    if rest:
+        raise UserError(
+            f"quantization.rest: {wanted.rest} is for what a checkpoint's own quantisation leaves in floats, but here "
+            f"is none that is kept (checkpoint: {scheme.title}; quantization.method: {wanted.method}): leave it out"
+        )
     if wanted.method in ("auto", "none"):
         return Formats(plain, tiled, tiled)
     return Formats(plain, Format(wanted.method, wanted.group_size, wanted.zero_points), head)

@@ -23,7 +23,8 @@ def fill_weights(
     if not case.model_config.with_ckpt:
         return random_weights(model, seed=rank)
     cache = None
-    if settings.method in ("q8", "q4") and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
+    quantises = "q8" in (settings.method, settings.rest) or settings.method == "q4"
+    if quantises and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
         cache = packed_cache(packed_facts(case), folder, rank, model, mapped=not case.parallel_config.expert_slots)
         if cache.load(rank == 0):
             return None

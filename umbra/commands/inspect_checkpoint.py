@@ -98,7 +98,7 @@ def inspect_rank(case: Case) -> dict[str, Any]:
     sketch = sketch_of(case)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
     formats, modules = sketch.build.formats, linear_modules(wanted_by(sketch.model))
-    own = {formats.own(module) for module in modules} if formats.own else {formats.linear}
+    own = {formats.own(module) or formats.rest for module in modules} if formats.own else {formats.linear}
     return {
         "case": case.name, "platform": case.platform, "ranks": case.world_size,
         "linear_format": ", ".join(sorted(in_words(format) for format in own if format)),

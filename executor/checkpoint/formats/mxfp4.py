@@ -18,6 +18,7 @@ GROUP = MXFP4.group
 class Mxfp4(Scheme, Encoding):
     title, format = f"MXFP4 in blocks of {GROUP}", MXFP4
     bits, group, zeros, signs = 4, GROUP, False, ("blocks", "scales")
+    only_experts = True
 
     def __init__(self, config: HfConfig):
         self.encodings = (self,)

@@ -92,6 +92,7 @@ class Scheme(ABC):
 
     title: str  # name of the format in messages
     encodings: tuple[Encoding, ...]  # the ways in which modules are stored, the main one first
+    only_experts = False  # whether it is for experts and no other modules
     # The checkpoint's tensors: the model's name of each, with the name that it has in the files. None: no files.
     names: Mapping[str, str] | None = None
     aliases: Mapping[str, str] = MappingProxyType({})  # parts of names in the files, each with the model's part

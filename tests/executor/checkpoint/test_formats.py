@@ -25,13 +25,13 @@ from models.hf_config import HfConfig
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
-from models.registry import model_class
+from models.registry import family_in, model_class
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import parallel_of
-from tests.quantised import quantise_tiny
-from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.quantised import mxfp4_tiny, quantise_tiny
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from tools.benchmarks.checkpoint_loading import loaded, write
 from umbra.commands.logits import prefill_logits
 from umbra.errors import UserError
@@ -85,7 +85,7 @@ def test_every_format_means_its_floats(
 
 def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
     """This rank's model with its weights, without the other ranks."""
-    case = tiny_case(checkpoint.parent, checkpoint, **sections)
+    case = tiny_case(checkpoint.parent, checkpoint, **{"model_name": family_in(checkpoint)} | sections)
     engine.start(1, "auto")
     build = build_of(case, load_ops("cpu"), parallel_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
     model = cast(Any, model_class(case.model_name)(load_model_config(case), build))
@@ -130,6 +130,71 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None
         assert_kept(built(tmp_path / "quantised", rank, world_size=4), means, kept=True)
 
 
+@pytest.fixture(scope="module")
+def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss in MXFP4."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    save_tiny_of(folder / "oss", "gpt_oss", num_hidden_layers=2, intermediate_size=128)
+    mxfp4_tiny(folder / "oss", folder / "mxfp4")
+    return folder / "mxfp4"
+
+
+@pytest.mark.parametrize(("ranks", "moe_tp"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_mxfp4_keeps_every_bit_of_experts(oss: Path, ranks: int, moe_tp: int) -> None:
+    means = load_file(oss.with_name("mxfp4-floats") / "model.safetensors")
+    sizes = {"world_size": ranks, "parallel_config": {"moe_tp_size": moe_tp}}
+    for model, rank in ((built(oss, rank, **sizes), rank) for rank in range(ranks)):
+        for path, layer in layers_of(model):
+            if isinstance(layer, Experts):
+                native, part = cast(NativeExperts, layer.weights), layer.part
+                gates, downs = means[f"{path}.gate_up_proj"].mT, means[f"{path}.down_proj"].mT
+                assert native.w13.format.kind == "mxfp4"
+                for slot, expert in enumerate(range(*layer.here.indices(8))):
+                    assert torch.equal(native.dequantised(slot, "gate"), gates[expert, ::2][part])
+                    assert torch.equal(native.dequantised(slot, "up"), gates[expert, 1::2][part])
+                    assert torch.equal(native.dequantised(slot, "down"), downs[expert][:, part])
+                    bias = means[f"{path}.down_proj_bias"][expert] * (rank % moe_tp == 0)
+                    assert torch.equal(native.w2.biases[0][slot], bias)
+
+
+def test_mxfp4_means_its_floats(tmp_path: Path, oss: Path) -> None:
+    expected = logits(tmp_path, oss.with_name("mxfp4-floats"), model_name="gpt_oss")
+    for method, most in (("none", 1e-4), ("auto", 0.1)):  # products with activations of 8 bits
+        found = logits(tmp_path, oss, model_name="gpt_oss", quantization={"method": method})
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).abs().mean() < most * theirs.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "rest", "kinds"),
+    [
+        ("mxfp4", "none", ("float32", "mxfp4", "float32")),
+        ("mxfp4", "q8", ("q8", "mxfp4", "q8")),
+        ("awq", "none", ("q4", "q4", "q8")),
+    ],
+)
+def test_what_a_checkpoint_leaves_in_floats_may_be_quantised(
+    tmp_path: Path, model: Path, oss: Path, checkpoint: str, rest: str, kinds: tuple[str, str, str]
+) -> None:
+    """Attention, experts, head; never the router."""
+    if checkpoint == "awq":
+        quantise_tiny(model, tmp_path / "awq", "awq")
+    folder = oss if checkpoint == "mxfp4" else tmp_path / "awq"
+    found = cast(Any, built(folder, quantization={"rest": rest}))
+    layer = found.model.layers[0]
+    weights = layer.self_attn.qkv_proj.weight.packed, layer.mlp.experts.weights.w2, found.lm_head.weight.packed
+    assert tuple(weight.format.kind for weight in weights) == kinds
+    assert not (layer.mlp.router if checkpoint == "mxfp4" else layer.mlp.gate).weight.quantised
+
+
+@pytest.mark.parametrize("method", ["none", "q8"])
+def test_rest_needs_weights_that_are_kept(oss: Path, method: str) -> None:
+    with pytest.raises(
+        UserError, match=f"quantization.rest: q8 .*MXFP4 in blocks of 32; quantization.method: {method}"
+    ):
+        built(oss, quantization={"method": method, "rest": "q8"})
+
+
 @pytest.mark.thorough
 def test_loading_needs_little_more_than_it_keeps(tmp_path: Path) -> None:
     """0.7 GB of AWQ: memory maps are dropped while the checkpoint is read."""
@@ -146,7 +211,7 @@ def test_loading_needs_little_more_than_it_keeps(tmp_path: Path) -> None:
 def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
     """A broken checkpoint: `edit` changes its tensors and its quantization_config."""
     to = folder / "quantised"
-    quantise_tiny(model, to, format, 32)
+    mxfp4_tiny(model.with_name("oss"), to) if format == "mxfp4" else quantise_tiny(model, to, format, 32)
     tensors, config = load_file(to / "model.safetensors"), json.loads((to / "config.json").read_text())
     edit(tensors, config["quantization_config"])
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
@@ -154,7 +219,7 @@ def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any
     return to
 
 
-Q = "model.layers.1.mlp.experts.3.up_proj"
+Q, OSS = "model.layers.1.mlp.experts.3.up_proj", "model.layers.1.mlp.experts.down_proj"
 
 
 def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any], dict[str, Any]], object]:
@@ -183,13 +248,24 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("pack-quantized", lambda t, c: c.update(ignore=["re:" + ".*" * 9]), "is too intricate"),
         ("pack-quantized", lambda t, c: (c.clear(), c.update(quant_method="awq", group_size=32)),
          r"weight_packed, compressed-tensors' pack-quantized"),
+        ("mxfp4", lambda t, c: t.pop(f"{OSS}_scales"), rf"1 tensors missing: {OSS}_scales"),
+        ("mxfp4", put(f"{OSS}_scales", lambda x: x.index_fill(0, torch.tensor([1]), 255)),
+         rf"{OSS}_scales: scales are not all finite"),
+        ("mxfp4", put(f"{OSS}_scales", lambda x: x.char()), rf"{OSS}_scales has type I8, expected one of U8"),
+        ("mxfp4", put(f"{OSS}_blocks", lambda x: x[:, :, :-1]),
+         rf"{OSS}_blocks has shape \[8, 64, 3, 16\], expected \[8, 64, 4, 16\]"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: Any, complaint: str) -> None:
-    checkpoint = edited(model, tmp_path, format, edit)
+def test_what_is_wrong_is_named(tmp_path: Path, model: Path, oss: Path, format: str, edit: Any, complaint: str) -> None:
+    checkpoint = edited(oss if format == "mxfp4" else model, tmp_path, format, edit)
     with pytest.raises(UserError, match=complaint) as error:
         built(checkpoint)
     assert str(checkpoint) in str(error.value) or Q in str(error.value) or "layers.0" in str(error.value)
+
+
+def test_ranks_that_would_cut_a_block_are_refused(oss: Path) -> None:
+    with pytest.raises(UserError, match=r"experts\.gate_up_proj: 128 quantised columns over 8 ranks are 16 on each"):
+        built(oss, world_size=8, parallel_config={"moe_tp_size": 8})
 
 
 @settings(max_examples=40)

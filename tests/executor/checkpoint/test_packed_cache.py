@@ -15,7 +15,8 @@ from executor.config.case import Case
 from executor.model_runner import make_runner
 from models.layers.base import layers_of
 from models.layers.experts import Experts
-from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from tests.quantised import mxfp4_tiny
+from tests.tiny import ONE_RANK, save_tiny, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
 
 IDS = [[5, 17, 3], list(range(30, 53))]
@@ -25,6 +26,18 @@ IDS = [[5, 17, 3], list(range(30, 53))]
 def case(tmp_path: Path) -> Case:
     save_tiny(tmp_path / "model", moe_intermediate_size=32, attention_bias=True)
     return case_of(tmp_path)
+
+
+@pytest.fixture(params=["q4", "mxfp4"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    """All is quantised here, or experts are as in the checkpoint and the rest is quantised here."""
+    if request.param == "q4":
+        quantised: Case = request.getfixturevalue("case")
+        return quantised
+    save_tiny_of(tmp_path / "float", "gpt_oss")
+    mxfp4_tiny(tmp_path / "float", tmp_path / "model")
+    settings = {"rest": "q8", "keep_packed": True}
+    return tiny_case(tmp_path, tmp_path / "model", model_name="gpt_oss", quantization=settings)
 
 
 def case_of(folder: Path, **quantization: object) -> Case:
@@ -49,19 +62,23 @@ def assert_equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(a[name], b[name])
 
 
-def test_second_start_takes_what_the_first_kept(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said, first = start(case, tmp_path, capsys)
+def test_second_start_takes_what_the_first_kept(
+    either: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, first = start(either, tmp_path, capsys)
     assert said.startswith("packed weights: none cached yet, packing now; packed weights: kept in ")
     (folder,) = (tmp_path / "kept").iterdir()
-    said, second = start(case, tmp_path, capsys)
+    said, second = start(either, tmp_path, capsys)
     assert said == f"packed weights: mapped from {folder}"
     assert_equal(first, second)
 
 
-def test_weights_that_will_be_written_are_read(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_will_be_written_are_read(
+    either: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A process that writes to a mapped file ends."""
-    _, first = start(case, tmp_path, capsys)
-    runner = make_runner(case, tmp_path, ONE_RANK)
+    _, first = start(either, tmp_path, capsys)
+    runner = make_runner(either, tmp_path, ONE_RANK)
 
     def read_only(facts: dict[str, object], folder: Path, rank: int, model: nn.Module, mapped: bool) -> PackedCache:
         return PackedCache(facts, folder, rank, model, mapped=False, root=tmp_path / "kept")

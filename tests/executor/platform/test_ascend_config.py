@@ -44,6 +44,7 @@ def ascend(*overrides: str) -> Case:
         (["dtype=float32"], "model_config.dtype: float32 has no fused kernels on platform: ascend: choose bfloat16 or"),
         (["kv_dtype=int8"], "cache_config.kv_dtype: int8 is not supported on platform: ascend: leave it auto"),
         (["method=q8"], "quantization.method: q8 has no fused kernels on platform: ascend: choose q4 or none"),
+        (["rest=q8"], "quantization.rest: q8 has no fused kernels on platform: ascend: leave it out"),
         (["exe_mode=eager", "enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep with exe"),
         (["deterministic=true"], "deterministic: true and hccl_config.aiv_group: attn_tp exclude each other"),
         (["aiv_group=moe_tp"], "hccl_config.aiv_group: 'moe_tp' is not one of none, world, attn_tp"),
