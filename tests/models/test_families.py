@@ -2,7 +2,6 @@
 what known mistakes would do to them; and what is refused (of splits: tests/executor/test_parallel.py)."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,18 @@ from transformers import PreTrainedModel
 from executor.config.load import load_model_config
 from models.build import Build, Formats
 from models.layers.base import layers_of
-from models.layers.experts import Experts
 from models.registry import family_in, model_class, read_config
 from models.rope import RopeConfig
-from ops import load_ops, reference
-from ops.cpu import ops as cpu
+from ops import load_ops
 from ops.format import FORMATS
 from ops.parallel.groups import Parallel
+from tests.models.family_mistakes import MISTAKES, Mistake
 from tests.quantised import quantise_tiny
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
 from umbra.files import ROOT
 
-Mistake = Callable[[pytest.MonkeyPatch], None]
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_moe": {
@@ -102,42 +99,6 @@ def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, m
         assert np.abs(arrays[f"prefill_{i}"] - expected).mean() < most * np.abs(expected).mean()
 
 
-def without_experts_that_all_take(patch: pytest.MonkeyPatch) -> None:
-    forward = Experts.forward
-    patch.setattr(Experts, "forward", lambda self, x, routed, batch, *shared: forward(self, x, routed, batch))
-
-
-def without_a_gate(patch: pytest.MonkeyPatch) -> None:
-    forward = Experts.forward
-    patch.setattr(
-        Experts, "forward", lambda self, x, routed, batch, shared, *gate: forward(self, x, routed, batch, shared)
-    )
-
-
-def renormalised(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cpu, "route_softmax", lambda logits, k, _: reference.route_softmax(logits, k, True))
-
-
-def routing(route: Callable[[Tensor, Tensor, int, bool, float], tuple[Tensor, Tensor]]) -> Mistake:
-    return lambda patch: patch.setattr(cpu, "route_sigmoid", route)
-
-
-def weights_with_bias(logits: Tensor, bias: Tensor, k: int, _: bool, scale: float) -> tuple[Tensor, Tensor]:
-    weights, ids = (logits.sigmoid() + bias).topk(k)
-    return scale * weights / weights.sum(-1, keepdim=True), ids
-
-
-MISTAKES: list[tuple[str, Mistake]] = [
-    ("glm4_moe", without_experts_that_all_take),
-    ("glm4_moe", routing(weights_with_bias)),
-    ("glm4_moe", routing(lambda logits, _, k, again, scale: reference.route_sigmoid(logits, None, k, again, scale))),
-    ("glm4_moe", routing(lambda logits, bias, k, again, _: reference.route_sigmoid(logits, bias, k, again))),
-    ("qwen2_moe", without_experts_that_all_take),
-    ("qwen2_moe", without_a_gate),
-    ("qwen2_moe", renormalised),
-]
-
-
 @pytest.mark.parametrize(
     ("folder", "family", "billions", "rotary"),
     [
@@ -157,12 +118,12 @@ def test_official_configs_are_models_of_their_size(folder: str, family: str, bil
     assert sum(layer.elements for _, layer in layers_of(model)) == pytest.approx(billions * 1e9, abs=0.05e9)
 
 
-@pytest.mark.parametrize(("family", "mistake"), MISTAKES)
+@pytest.mark.parametrize(("family", "config", "mistake"), MISTAKES)
 def test_a_known_mistake_changes_the_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, mistake: Mistake
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, config: str, mistake: Mistake
 ) -> None:
     """By far more than the tests of equality allow, so that these would fail."""
-    oracle = save_tiny_of(tmp_path / "model", family)
+    oracle = save_tiny_of(tmp_path / "model", family, **CONFIGS[family][config])
     mistake(monkeypatch)
     assert largest_error(logits_of(tmp_path / "model", family), oracle) > 0.1
 
@@ -173,7 +134,7 @@ def test_every_tensor_is_used_and_there(tmp_path: Path, family: str) -> None:
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
     last = next(name for name in tensors if "shared_expert" in name or name.endswith("experts.down_proj_bias"))
-    for name in (last, "model.layers.1.self_attn.e_score_correction_bias"):
+    for name in (last, "model.layers.1.self_attn.e_score_correction_bias", "model.layers.1.self_attn.o_proj.bias"):
         changed: dict[str, Tensor] = {n: t for n, t in tensors.items() if n != name}
         save_file(changed if name in tensors else tensors | {name: torch.ones(3)}, path)
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
