@@ -85,9 +85,11 @@ class ExpertStore:
         name, row, step = self.blocks.rows_of(which)
         at = expert * self._stride
         parts = []
-        for (_, planes), storage in zip(self._parts, self.storages, strict=True):
+        for (_, planes), buffer in zip(self._parts, self.buffers, strict=True):
             bias = [plane for plane in planes if plane.name == name][-1]
-            parts.append(storage[at + bias.start :][: bias.nbytes].view(torch.float32))
+            if bias.nbytes:  # else the node has no rows
+                first = at + bias.start
+                parts.append(torch.frombuffer(buffer, dtype=torch.float32, offset=first, count=bias.nbytes // 4))
         write_bias(parts, row, part, step)
 
     def _planes(self, team: int) -> Iterator[Plane]:

@@ -14,12 +14,12 @@ from ops import load_ops
 from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
-from ops.format import FORMATS, Format
-from ops.interface import SILU_EXPERTS
+from ops.format import FORMATS, MXFP4, Format
+from tests.experts import fill_experts, kind_of
 from umbra.errors import UserError
 
 cpu = load_ops("cpu")
-KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"f8": Format("f8", 32)}
+KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"f8": Format("f8", 32), "mxfp4": MXFP4}
 COUNT, INNER, HIDDEN, DECODE = 21, 64, 96, 2
 
 
@@ -27,16 +27,13 @@ class Layer:
     """The same experts twice, as `ops.moe` takes them and with shadows, and a slot for each."""
 
     def __init__(self, format: Format, stream_tokens: int):
-        self.native = NativeExperts(COUNT, INNER, HIDDEN, format, torch.device("cpu"))
+        kind = kind_of(format)
+        self.native = NativeExperts(COUNT, INNER, HIDDEN, format, torch.device("cpu"), kind)
         self.history, self.pool = History(), shadow.ShadowPool([native.Team(-1, 1, [])])
-        self.shadowed = CpuExperts(self.pool, 3, slice(0, COUNT), INNER, HIDDEN, format, SILU_EXPERTS)
+        self.shadowed = CpuExperts(self.pool, 3, slice(0, COUNT), INNER, HIDDEN, format, kind)
         note = self.history.long.append
         self.shadowed.open(Streaming(stream_tokens, self.shadowed.slot_bytes), DECODE, note)
-        for expert in range(COUNT):
-            for which, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
-                part = torch.randn(shape) / shape[1] ** 0.5
-                self.native.fill(expert, which, part)
-                self.shadowed.fill(expert, which, part)
+        fill_experts(COUNT, INNER, HIDDEN, kind, self.native, self.shadowed)
         self.slots = self.shadowed.storages[0].view(COUNT, -1).clone()  # one node: blocks as slots have them
 
     def place(self, resident: list[int]) -> None:

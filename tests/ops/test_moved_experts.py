@@ -8,13 +8,14 @@ import torch
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.engine import native
-from ops.format import FORMATS, Format
+from ops.format import FORMATS, MXFP4, Format
 from ops.interface import MovableExperts, Ops
+from tests.experts import fill_experts, kind_of
 
 COUNT, INNER, HIDDEN = 5, 96, 64
 KINDS = {
     "float32": FORMATS["float32"], "bfloat16": FORMATS["bfloat16"], "q8": FORMATS["q8"],
-    "q4 zeros": Format("q4", 32, zeros=True), "f8": Format("f8", 32),
+    "q4 zeros": Format("q4", 32, zeros=True), "f8": Format("f8", 32), "mxfp4": MXFP4,
 }  # fmt: skip
 
 
@@ -26,10 +27,9 @@ def one_thread_afterwards() -> Iterator[None]:
 
 def filled(ops: Ops, format: Format, seed: int) -> MovableExperts:
     torch.manual_seed(seed)
-    experts = ops.expert_matrices(COUNT, INNER, HIDDEN, format, torch.device("cpu"))
-    for expert in range(COUNT):
-        for which, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
-            experts.fill(expert, which, torch.randn(shape))
+    kind = kind_of(format)
+    experts = ops.expert_matrices(COUNT, INNER, HIDDEN, format, torch.device("cpu"), kind)
+    fill_experts(COUNT, INNER, HIDDEN, kind, experts)
     return experts
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from ops import load_ops
 from ops.cpu import engine, shadow
 from ops.cpu.engine import native
-from ops.cpu.matrix import NativeExperts
-from ops.format import FORMATS, Format
+from ops.cpu.matrix import NativeExperts, write_bias
+from ops.format import FORMATS, MXFP4, Format
+from tests.experts import fill_experts, kind_of
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -26,7 +27,10 @@ CPU = torch.device("cpu")
 SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 MANY = 128 if SANITIZED else 1024  # tokens; AddressSanitizer's code is many times slower
 cpu = load_ops("cpu")
-KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"q4 zeros": Format("q4", 64, zeros=True)}
+KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
+    "q4 zeros": Format("q4", 64, zeros=True),
+    "mxfp4": MXFP4,
+}
 
 
 def teams(*threads: int) -> list[native.Team]:
@@ -45,21 +49,26 @@ class Model:
     """One layer's experts three times: all-resident as ops.moe takes them, in the store, and room for all in slots."""
 
     def __init__(self, format: Format, count: int = 8, inner: int = 64, hidden: int = 192, first: int = 0):
-        self.experts = NativeExperts(count, inner, hidden, format, CPU)
-        self.blocks, self.first = shadow.ExpertBlocks(inner, hidden, format), first
+        kind = kind_of(format)
+        self.experts = NativeExperts(count, inner, hidden, format, CPU, kind)
+        self.blocks, self.first = shadow.ExpertBlocks(inner, hidden, format, kind), first
         size = self.blocks.block_bytes
         buffers = [native.Buffer(count * size, 0) for _ in range(2)]
         self.store, self.slots = (torch.frombuffer(b, dtype=torch.uint8).view(count, size) for b in buffers)
-        for e in range(count):
-            for which, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-                part = torch.randn(shape) / shape[1] ** 0.5
-                self.experts.fill(e, which, part)
-                self.blocks.fill(self.store[e].data_ptr(), which, part)
+        fill_experts(count, inner, hidden, kind, self.experts, self)
         self.addresses = torch.tensor([x.data_ptr() for x in self.store])
         self.layer = shadow.ShadowLayer(
             3, self.blocks, self.addresses, torch.zeros(count, dtype=torch.int64),
             torch.zeros(count, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), self.store, first,
         )  # fmt: skip
+
+    def fill(self, expert: int, which: str, part: Tensor) -> None:
+        self.blocks.fill(self.store[expert].data_ptr(), which, part)
+
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        name, row, step = self.blocks.rows_of(which)
+        start, size = self.blocks.offsets[name][3], self.blocks.planes(name, self.blocks.shapes[name][0])[3]
+        write_bias([self.store[expert][start : start + size].view(torch.float32)], row, part, step)
 
     def place(self, resident: list[int]) -> None:
         """In place, each in a slot of its own that was garbage before."""

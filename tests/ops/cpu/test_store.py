@@ -10,13 +10,15 @@ from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
 from ops.cpu.store import ExpertStore, joined
-from ops.format import FORMATS, Format
+from ops.format import FORMATS, MXFP4, Format
+from tests.experts import fill_experts, kind_of
 
 CPU = torch.device("cpu")
 COUNT, INNER, HIDDEN = 5, 192, 128
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
     "q4 zeros": Format("q4", 64, zeros=True),
     "f8": Format("f8", 32),
+    "mxfp4": MXFP4,
 }
 TEAMS = [(1,), (2, 1, 3), (1,) * 12]  # threads of each; the last are more than w2 has row blocks
 
@@ -24,13 +26,10 @@ TEAMS = [(1,), (2, 1, 3), (1,) * 12]  # threads of each; the last are more than 
 def filled(format: Format, teams: tuple[int, ...]) -> tuple[ExpertStore, shadow.ShadowPool, NativeExperts]:
     engine.start(1, "auto")
     pool = shadow.ShadowPool([native.Team(-1, threads, []) for threads in teams])
-    store = ExpertStore(COUNT, shadow.ExpertBlocks(INNER, HIDDEN, format), pool)
-    experts = NativeExperts(COUNT, INNER, HIDDEN, format, CPU)
-    for expert in range(COUNT):
-        for which, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
-            part = torch.randn(shape)
-            store.fill(expert, which, part)
-            experts.fill(expert, which, part)
+    kind = kind_of(format)
+    store = ExpertStore(COUNT, shadow.ExpertBlocks(INNER, HIDDEN, format, kind), pool)
+    experts = NativeExperts(COUNT, INNER, HIDDEN, format, CPU, kind)
+    fill_experts(COUNT, INNER, HIDDEN, kind, store, experts)
     return store, pool, experts
 
 
@@ -40,7 +39,7 @@ def test_a_divided_store_gives_the_same_bits_and_whole_blocks(format: Format, te
     torch.manual_seed(0)
     store, pool, experts = filled(format, teams)
     slots = torch.full((COUNT, store.blocks.block_bytes), 0x7F, dtype=torch.uint8)
-    copier, whole = shadow.Copier(), shadow.ExpertBlocks(INNER, HIDDEN, format)
+    copier, whole = shadow.Copier(), store.blocks
     for expert in range(COUNT):
         copier.wait(copier.submit(slots[expert], store[expert]))
         for which in ("gate", "up", "down"):
