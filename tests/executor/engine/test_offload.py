@@ -12,6 +12,7 @@ from cpu_offload.cpu import CpuDevice
 from executor.model_runner import ModelRunner
 from executor.run.shadow_report import write_shadow_report
 from ops.parallel.groups import Group
+from tests.quantised import mxfp4_tiny
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
@@ -20,17 +21,20 @@ PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11,
 MB = 60 / 1024  # size of the arena: room for the whole cache and few experts, or for more experts and little cache
 
 
-FAMILIES = ["qwen3_moe", "minimax_m2", "qwen2_moe"]
+FAMILIES = ["qwen3_moe", "minimax_m2", "qwen2_moe", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in a folder named as its family. All families have the same sizes."""
+    """A tiny model in a folder named as its family. Blocks and pages of all families take much the same."""
     folder = tmp_path_factory.mktemp("offload") / request.param
     if request.param == "minimax_m2":
         save_tiny_m2(folder, **TINY_AS_M2)
     elif request.param == "qwen2_moe":  # with a shared expert, which is always resident
         save_tiny_of(folder, request.param, eos_token_id=None)
+    elif request.param == "gpt_oss":  # with biases, in MXFP4
+        save_tiny_of(folder.with_name("floats"), request.param, eos_token_id=None, num_hidden_layers=2, head_dim=8)
+        mxfp4_tiny(folder.with_name("floats"), folder)
     else:
         save_tiny(folder, eos_token_id=None)
     return folder
