@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import launch_ranks, run_ranks
-from tests.tiny import TINY_AS_M2, save_tiny, save_tiny_m2, write_case
+from tests.tiny import TINY_AS_M2, save_tiny, save_tiny_m2, save_tiny_of, write_case
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +23,9 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
     arena, sizes = SPLITS[split]
     if family == "minimax_m2":
         save_tiny_m2(folder / "model", **TINY_AS_M2 | {"num_key_value_heads": 8})
+    elif family == "gpt_oss":
+        small = dict(hidden_size=32, intermediate_size=16, head_dim=8, num_hidden_layers=2, num_key_value_heads=8)
+        save_tiny_of(folder / "model", family, eos_token_id=None, **small)
     else:
         save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
@@ -40,6 +43,7 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
         pytest.param("qwen3_moe", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", "dp4_ep4", ["--graph"], marks=pytest.mark.thorough),
         pytest.param("minimax_m2", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
+        pytest.param("gpt_oss", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
     ],
 )
 def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: str, options: list[str]) -> None:
