@@ -19,7 +19,7 @@ class Batch:
 
     token_ids: Tensor  # (T) int64
     positions: Tensor  # (T) int64
-    paged: Paged
+    paged: tuple[Paged, ...]  # of each set of layers (executor/engine/layer_sets.py), with the same lengths
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
     sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts
@@ -49,8 +49,10 @@ class Batch:
         return x[rows], residual[rows], dataclasses.replace(self, tokens_per_group=counts)
 
     def fields(self) -> dict[str, Any]:
-        """All fields by name, also those of `paged`."""
-        return vars(self) | self.paged._asdict()
+        """All fields by name, also those of `paged`, which have the number of their set in their names after the
+        first."""
+        own = {name: value for name, value in vars(self).items() if name != "paged"}
+        return own | {_numbered(name, i): v for i, p in enumerate(self.paged) for name, v in p._asdict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""
@@ -58,11 +60,22 @@ class Batch:
 
     def having(self, tensors: Mapping[str, Tensor]) -> "Batch":
         """The batch with other `tensors`, under the names that `tensors()` gives them."""
-        paged: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in Paged._fields}
-        own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in paged}
-        return dataclasses.replace(self, paged=self.paged._replace(**paged), **own)
+        paged: list[Paged] = []
+        own: dict[str, Any] = dict(tensors)
+        for i, before in enumerate(self.paged):
+            named = {name: _numbered(name, i) for name in Paged._fields}
+            paged.append(before._replace(**{name: own.pop(n) for name, n in named.items() if n in own}))
+        return dataclasses.replace(self, paged=tuple(paged), **own)
+
+    def with_lengths(self, kv_lens: Tensor) -> "Batch":
+        """The batch with `kv_lens` in every set of layers."""
+        return dataclasses.replace(self, paged=tuple(paged._replace(kv_lens=kv_lens) for paged in self.paged))
 
     def to(self, device: torch.device) -> "Batch":
         if device.type == "cpu":  # where batches are made
             return self
         return self.having({name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name

@@ -1,6 +1,7 @@
 """The part of a model's configuration that the executor reads, under names that all families share."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -44,18 +45,22 @@ class ModelConfig(Protocol):
     def experts_per_token(self) -> int:
         """Number of experts that the router chooses for a token."""
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each attention layer the number of tokens, up to itself, that a token sees; None: all."""
+
     def check_parallel(
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
         """Raises UserError if a size does not divide the dimension that is split by it."""
 
 
-def with_layers(config: ModelConfig, sparse: tuple[bool, ...]) -> ModelConfig:
-    """Returns `config` with other layers of the same shapes. sparse[i]: whether layer i has experts, where the family
-    also has others."""
-    changes: dict[str, Any] = {"num_hidden_layers": len(sparse)}
-    if hasattr(config, "sparse_layers"):
-        changes["sparse_layers"] = sparse
+def with_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
+    """Returns `config` with the layers of these numbers alone."""
+    changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    for name, value in vars(config).items():
+        if isinstance(value, tuple) and name.endswith("_layers"):  # one value for each layer
+            changes[name] = tuple(value[layer] for layer in layers)
     return dataclasses.replace(config, **changes)
 
 

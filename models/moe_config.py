@@ -46,7 +46,6 @@ class MoeConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer the number of tokens, up to itself, that a token sees; None: all."""
         return (None,) * self.num_hidden_layers
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
-from executor.engine.kv_caches import bind_caches
+from executor.engine.kv_caches import bind_caches, sets_of
 from executor.engine.weight_formats import build_of
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import most_rows, why_gathered
@@ -128,7 +128,7 @@ class Counted:
                 rest += size
         token = 0.0
         for path, module in self.model.named_modules():
-            if isinstance(module, PagedAttention):
+            if isinstance(module, PagedAttention) and module.window is None:  # a window takes the same at any length
                 caches = module.k_cache.nbytes + module.v_cache.nbytes
                 token += self._multiple(path) * caches / len(module.k_cache) / self.ops.page_size
         return Memory(experts, rest, token)
@@ -153,10 +153,10 @@ class Counted:
     def _step(self, tokens: int, sequences: int, length: int) -> Work:
         groups, page_size = self.case.attn_dp_size, self.ops.page_size
         decode = tokens == sequences
-        batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups)
+        batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups, len(sets_of(self.model)))
         batch = dataclasses.replace(
             batch,
-            paged=batch.paged._replace(kv_lens=(length,) * sequences),
+            paged=tuple(paged._replace(kv_lens=(length,) * sequences) for paged in batch.paged),
             logit_rows=None if decode else batch.logit_rows,
             wanted_per_group=None if decode else (sequences,) * groups,
         )
@@ -168,7 +168,7 @@ class Counted:
 def one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, tuple[int, ...]]:
     """The config with the last layer and one of each kind of layers before it, and how many layers of `config` each of
     these stands for."""
-    fields: Any = config
-    *kinds, last = getattr(config, "sparse_layers", (True,) * fields.num_hidden_layers)
-    counts = Counter(kinds)
-    return with_layers(config, (*counts, last)), (*counts.values(), 1)
+    sparse = getattr(config, "sparse_layers", (True,) * len(config.windows))
+    kinds = list(zip(sparse, config.windows, strict=True))
+    counts = Counter(kinds[:-1])
+    return with_layers(config, [*map(kinds.index, counts), len(kinds) - 1]), (*counts.values(), 1)

@@ -1,9 +1,12 @@
 """The limits of what the scheduler may run at once: numbers from a case, from which the engine sizes the KV cache as
 well."""
 
+import bisect
 from dataclasses import dataclass
 
 from executor.config.case import Case
+from executor.engine.layer_sets import layer_sets
+from models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Limits:
     prefixes: bool = False  # whether the pages of sequences that have ended are kept for later prompts
     prefix_floor: int = 0  # kept pages that are dropped only after all experts
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step
+    windows: tuple[int | None, ...] = (None,)  # of each set of layers (layer_sets.py): tokens that a token sees
 
     @property
     def per_group(self) -> int:
@@ -34,11 +38,22 @@ class Limits:
     @property
     def pages(self) -> int:
         """Number of pages with which a group can never run out of them."""
-        return self.per_group * self.table_width
+        return self.per_group * self.pages_of(self.max_sequence_length)
+
+    def pages_of(self, tokens: int) -> int:
+        """Most pages, of all sets of layers, that a sequence holds while it has up to `tokens` tokens."""
+        every = -(-tokens // self.page_size)
+        new = max(self.prefill_tokens or tokens, 1 + self.draft_tokens)  # tokens of a step
+        return sum(every if w is None else min(every, -(-(w + new - 2) // self.page_size) + 1) for w in self.windows)
+
+    def longest_in(self, pages: int) -> int:
+        """Tokens of the longest sequence that fits into so many pages."""
+        return bisect.bisect_right(range(self.max_sequence_length + 1), pages, key=self.pages_of) - 1
 
 
-def limits_of(case: Case, serving: bool = False) -> Limits:
-    """The limits of a run of the case's prompts or, with `serving`, of a server of the case."""
+def limits_of(case: Case, config: ModelConfig, serving: bool = False) -> Limits:
+    """The limits of a run of the case's prompts or, with `serving`, of a server of the case. `config` is that of the
+    model."""
     data, serve = case.data_config, case.serve_config
     sizes = [size for size in (data.chunked_prefill_size, data.mixed_prefill_size) if size]
     return Limits(
@@ -52,4 +67,5 @@ def limits_of(case: Case, serving: bool = False) -> Limits:
         prefixes=serving and serve.prefix_cache,
         prefix_floor=serve.prefix_floor // case.cache_config.page_size if serving else 0,
         draft_tokens=data.draft_tokens,
+        windows=tuple(layers.window for layers in layer_sets(config.windows)),
     )

@@ -22,9 +22,10 @@ def pack(
     sequence_parallel: bool = False,
     decode: bool = False,
     wanted_per_group: tuple[int, ...] | None = None,
+    sets: int = 1,
 ) -> Batch:
     """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
-    group, and their pages are reserved.
+    group, and their pages are reserved, for `sets` sets of layers.
 
     In a decode step each token is a row by itself, with its own block table and length, also where several are of one
     sequence: so drafted tokens are computed as they would be without drafts. All rows' keys are written before any row
@@ -34,22 +35,26 @@ def pack(
     each. Padding tokens are written to a page that no sequence holds.
     """
     ids: array[int] = array("q")
-    tables: array[int] = array("q")  # (S, table_width)
     positions: array[int] = array("q")
-    slots: array[int] = array("q")
     starts: array[int] = array("q", [0])
     lengths: array[int] = array("q")
     rows_wanted: array[int] = array("q")
+    # Of each set of layers: slots (T), and block tables (S, table_width).
+    places: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
     size, unused = pool.page_size, array("q", bytes(8 * table_width))
     for s in sequences:
-        table, computed, end = _table(s, pool), s.num_computed, s.end
+        computed, end = s.num_computed, s.end
         ids += s.ids[computed:end]
-        for position in range(computed, end):
-            positions.append(position)
-            slots.append(table[position // size] * size + position % size)
-        for last in range(computed + 1, end + 1) if decode else (end,):
-            tables += table
-            tables += unused[len(table) :]
+        positions.extend(range(computed, end))
+        rows_of_it = range(computed + 1, end + 1) if decode else (end,)
+        for held, (slots, tables) in zip(s.held, places, strict=True):
+            table = held.pages(pool)
+            for position in range(computed, end):
+                slots.append(table[position // size] * size + position % size)
+            for _ in rows_of_it:
+                tables += table
+                tables += unused[len(table) :]
+        for last in rows_of_it:
             lengths.append(last)
             starts.append(starts[-1] + 1 if decode else len(ids))
         if not all_logits:
@@ -57,12 +62,16 @@ def pack(
     for row in range(rows - len(lengths)):
         ids.append(0)
         positions.append(0)
-        slots.append(pool.padding * size + row % size)  # ops want each slot only once
-        tables.extend([pool.padding] * table_width)
+        for slots, tables in places:
+            slots.append(pool.padding * size + row % size)  # ops want each slot only once
+            tables.extend([pool.padding] * table_width)
         lengths.append(PADDING_LENGTH)
         starts.append(len(ids))
         rows_wanted.append(len(ids) - 1)
-    paged = ops.paging(slots, tensor_of(tables).view(len(lengths), table_width), starts, lengths, size)
+    paged = tuple(
+        ops.paging(slots, tensor_of(tables).view(len(lengths), table_width), starts, lengths, size)
+        for slots, tables in places
+    )
     return Batch(
         tensor_of(ids),
         tensor_of(positions),
@@ -72,14 +81,3 @@ def pack(
         sequence_parallel=sequence_parallel,
         wanted_per_group=wanted_per_group,
     )
-
-
-def _table(sequence: Sequence, pool: Pages) -> "array[int]":
-    """The numbers of the sequence's pages."""
-    table = sequence.table
-    if sequence.table_version != pool.version:
-        sequence.table_version = pool.version
-        del table[:]
-    if len(table) < len(sequence.blocks):
-        table.extend([block.page for block in sequence.blocks[len(table) :]])
-    return table

@@ -66,8 +66,8 @@ class Engine:
         for what, kernel in self.kernels.items() if rank == 0 else ():
             print(f"{what}: {kernel}")
         fill_weights(case, model_folder(case), self.model, rank, packed_cache)
-        limits = limits_of(case)
-        self.table_width = limits.table_width
+        limits = limits_of(case, config)
+        self.table_width, self.layer_sets = limits.table_width, len(limits.windows)
         if self.shadows:
             self.pages: Pages = open_arena(case, build, self.model, self.shadows, limits.pages)
         else:
@@ -106,7 +106,7 @@ class Engine:
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
-            sequence_parallel=shared, decode=decode, wanted_per_group=wanted,
+            sequence_parallel=shared, decode=decode, wanted_per_group=wanted, sets=self.layer_sets,
         )  # fmt: skip
         if self.shadows:
             self.shadows.started(tokens, live)

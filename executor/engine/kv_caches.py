@@ -1,11 +1,13 @@
-"""Binds the KV caches of a model: a cache for each layer, or one arena for all."""
+"""Binds the KV caches of a model: a cache for each place in its sets of layers, or one arena for all."""
 
 import torch
 from torch import Tensor, nn
 
 from executor.config.case import Case
+from executor.engine.layer_sets import LayerSet, layer_sets
 from models.build import Build
 from models.layers.attention import PagedAttention
+from ops.interface import fixed
 from umbra.errors import UserError
 
 
@@ -17,19 +19,33 @@ def cache_type(case: Case, build: Build) -> torch.dtype:
 def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
     """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
     dtype = cache_type(case, build)
-    for layer in attentions(model):
-        shape = (pages + 1, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
-        layer.bind(*(build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv"))
+    for layers in sharing(model):
+        (sizes,) = _sizes(layers, case)
+        shape = (pages + 1, case.cache_config.page_size, *sizes)
+        k_cache, v_cache = (fixed(build.ops.kv_cache(*shape, dtype, build.device)) for _ in "kv")
+        for number, layer in enumerate(layers):
+            layer.bind(k_cache, v_cache, number)
 
 
 def attentions(model: nn.Module) -> list[PagedAttention]:
     return [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
 
 
+def sets_of(model: nn.Module) -> tuple[LayerSet, ...]:
+    return layer_sets([layer.window for layer in attentions(model)])
+
+
+def sharing(model: nn.Module) -> list[list[PagedAttention]]:
+    """The layers that share a cache, by their place in their sets: the first one of each set, and so on."""
+    layers, sets = attentions(model), sets_of(model)
+    places = max(len(of.layers) for of in sets)
+    return [[layers[of.layers[place]] for of in sets if place < len(of.layers)] for place in range(places)]
+
+
 def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
-    """(units, bytes) of one frame of the arena. A frame holds one page of all layers: two units for each layer, its
-    keys and its values."""
-    units = 2 * len(attentions(model))
+    """(units, bytes) of one frame of the arena. A frame holds one page of all layers of a set: two units for each
+    layer, its keys and its values."""
+    units = 2 * len(sharing(model))
     return units, units * _units(model, case, build, 1).nbytes
 
 
@@ -37,15 +53,18 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
     """Give all layers their caches in one buffer, and return it as a tensor (units, *shape of a page). It holds an
     arena of `frames` frames, and `spare` bytes after it.
 
-    The caches are views of the buffer, each of which starts one unit after the one before: page u of layer l's keys is
-    unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first unit of a frame, taken as a page number,
-    addresses the keys and values of all layers.
+    The caches are views of the buffer, each of which starts one unit after the one before: page u of the keys at place
+    l is unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first unit of a frame, taken as a page
+    number, addresses the keys and values of all layers of a set.
     """
-    layers = attentions(model)
-    units = 2 * len(layers)
+    shared = sharing(model)
+    units = 2 * len(shared)
     arena = _units(model, case, build, frames * units - -spare // _units(model, case, build, 1).nbytes)
-    for index, layer in enumerate(layers):
-        layer.bind(*(apart(arena[first : first + (frames - 1) * units + 1]) for first in (2 * index, 2 * index + 1)))
+    for index, layers in enumerate(shared):
+        first, end = 2 * index, (frames - 1) * units + 1
+        k_cache, v_cache = (fixed(apart(arena[begin : begin + end])) for begin in (first, first + 1))
+        for number, layer in enumerate(layers):
+            layer.bind(k_cache, v_cache, number)
     return arena
 
 
@@ -56,8 +75,14 @@ def apart(view: Tensor) -> Tensor:
 
 
 def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:
-    shapes = {(layer.kv_heads, layer.head_dim) for layer in attentions(model)}
-    if len(shapes) > 1:
-        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share an arena: {shapes}")
+    shapes = _sizes(attentions(model), case)
     page_size, dtype = case.cache_config.page_size, cache_type(case, build)
     return build.ops.kv_cache(count, page_size, *shapes.pop(), dtype, build.device)
+
+
+def _sizes(layers: list[PagedAttention], case: Case) -> set[tuple[int, int]]:
+    """The only (heads, width) of the layers' caches, which share memory."""
+    shapes = {(layer.kv_heads, layer.head_dim) for layer in layers}
+    if len(shapes) > 1:
+        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share memory: {shapes}")
+    return shapes

@@ -1,8 +1,9 @@
 """The pages of the KV cache: which are free, and which are given out as blocks."""
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cpu_offload.memory.arena import Arena
 from umbra.errors import UserError
@@ -16,6 +17,45 @@ class Block:
     page: int  # its number in block tables
     holders: int = 1  # number of sequences that hold it
     key: bytes = b""  # of a full page that later prompts can find (executor/engine/prefixes.py)
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """The pages that a sequence holds for a set of layers: those of its tokens from page `first` on."""
+
+    window: int | None  # tokens, up to itself, that a token sees; None: all
+    blocks: list[Block] = field(default_factory=list)
+    first: int = 0
+    table: "array[int]" = field(default_factory=lambda: array("q"))  # numbers of pages, as far as packed before
+    version: int = 0  # `Pages.version` when `table` was made
+
+    @property
+    def end(self) -> int:
+        """Number of pages up to the last one."""
+        return self.first + len(self.blocks)
+
+    def slide(self, tokens: int, page_size: int) -> list[Block]:
+        """Removes the pages that no token after `tokens` tokens sees, and returns them."""
+        if self.window is None or (first := max(0, tokens - self.window + 1) // page_size) <= self.first:
+            return []
+        passed = self.blocks[: first - self.first]
+        del self.blocks[: len(passed)]
+        self.first = first
+        del self.table[:]
+        return passed
+
+    def pages(self, pool: "Pages") -> "array[int]":
+        """The block table: the numbers of the pages from the first token on. Pages before `first`, which nobody reads,
+        are the first one."""
+        table = self.table
+        if self.version != pool.version:
+            self.version = pool.version
+            del table[:]
+        if not table and self.first:
+            table.extend([self.blocks[0].page] * self.first)
+        if len(table) < self.end:
+            table.extend([block.page for block in self.blocks[len(table) - self.first :]])
+        return table
 
 
 class Pages(ABC):
@@ -36,18 +76,15 @@ class Pages(ABC):
     @abstractmethod
     def give(self, blocks: list[Block]) -> None: ...
 
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def extend(self, held: list[Block], tokens: int) -> int:
-        """Grow `held`, a sequence's pages, in place until they have room for `tokens` tokens. Returns the number of
-        pages taken. If pages are missing, none is taken and an error is raised."""
-        missing = self.pages_for(tokens) - len(held)
+    def extend(self, held: Holding, tokens: int) -> int:
+        """Grow `held` in place until it has room for `tokens` tokens. Returns the number of pages taken. If pages are
+        missing, none is taken and an error is raised."""
+        missing = -(-tokens // self.page_size) - held.end
         available = self.available(missing)
         if missing > available:
             raise UserError(f"KV cache: {missing} more pages of {self.page_size} tokens needed, {available} free")
         for _ in range(missing):
-            held.append(self.take())
+            held.blocks.append(self.take())
         return max(missing, 0)
 
 

@@ -5,6 +5,9 @@ A page is found by a key: a hash of its tokens and of the key of the page before
 to its end. The first page's key also depends on the request's salt: requests with different salts never find each
 other's pages, or learn from the time that a prompt takes whether they are there.
 
+Each set of layers (layer_sets.py) has pages and keys of its own. A prefix is found if layers that see all tokens have
+all of its pages, and those that see a window have the pages of the window before its end.
+
 Only full pages are shared, and the last token of a prompt is always computed, so no sequence ever writes into a page
 that another one can read.
 
@@ -17,7 +20,7 @@ import itertools
 from array import array
 from collections.abc import Sequence as ListOf
 
-from executor.engine.pages import Block, Pages
+from executor.engine.pages import Block, Holding, Pages
 
 MARGIN = 16  # the worth of kept pages is measured on one of this many of all pages
 KEY_BYTES = 32  # nobody can make two texts with equal keys, so tokens need not be compared
@@ -34,6 +37,11 @@ def extend_keys(keys: list[bytes], ids: "array[int]", page_size: int, salt: byte
         page_tokens = tokens[page * nbytes : (page + 1) * nbytes]
         before = hashlib.blake2b(before + page_tokens, digest_size=KEY_BYTES).digest()
         keys.append(before)
+
+
+def key_of(key: bytes, number: int) -> bytes:
+    """The key of the page of layer set `number`, whose tokens have the key `key`."""
+    return key + number.to_bytes(2, "little") if number else key
 
 
 class PageCache:
@@ -54,19 +62,35 @@ class PageCache:
         self.last_hits = 0  # number of pages found that were among the `margin` next ones to be dropped
         self.missed_hits = 0  # number of pages looked for that were among `dropped`
 
-    def find(self, keys: ListOf[bytes], tokens: int) -> list[Block]:
-        """The pages that hold the beginning of `tokens` tokens, whose full pages have the keys `keys`. The last token
-        is never among them."""
-        found: list[Block] = []
-        for key in keys[: (tokens - 1) // self.pool.page_size]:
-            block = self.index.get(key)
-            if block is None:
-                break
-            found.append(block)
+    def find(self, keys: ListOf[bytes], tokens: int, windows: ListOf[int | None] = (None,)) -> list[Holding]:
+        """The pages that hold the beginning of `tokens` tokens, whose full pages have the keys `keys`, for sets of
+        layers that see `windows`. The last token is never among them."""
+        size, count = self.pool.page_size, 0
+        whole = [number for number, window in enumerate(windows) if window is None]
+        keys = keys[: (tokens - 1) // size]
+        while count < len(keys) and all(key_of(keys[count], number) in self.index for number in whole):
+            count += 1
+        missing: int | None = 0
+        while missing is not None:  # the last page that is missing in a window before the end
+            missing = max(
+                (
+                    page
+                    for number, window in enumerate(windows)
+                    if window is not None
+                    for page in range(max(0, count * size - window + 1) // size, count)
+                    if key_of(keys[page], number) not in self.index
+                ),
+                default=None,
+            )
+            count = count if missing is None else missing
+        found = [Holding(window) for window in windows]
+        for number, held in enumerate(found):
+            held.slide(count * size, size)
+            held.blocks = [self.index[key_of(key, number)] for key in keys[held.first : count]]
         return found
 
     def hold(self, blocks: list[Block]) -> None:
-        """Count one more sequence as holder of `blocks`, which `find` returned."""
+        """Count one more sequence as holder of `blocks`, which `find` found."""
         if any(not block.holders for block in blocks):
             last = set(itertools.islice(self.idle, self.margin))
             self.last_hits += sum(block.key in last for block in blocks)
@@ -80,14 +104,14 @@ class PageCache:
         """Count which pages of a prompt, whose keys are those after the pages found, were dropped lately."""
         self.missed_hits += sum(1 for _ in itertools.takewhile(self.dropped.__contains__, keys))
 
-    def extend(self, blocks: list[Block], tokens: int) -> None:
-        """Grow `blocks`, a sequence's pages, in place until they have room for `tokens` tokens."""
-        self.held += self.pool.extend(blocks, tokens)
+    def extend(self, held: Holding, tokens: int) -> None:
+        """Grow `held` in place until it has room for `tokens` tokens."""
+        self.held += self.pool.extend(held, tokens)
 
-    def publish(self, blocks: list[Block], page: int, key: bytes) -> None:
-        """Let later prompts find the full page `blocks[page]` of a sequence under `key`. If another sequence has
-        published such a page already, this one is given back, and that one is held in its place."""
-        block = blocks[page]
+    def publish(self, held: Holding, page: int, key: bytes) -> None:
+        """Let later prompts find the full page `page` of a sequence under `key`. If another sequence has published such
+        a page already, this one is given back, and that one is held in its place."""
+        block = held.blocks[page - held.first]
         if not block.key:
             other = self.index.setdefault(key, block)
             if other is block:
@@ -96,7 +120,7 @@ class PageCache:
             else:
                 self.hold([other])
                 self.release([block])
-                blocks[page] = other
+                held.blocks[page - held.first] = other
                 self.pool.version += 1
 
     def release(self, blocks: list[Block]) -> None:

@@ -30,7 +30,7 @@ from executor.config.case import MOST_DRAFTING
 from executor.engine.batch_limits import Limits
 from executor.engine.drafts import Drafts
 from executor.engine.pages import PagePool, Pages
-from executor.engine.prefixes import PageCache, extend_keys
+from executor.engine.prefixes import PageCache, extend_keys, key_of
 from executor.engine.request import Event
 from executor.engine.sequence import FAILED, Sequence
 from umbra.errors import UserError
@@ -64,6 +64,7 @@ class Scheduler:
         self.caches = [PageCache(pool) for pool in self.pools]
         self.expert_pages = 0  # pages of each group that kept prefixes leave to experts
         self._left_to_experts = 0  # `expert_pages` at the last step
+        self.windowed = any(window is not None for window in limits.windows)
         self.mixed_tokens = limits.mixed_tokens
         self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
@@ -87,7 +88,7 @@ class Scheduler:
                 "max_new_tokens"
             )
         pool = self.pools[0]  # all pools have the same number of pages
-        needed = pool.pages_for(longest)
+        needed = self.limits.pages_of(longest)
         if needed > pool.pages:
             raise UserError(
                 f"prompt {sequence.id} needs up to {needed} KV pages of {pool.page_size} tokens, the cache has "
@@ -122,16 +123,18 @@ class Scheduler:
             if self.limits.prefixes:
                 extend_keys(sequence.keys, sequence.ids, self.limits.page_size, sequence.request.salt)
             keys = [] if sequence.scored else sequence.keys
-            hits = cache.find(keys, len(sequence.ids))
-            promised = self._promise(sequence)
+            held = cache.find(keys, len(sequence.ids), self.limits.windows)
+            hits = [block for of_set in held for block in of_set.blocks]
+            covered = self._covered(sequence)
+            promised = self.limits.pages_of(covered)
             shared = sum(block.holders > 0 for block in hits)
             if self.committed(group) + promised - shared > self.pools[group].pages:
                 break  # first come, first served: all later sequences wait as well
             self.waiting.pop(0)
-            cache.count_missed(keys[len(hits) :])
+            cache.count_missed(keys[held[0].end :])
             cache.hold(hits)
-            sequence.group, sequence.blocks, sequence.promised = group, hits, promised
-            sequence.published, sequence.num_computed = len(hits), len(hits) * self.limits.page_size
+            sequence.group, sequence.held, sequence.promised, sequence.covered = group, held, promised, covered
+            sequence.published, sequence.num_computed = held[0].end, held[0].end * self.limits.page_size
             if not sequence.preemptions:
                 sequence.cached_tokens = sequence.num_computed
             load[group] += 1
@@ -149,16 +152,16 @@ class Scheduler:
 
     def committed(self, group: int) -> int:
         """Number of pages that the sequences of a group hold or were promised."""
-        more = (s.promised - len(s.blocks) for s in self.running if s.group == group)
+        more = (s.promised - sum(len(h.blocks) for h in s.held) for s in self.running if s.group == group)
         return self.caches[group].held + sum(more)
 
-    def _promise(self, sequence: Sequence) -> int:
-        """Number of pages that a sequence is promised when it is admitted. One that was preempted often is promised all
-        that it can ever need."""
-        pool, reserve = self.pools[0], self.limits.reserve
+    def _covered(self, sequence: Sequence) -> int:
+        """Number of tokens, in whole pages, for which a sequence is promised pages when it is admitted. One that was
+        preempted often is promised all that it can ever need."""
+        reserve, size = self.limits.reserve, self.limits.page_size
         if reserve is None or sequence.preemptions >= MOST_PREEMPTIONS:
-            return pool.pages_for(sequence.longest)
-        return pool.pages_for(min(sequence.longest, len(sequence.ids) + reserve))
+            return -(-sequence.longest // size) * size
+        return -(-min(sequence.longest, len(sequence.ids) + reserve) // size) * size
 
     def _trim(self, group: int) -> None:
         """Drop kept prefixes of the group that have to give way to sequences or experts."""
@@ -196,29 +199,31 @@ class Scheduler:
 
     def grow(self, sequences: ListOf[Sequence]) -> None:
         """Promise running sequences the pages of their next step. Those that have to wait for it are in `preempted`."""
-        size = self.limits.page_size
-        for sequence in sorted((s for s in sequences if s.end > s.promised * size), key=_seniority):
+        for sequence in sorted((s for s in sequences if s.end > s.covered), key=_seniority):
             self._make_room(sequence)
 
     def _room(self, sequence: Sequence) -> int:
         """Number of tokens that a sequence may have in its next step beyond its newest one, without more pages than it
-        was promised, or one more if neither a sequence nor a kept prefix nor an expert has to give it up."""
+        was promised, or with those of one more page of tokens, if no sequence, kept prefix or expert has to give
+        them up."""
         longest = sequence.longest - 1 - len(sequence.ids)
-        room = sequence.promised * self.limits.page_size - len(sequence.ids)
+        room = sequence.covered - len(sequence.ids)
         if room < min(longest, self.limits.draft_tokens):
-            group = sequence.group
+            group, more = sequence.group, self.limits.pages_of(sequence.covered + self.limits.page_size)
             taken = self.committed(group) + len(self.caches[group].idle) + self.expert_pages
-            if taken < self.pools[group].pages:
-                sequence.promised += 1
+            if taken + more - sequence.promised <= self.pools[group].pages:
+                sequence.promised, sequence.covered = more, sequence.covered + self.limits.page_size
                 room += self.limits.page_size
         return min(longest, room)
 
     def _make_room(self, sequence: Sequence) -> None:
         """Promise a running sequence the pages of its next step, unless it is preempted itself for want of them."""
-        group, needed = sequence.group, self.pools[0].pages_for(sequence.end)
-        while sequence not in self.preempted and needed > sequence.promised:
+        group, size = sequence.group, self.limits.page_size
+        covered = -(-sequence.end // size) * size
+        needed = self.limits.pages_of(covered)
+        while sequence not in self.preempted and covered > sequence.covered:
             if self.committed(group) + needed - sequence.promised <= self.pools[group].pages:
-                sequence.promised = needed
+                sequence.promised, sequence.covered = needed, covered
                 self._trim(group)
             else:
                 self._preempt(max((s for s in self.running if s.group == group), key=_seniority))
@@ -227,8 +232,8 @@ class Scheduler:
         """Take back the pages of a running sequence, which waits until it is admitted again and recomputes them."""
         self.caches[sequence.group].release(sequence.blocks)
         self.running.remove(sequence)
-        sequence.blocks, sequence.promised, sequence.num_computed, sequence.limit = [], 0, 0, None
-        del sequence.table[:]
+        sequence.held, sequence.promised, sequence.covered = [], 0, 0
+        sequence.num_computed, sequence.limit = 0, None
         sequence.preemptions += 1
         if not sequence.generated:
             sequence.prompt_logprobs = []
@@ -259,8 +264,9 @@ class Scheduler:
         """Give each sequence the pages that its next step writes to."""
         size = self.limits.page_size
         for sequence in sequences:
-            if sequence.end > len(sequence.blocks) * size:
-                self.caches[sequence.group].extend(sequence.blocks, sequence.end)
+            for held in sequence.held:
+                if sequence.end > held.end * size:
+                    self.caches[sequence.group].extend(held, sequence.end)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
         """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one after the
@@ -283,6 +289,9 @@ class Scheduler:
                 if sequence.num_computed >= (sequence.published + 1) * size:
                     self._publish(sequence)
         self.retire()
+        if self.windowed:
+            for sequence in step.sequences:
+                self.slide(sequence)
         return events
 
     def _append(self, sequence: Sequence, tokens: ListOf[int]) -> ListOf[int]:
@@ -312,8 +321,16 @@ class Scheduler:
         size = self.limits.page_size
         extend_keys(sequence.keys, sequence.ids[: sequence.num_computed], size, sequence.request.salt)
         for page in range(sequence.published, sequence.num_computed // size):
-            self.caches[sequence.group].publish(sequence.blocks, page, sequence.keys[page])
+            for number, held in enumerate(sequence.held):
+                self.caches[sequence.group].publish(held, page, key_of(sequence.keys[page], number))
         sequence.published = sequence.num_computed // size
+
+    def slide(self, sequence: Sequence) -> None:
+        """Give back the pages that none of the sequence's further tokens sees."""
+        for held in sequence.held:
+            if passed := held.slide(sequence.num_computed, self.limits.page_size):
+                self.caches[sequence.group].release(passed)
+                self._trim(sequence.group)
 
     def retire(self) -> list[Sequence]:
         """Remove the sequences that have finished, take back their pages, and return those sequences."""
@@ -322,7 +339,7 @@ class Scheduler:
             return finished
         for sequence in finished:
             self.caches[sequence.group].release(sequence.blocks)
-            sequence.blocks = []
+            sequence.held = []
         self.running = [s for s in self.running if not s.finish_reason]
         for group in {s.group for s in finished}:
             self._trim(group)

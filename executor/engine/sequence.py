@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from executor.engine.ngrams import NgramIndex
-from executor.engine.pages import Block
+from executor.engine.pages import Block, Holding
 from executor.engine.request import Request, TokenLogprob
 from umbra.errors import UserError
 
@@ -24,10 +24,9 @@ class Sequence:
     group: int = 0  # the data-parallel group that runs it
     num_computed: int = 0  # number of `ids` whose keys and values are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not computed yet
-    blocks: list[Block] = field(default_factory=list)  # its pages
-    table: "array[int]" = field(default_factory=lambda: array("q"))  # the numbers of `blocks`, as far as packed before
-    table_version: int = 0  # `Pages.version` when `table` was made
-    promised: int = 0  # number of pages that it may have at least, those in `blocks` included
+    held: list[Holding] = field(default_factory=list)  # its pages for each set of layers, while it runs
+    promised: int = 0  # number of pages that it may have at least, those that it holds included
+    covered: int = 0  # number of tokens that these suffice for
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
     published: int = 0  # number of its first pages that later prompts can find
     cached_tokens: int = 0  # prompt tokens that were in the prefix cache when it was first admitted
@@ -66,6 +65,11 @@ class Sequence:
         """Number of `ids` that are computed after the next step."""
         count, limit = len(self.ids), self.limit
         return count if limit is None else min(self.num_computed + limit, count)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All pages that it holds."""
+        return [block for held in self.held for block in held.blocks]
 
     @property
     def logit_rows(self) -> int:

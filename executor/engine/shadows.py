@@ -64,7 +64,7 @@ def make_arena(
     frames = frames_of(case, frame_bytes, experts, longest)
     arena = Arena(frames, frame_bytes, slot_bytes, units, alignment)
     pinned = 0 if case.offload_config.mode == "elastic" else experts
-    least = -(-case.max_sequence_length // case.cache_config.page_size)
+    least = longest // (case.data_config.batch_size // case.attn_dp_size)
     if frames - pinned - 1 < least:
         raise UserError(
             f"case {case.name}: offload_config.arena_mb: {frames} pages of {frame_bytes} bytes, of which experts keep "

@@ -20,26 +20,29 @@ class ForcedRun:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.scheduler = Scheduler(limits_of(engine.case), (), engine.pages, engine.parallel.attn_dp.rank)
+        self.scheduler = Scheduler(
+            limits_of(engine.case, engine.config), (), engine.pages, engine.parallel.attn_dp.rank
+        )
         self.sequences: list[Sequence] = []  # in the order in which they were added
 
     def add(self, prompts: ListOf[ListOf[int]], room: int, all_logits: bool = False) -> list[Tensor]:
-        """Prefill `prompts`, each with room for `room` tokens more: in chunks of the case's `chunked_prefill_size`, or
-        in one step with `all_logits`. -> for each prompt the logits of its last token (1, vocabulary), or of all its
-        tokens (tokens, vocabulary); every rank gets all of them."""
+        """Prefill `prompts`, each with room for `room` tokens more, in chunks of the case's `chunked_prefill_size`.
+        -> for each prompt the logits of its last token (1, vocabulary), or with `all_logits` of all its tokens (tokens,
+        vocabulary); every rank gets all of them."""
         added = self._admit(prompts, room)
-        waiting, found = [s for s in self.scheduler.running if s in added], dict[int, Tensor]()
+        waiting, found = [s for s in self.scheduler.running if s in added], dict[int, list[Tensor]]()
         while waiting:
-            limit = None if all_logits else self.scheduler.limits.prefill_tokens
-            part = self.scheduler.chunk(waiting, limit)
+            part = self.scheduler.chunk(waiting, self.scheduler.limits.prefill_tokens)
             waiting = [s for s in waiting if s not in part or not s.complete]
-            found |= self._run(part, False, all_logits)  # of a prompt's chunks, the last one's logits stay
-        return [found[s.id] for s in added]
+            for id, logits in self._run(part, False, all_logits).items():
+                found[id] = [*found.get(id, []), logits] if all_logits else [logits]
+        return [torch.cat(found[s.id]) for s in added]
 
     def assume(self, prompts: ListOf[ListOf[int]], room: int) -> None:
         """Takes `prompts` for computed, whatever their pages hold: for measurements with long contexts."""
         for sequence in self._admit(prompts, room):
             sequence.num_computed = len(sequence.ids)
+            self.scheduler.slide(sequence)
 
     def extend(self, tokens: ListOf[int]) -> None:
         """Append a token to each sequence; the next `decode` computes it."""
@@ -101,4 +104,5 @@ class ForcedRun:
             logits = self.engine.forward(batch, decode)
         for sequence in running:
             sequence.num_computed, sequence.limit = sequence.end, None
+            self.scheduler.slide(sequence)
         return logits

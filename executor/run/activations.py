@@ -205,8 +205,11 @@ def sampling(vocabulary: int, sequences: int, itemsize: int) -> Moment:
     return Moment("the choice of tokens", [logits, floats])
 
 
-def batch_of(ops: Ops, tokens: int, sequences: int, table_width: int, page_size: int, groups: int | None) -> Batch:
-    """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages.
+def batch_of(
+    ops: Ops, tokens: int, sequences: int, table_width: int, page_size: int, groups: int | None, sets: int = 1
+) -> Batch:
+    """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages for
+    each of `sets` sets of layers.
     If `groups` is given, the batch says, as for a prefill, that each of `groups` data-parallel groups has `tokens`
     tokens; None: it says nothing, as in a graph."""
     one = array("q", [1])
@@ -216,11 +219,14 @@ def batch_of(ops: Ops, tokens: int, sequences: int, table_width: int, page_size:
     return Batch(
         token_ids=number(tokens),
         positions=number(tokens),
-        paged=Paged(
-            torch.empty(tokens, *slots.shape[1:], dtype=slots.dtype, device="meta"),
-            torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
-            tuple(range(0, each * sequences + 1, each)),
-            (each,) * sequences,
+        paged=tuple(
+            Paged(
+                torch.empty(tokens, *slots.shape[1:], dtype=slots.dtype, device="meta"),
+                torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
+                tuple(range(0, each * sequences + 1, each)),
+                (each,) * sequences,
+            )
+            for _ in range(sets)
         ),
         logit_rows=number(sequences),
         tokens_per_group=None if groups is None else (tokens,) * groups,

@@ -154,8 +154,9 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
-    width, page_size = limits_of(case).table_width, case.cache_config.page_size
-    return batch_of(sketch.build.ops, tokens, sequences, width, page_size, groups)
+    limits, page_size = limits_of(case, sketch.config), case.cache_config.page_size
+    sets = len(limits.windows)
+    return batch_of(sketch.build.ops, tokens, sequences, limits.table_width, page_size, groups, sets)
 
 
 def _inputs(batch: Batch) -> int:

@@ -13,7 +13,7 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.engine.batch_limits import limits_of
-from executor.engine.kv_caches import bind_caches
+from executor.engine.kv_caches import bind_caches, sharing
 from executor.engine.weight_formats import build_of
 from executor.run.activations import Part, counted
 from models.build import Build, Shadows
@@ -59,7 +59,7 @@ def sketch_of(
     parallel = counted(parallel_of(case.parallel_sizes, 0, {}))
     build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, shadows, exchange)
     model = model_class(case.model_name)(config, build)
-    pages = limits_of(case).pages
+    pages = limits_of(case, config).pages
     bind_caches(model, case, build, pages)
     return Sketch(config, build, model, pages)
 
@@ -90,8 +90,7 @@ def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
 
 def cache_of(model: nn.Module, page_size: int) -> Part:
     """The memory of the KV cache that is bound to `model`."""
-    layers = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
-    caches: list[Tensor] = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+    caches: list[Tensor] = [cache for layer, *_ in sharing(model) for cache in (layer.k_cache, layer.v_cache)]
     pages, values = len(caches[0]), caches[0][0].numel() // page_size
     how = f"{len(caches)} tensors x {pages:,} pages x {page_size} tokens x {values} values x {caches[0].itemsize} B"
     return Part("pages", sum(cache.nbytes for cache in caches), how)

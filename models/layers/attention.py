@@ -27,16 +27,17 @@ class PagedAttention(nn.Module):
     """Attention over the paged KV cache, of all tokens before a token or of the last `window` ones. The engine
     allocates the cache and passes it to `bind`."""
 
-    k_cache: Tensor  # ops.kv_cache(...)
+    k_cache: Tensor  # ops.kv_cache(...), which layers of other sets share
     v_cache: Tensor
+    layers: int  # number of the set of layers that this one is in, whose pages `Batch.paged` has
 
     def __init__(self, build: Build, heads: int, kv_heads: int, head_dim: int, window: int | None = None):
         super().__init__()
         self.ops, self.heads, self.kv_heads, self.head_dim = build.ops, heads, kv_heads, head_dim
         self.window = window
 
-    def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        self.k_cache, self.v_cache = fixed(k_cache), fixed(v_cache)
+    def bind(self, k_cache: nn.Parameter, v_cache: nn.Parameter, layers: int = 0) -> None:
+        self.k_cache, self.v_cache, self.layers = k_cache, v_cache, layers
 
     def keep_queries(self, rows: int) -> None:
         """Makes the place of the queries of steps of `rows` tokens: a graph has kernels that write into a tensor, and
@@ -49,17 +50,18 @@ class PagedAttention(nn.Module):
         qkv (T, (heads + 2 kv_heads) D) has queries, keys and values side by side. -> (T, heads * D)"""
         heads = Heads(self.kv_heads, q_norm.eps, q_norm.weight, k_norm.weight, cos, sin)
         out = getattr(self, f"queries_{len(qkv)}", None)
-        q = self.ops.norm_rope_write(qkv, heads, self.k_cache, self.v_cache, batch.paged.slot_mapping, out)
+        slot_mapping = batch.paged[self.layers].slot_mapping
+        q = self.ops.norm_rope_write(qkv, heads, self.k_cache, self.v_cache, slot_mapping, out)
         return self._attend(q, batch)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         """q (T, heads, D), k and v (T, kv_heads, D); sinks (heads), as of `Ops.attention`. -> (T, heads * D)"""
-        self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.paged.slot_mapping)
+        self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.paged[self.layers].slot_mapping)
         return self._attend(q, batch, sinks)
 
     def _attend(self, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
-        scale = self.head_dim**-0.5
-        return self.ops.attention(q, self.k_cache, self.v_cache, batch.paged, scale, self.window, sinks).flatten(1)
+        paged, scale = batch.paged[self.layers], self.head_dim**-0.5
+        return self.ops.attention(q, self.k_cache, self.v_cache, paged, scale, self.window, sinks).flatten(1)
 
 
 class Sinks(Layer):

@@ -81,6 +81,10 @@ class MiniMaxM2Config:
         return ()
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.num_hidden_layers
+
+    @property
     def expert_count(self) -> int:
         return self.num_local_experts
 

@@ -164,7 +164,7 @@ class Replica:
         left = min(s.longest - len(s.ids) for s in step.sequences)
         if left == 1:
             return 1
-        least = min(s.promised * size - len(s.ids) for s in step.sequences)  # besides the next token, in promised pages
+        least = min(s.covered - len(s.ids) for s in step.sequences)  # besides the next token, in promised pages
         for group, sequences in enumerate(scheduler.by_group(step.sequences)):
             if sequences and left > 1 + least:
                 spare = scheduler.pools[group].pages - scheduler.committed(group)

@@ -302,7 +302,7 @@ class Worker:
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]
         return Ready(
-            longest=min(limits.max_sequence_length, pool.pages * limits.page_size),
+            longest=limits.longest_in(pool.pages),
             batch_size=limits.batch_size,
             vocabulary=self.runner.config.vocab_size,
             page_size=limits.page_size,

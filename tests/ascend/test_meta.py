@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.engine.batching import pack
-from executor.engine.pages import PagePool
+from executor.engine.pages import Holding, PagePool
 from executor.engine.request import Request
 from executor.engine.sequence import new_sequence
 from executor.run.activations import CountedGroup
@@ -29,7 +29,7 @@ from ops.ascend import moe
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
-from ops.interface import Paged
+from ops.interface import Paged, fixed
 from ops.parallel.groups import Parallel, Shard
 from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family
 from umbra.errors import UserError
@@ -55,7 +55,8 @@ class Model:
     def batch(self, lengths: list[int]) -> Batch:
         sequences = [new_sequence(i, Request((1,) * n)) for i, n in enumerate(lengths)]
         for s in sequences:
-            self.pool.extend(s.blocks, s.end)
+            s.held = [Holding(None)]
+            self.pool.extend(s.held[0], s.end)
         decode, tokens, wanted = max(lengths) == 1, (sum(lengths),), (len(lengths),)
         return pack(self.ops, sequences, self.pool, tokens, 1, decode, decode=decode, wanted_per_group=wanted).to(NPU)
 
@@ -96,7 +97,8 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
         pool = PagePool(5, 128)
         for layer in module.modules():
             if isinstance(layer, PagedAttention):
-                layer.bind(*(ops.kv_cache(6, 128, layer.kv_heads, layer.head_dim, BF16, NPU) for _ in "kv"))
+                sizes = 6, 128, layer.kv_heads, layer.head_dim, BF16, NPU
+                layer.bind(fixed(ops.kv_cache(*sizes)), fixed(ops.kv_cache(*sizes)))
         return Model(module, ops, pool)
 
     return made

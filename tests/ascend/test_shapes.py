@@ -19,6 +19,7 @@ from ops.ascend.layout import AscendLayout
 from ops.ascend.ops import AscendOps
 from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
+from ops.interface import fixed
 from ops.parallel.groups import Parallel, Shard
 from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family
 
@@ -73,7 +74,8 @@ def test_as_much_is_alive_at_the_fullest_moment(
             exchange = CountedExchange(ops, 2, 4) if isinstance(ops, CountedOps) else of_npu
         model = family.model(config, Build(ops, parallel, formats, BF16, device, 256, exchange=exchange))
         for layer in attentions(model):
-            layer.bind(*(ops.kv_cache(6, 128, layer.kv_heads, layer.head_dim, BF16, device) for _ in "kv"))
+            sizes = 6, 128, layer.kv_heads, layer.head_dim, BF16, device
+            layer.bind(fixed(ops.kv_cache(*sizes)), fixed(ops.kv_cache(*sizes)))
         batch = batch_of(ops, tokens, sequences, 2, 128, parallel.attn_dp.size).to(device)
         return ledger.fullest(model, model.forward, batch).nbytes
 

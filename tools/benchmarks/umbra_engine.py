@@ -31,7 +31,8 @@ def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
     """Returns `config` with another number of layers, all with experts."""
     if layers < 1:
         raise UserError(f"--layers {layers}: must be at least 1")
-    return with_layers(config, (True,) * layers)
+    sparse = [layer for layer, has in enumerate(getattr(config, "sparse_layers", ())) if has] or range(layers)
+    return with_layers(config, [sparse[i % len(sparse)] for i in range(layers)])
 
 
 class Umbra:

@@ -68,7 +68,7 @@ class AscendGraph:
         self.compiled, self.lengths_on_device = compiled, lengths_on_device
         batch = self.prepared(batch)
         self.host = {
-            name: pinned(tuple(tensor.shape), tensor.dtype, f"graph of {len(batch.paged.kv_lens)} sequences").copy_(
+            name: pinned(tuple(tensor.shape), tensor.dtype, f"graph of {len(batch.paged[0].kv_lens)} sequences").copy_(
                 tensor
             )
             for name, tensor in batch.tensors().items()
@@ -79,7 +79,7 @@ class AscendGraph:
             torch._dynamo.mark_static_address(tensor)
 
     def prepared(self, batch: Batch) -> Batch:
-        return batch.having({"kv_lens": torch.tensor(batch.paged.kv_lens)} if self.lengths_on_device else {})
+        return batch.with_lengths(torch.tensor(batch.paged[0].kv_lens)) if self.lengths_on_device else batch
 
     def __call__(self, batch: Batch) -> Tensor:
         """The host does not wait for the copies from pinned memory. They cannot overwrite inputs in use: the tokens

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from executor.engine.batching import pack
-from executor.engine.pages import Block, PagePool
+from executor.engine.pages import Block, Holding, PagePool
 from executor.engine.request import Request
 from executor.engine.sequence import new_sequence
 from ops import load_ops
@@ -17,17 +17,30 @@ OPS = load_ops("reference")
 
 def test_page_numbers_are_read_again_after_pages_have_moved() -> None:
     one, pool = new_sequence(7, Request(tuple(range(100, 109)))), PagePool(20, 4)
-    one.num_computed, one.blocks, one.limit = 4, [Block(5), Block(3)], 4
+    held = Holding(None, [Block(5), Block(3)])
+    one.num_computed, one.held, one.limit = 4, [held], 4
     pack(OPS, [one], pool, (4,), 3)
-    assert (one.table.tolist(), one.table_version) == ([5, 3], 0)
-    one.blocks[0].page = 11
-    one.blocks.append(Block(6))
+    assert (held.table.tolist(), held.version) == ([5, 3], 0)
+    held.blocks[0].page = 11
+    held.blocks.append(Block(6))
     pack(OPS, [one], pool, (4,), 3)
-    assert one.table.tolist() == [5, 3, 6]  # nobody said that a page has moved
+    assert held.table.tolist() == [5, 3, 6]  # nobody said that a page has moved
     pool.version = 2
     batch = pack(OPS, [one], pool, (4,), 3)
-    assert (one.table.tolist(), one.table_version) == ([11, 3, 6], 2)
-    assert torch.as_tensor(batch.paged.block_tables).tolist() == [[11, 3, 6]]
+    assert (held.table.tolist(), held.version) == ([11, 3, 6], 2)
+    assert torch.as_tensor(batch.paged[0].block_tables).tolist() == [[11, 3, 6]]
+
+
+def test_pages_behind_a_window_are_given_back_and_never_named() -> None:
+    held = Holding(6, [Block(page) for page in (7, 8, 9)])
+    pool = PagePool(20, 4)
+    assert held.pages(pool).tolist() == [7, 8, 9]
+    assert held.slide(8, 4) == []  # token 8 sees from token 3 on
+    assert [block.page for block in held.slide(9, 4)] == [7]
+    assert (held.first, held.end, held.pages(pool).tolist()) == (1, 3, [8, 8, 9])
+    pool.extend(held, 13)
+    assert (held.end, len(held.blocks), held.slide(9, 4)) == (4, 3, [])
+    assert held.pages(pool).tolist()[:3] == [8, 8, 9]
 
 
 @settings(deadline=None)
@@ -40,19 +53,21 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
     pool.free = data.draw(st.permutations(pool.free))
     caches = torch.zeros(2, len(pool.free), page_size, kv_heads, dim)
     sequences = [new_sequence(i, Request((0,) * n)) for i, n in enumerate(lens)]
+    for s in sequences:
+        s.held = [Holding(None)]
     whole = [[torch.randn(n, h, dim) for h in (heads, kv_heads, kv_heads)] for n in lens]
     got: list[list[torch.Tensor]] = [[] for _ in lens]
     while any(s.num_computed < n for s, n in zip(sequences, lens, strict=True)):
         active = [s for s in sequences if s.num_computed < lens[s.id]]
         for s in active:
             s.ids = array("q", range(data.draw(st.integers(s.num_computed + 1, lens[s.id]))))
-            pool.extend(s.blocks, len(s.ids))
+            pool.extend(s.held[0], len(s.ids))
         batch = pack(OPS, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
         q, k, v = (torch.cat([whole[s.id][t][s.num_computed : len(s.ids)] for s in active]) for t in range(3))
         assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.num_computed :]]
         assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions
-        OPS.write_kv(k, v, caches[0], caches[1], batch.paged.slot_mapping)
-        out = OPS.attention(q, caches[0], caches[1], batch.paged, dim**-0.5)
+        OPS.write_kv(k, v, caches[0], caches[1], batch.paged[0].slot_mapping)
+        out = OPS.attention(q, caches[0], caches[1], batch.paged[0], dim**-0.5)
         for s, part in zip(active, out.split([s.new_tokens for s in active]), strict=True):
             got[s.id].append(part)
             s.num_computed = len(s.ids)

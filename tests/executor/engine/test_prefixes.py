@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from executor.engine.batch_limits import Limits
 from executor.engine.pages import PagePool
-from executor.engine.prefixes import extend_keys
+from executor.engine.prefixes import extend_keys, key_of
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
@@ -26,7 +26,8 @@ class Rank:
         own = PagePool(pages, limits.page_size)
         own.free = own.free[number:] + own.free[:number]
         self.scheduler = Scheduler(limits, (), own, number % limits.groups)
-        self.written: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}  # (group, slot) -> (salt, all before)
+        # (group, slot) -> (layer set, salt, all before)
+        self.written: dict[tuple[int, int], tuple[int, bytes, tuple[int, ...]]] = {}
 
     def step(self, tokens: dict[int, int]) -> Any:
         """Runs one step in which sequence i gets the token tokens[i]. -> what all ranks must agree on"""
@@ -38,17 +39,21 @@ class Rank:
         scheduler.reserve(step.sequences)  # never runs out of pages
         for s in step.sequences:
             pool, salt = scheduler.pools[s.group], s.request.salt
-            slots = [s.blocks[i // pool.page_size].page * pool.page_size + i % pool.page_size for i in range(s.end)]
-            for position, slot in enumerate(slots):
-                content = salt, tuple(s.ids[: position + 1])
-                if position < s.num_computed:
-                    assert self.written[s.group, slot] == content  # also what another sequence computed
-                else:
-                    self.written[s.group, slot] = content
-            shared = [b for b in s.blocks if b.holders > 1]
-            assert all(
-                b in s.blocks[: s.num_computed // pool.page_size] for b in shared
-            )  # nobody writes into a shared page
+            size = pool.page_size
+            for number, held in enumerate(s.held):
+                table = held.pages(pool)
+                first = max(0, s.num_computed - held.window + 1) if held.window else 0  # that this step sees
+                assert held.first == first // size  # nothing behind the window is held
+                for position in range(first, s.end):
+                    slot = table[position // size] * size + position % size
+                    content = number, salt, tuple(s.ids[: position + 1])
+                    if position < s.num_computed:
+                        assert self.written[s.group, slot] == content  # also what another sequence computed
+                    else:
+                        self.written[s.group, slot] = content
+                full = held.blocks[: s.num_computed // size - held.first]
+                assert all(b in full for b in held.blocks if b.holders > 1)  # nobody writes into a shared page
+            assert len(s.blocks) <= s.promised
         chosen = [tokens[s.id] for s in step.finished_prompts for _ in range(1 + s.drafted)]
         events = scheduler.commit(step, chosen)
         return [(s.id, s.group, s.num_computed, s.preemptions) for s in step.sequences], events
@@ -91,8 +96,9 @@ def test_every_request_gets_its_tokens_whatever_gives_way(
     limits = Limits(
         3 * groups, LONGEST, page_size, groups, data.draw(st.sampled_from([None, 5])), 3, reserve, True,
         data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, 1, 5])),
+        data.draw(st.sampled_from([(None,), (None,), (None, 6), (1,), (None, None, 3, 9)])),
     )  # fmt: skip
-    ranks = [Rank(limits, -(-LONGEST // page_size) + more, number) for number in range(3)]
+    ranks = [Rank(limits, limits.pages_of(LONGEST) + more, number) for number in range(3)]
     wanted: dict[int, int] = {}
     got = Counter[int]()
     number = 0
@@ -159,6 +165,23 @@ def test_a_conversation_is_found_again_and_other_salts_find_nothing() -> None:
     assert run_alone(scheduler, 2, list(range(8)), 3).cached_tokens == 4  # the last token is always computed
     assert run_alone(scheduler, 3, first.ids, 3, salt=b"other").cached_tokens == 0
     assert run_alone(scheduler, 4, [9, *range(1, 10)], 3).cached_tokens == 0
+
+
+def test_a_prefix_needs_only_the_last_pages_of_a_window() -> None:
+    limits = Limits(2, 100, 4, prefill_tokens=8, prefixes=True, windows=(None, 6))
+    assert (limits.pages_of(100), limits.longest_in(25), limits.longest_in(28)) == (25 + 4, 84, 96)
+    scheduler = Scheduler(limits)
+    cache = scheduler.caches[0]
+    first = run_alone(scheduler, 0, range(30), 5)
+    assert run_alone(scheduler, 1, first.ids, 3).cached_tokens == 32
+    assert run_alone(scheduler, 2, [*range(14), 99], 3).cached_tokens == 12
+    keys: list[bytes] = []
+    extend_keys(keys, first.ids, 4, b"")
+    for page in (2, 7):  # of the window
+        cache.index.pop(key_of(keys[page], 1))
+    found = cache.find(keys, 34, limits.windows)
+    assert [(held.first, held.end) for held in found] == [(0, 7), (5, 7)]
+    assert [held.end for held in cache.find(keys[:4], 17, limits.windows)] == [2, 2]
 
 
 def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> None:

@@ -127,7 +127,7 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
         quantised_head=False,
     )
     model = model_class(case.model_name)(load_model_config(case), build)
-    bind_caches(model, case, build, limits_of(case).pages)
+    bind_caches(model, case, build, limits_of(case, load_model_config(case)).pages)
     tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     plan = make_plan(case)
