@@ -17,6 +17,7 @@ class Block:
     page: int  # its number in block tables
     holders: int = 1  # number of sequences that hold it
     key: bytes = b""  # of a full page that later prompts can find (executor/engine/prefixes.py)
+    passing: bool = False  # whether sequences give it back while they run, as their windows move on
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +85,8 @@ class Pages(ABC):
         if missing > available:
             raise UserError(f"KV cache: {missing} more pages of {self.page_size} tokens needed, {available} free")
         for _ in range(missing):
-            held.blocks.append(self.take())
+            held.blocks.append(block := self.take())
+            block.passing = held.window is not None
         return max(missing, 0)
 
 

@@ -55,6 +55,8 @@ class PageCache:
     def __init__(self, pool: Pages):
         self.pool = pool
         self.held = 0  # number of pages that sequences hold
+        # Number of holders, beyond the first, of passing pages: what they share now, they do not share for long.
+        self.shared_in_passing = 0
         self.index: dict[bytes, Block] = {}  # full pages by key
         self.idle: dict[bytes, Block] = {}  # those of `index` that no sequence holds, in the order of their last use
         self.margin, self.most_dropped = max(1, pool.pages // MARGIN), max(1, pool.pages // 2)
@@ -98,6 +100,8 @@ class PageCache:
             if not block.holders:
                 del self.idle[block.key]
                 self.held += 1
+            else:
+                self.shared_in_passing += block.passing
             block.holders += 1
 
     def count_missed(self, keys: ListOf[bytes]) -> None:
@@ -128,7 +132,9 @@ class PageCache:
         unknown = []
         for block in reversed(blocks):
             block.holders -= 1
-            if not block.holders:
+            if block.holders:
+                self.shared_in_passing -= block.passing
+            else:
                 self.held -= 1
                 if block.key:
                     self.idle[block.key] = block

@@ -127,7 +127,7 @@ class Scheduler:
             hits = [block for of_set in held for block in of_set.blocks]
             covered = self._covered(sequence)
             promised = self.limits.pages_of(covered)
-            shared = sum(block.holders > 0 for block in hits)
+            shared = sum(block.holders > 0 and not block.passing for block in hits)
             if self.committed(group) + promised - shared > self.pools[group].pages:
                 break  # first come, first served: all later sequences wait as well
             self.waiting.pop(0)
@@ -151,9 +151,10 @@ class Scheduler:
         return [[s for s in sequences if s.group == group] for group in range(len(self.pools))]
 
     def committed(self, group: int) -> int:
-        """Number of pages that the sequences of a group hold or were promised."""
+        """Number of pages that the sequences of a group hold or were promised. Pages of windows, which they share only
+        until their windows move on, count for each of them."""
         more = (s.promised - sum(len(h.blocks) for h in s.held) for s in self.running if s.group == group)
-        return self.caches[group].held + sum(more)
+        return self.caches[group].held + self.caches[group].shared_in_passing + sum(more)
 
     def _covered(self, sequence: Sequence) -> int:
         """Number of tokens, in whole pages, for which a sequence is promised pages when it is admitted. One that was
