@@ -16,8 +16,10 @@ from executor.engine.loop import Loop
 from executor.engine.ngrams import MATCH, NgramIndex
 from executor.engine.request import Event, Request, SamplingParams
 from executor.engine.sequence import Sequence, new_sequence
+from models.registry import family_in
 from tests.fakes.drafts import FreeDrafts
-from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.quantised import mxfp4_tiny
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 
 PROMPTS = [[5, 17, 3] * 4, [7, 8, 9, 7, 8, 9, 7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -31,6 +33,15 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafts") / "model"
     save_tiny(folder, eos_token_id=None, moe_intermediate_size=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows of eight tokens, biases, MXFP4."""
+    folder = tmp_path_factory.mktemp("drafts") / "gpt_oss"
+    save_tiny_of(folder.with_name("floats"), "gpt_oss", eos_token_id=None)
+    mxfp4_tiny(folder.with_name("floats"), folder)
     return folder
 
 
@@ -68,9 +79,14 @@ def test_tokens_are_those_without_drafts(model: Path, kind: str, exe_mode: str) 
     assert not drafting.scheduler.caches[0].held
 
 
-def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(model: Path) -> None:
+@pytest.mark.parametrize(("name", "quantization"), [("model", {"method": "q8"}), ("oss", {"rest": "q8"})])
+def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
+    request: pytest.FixtureRequest, name: str, quantization: dict[str, str]
+) -> None:
+    model = request.getfixturevalue(name)
     options: dict[str, Any] = {
-        "quantization": {"method": "q8"}, "cache_config": {"page_size": 4, "kv_dtype": "int8"},
+        "model_name": family_in(model), "quantization": quantization,
+        "cache_config": {"page_size": 4, "kv_dtype": "int8"},
         "offload_config": {"mode": "elastic", "arena_mb": 0.3, "max_swaps": 2},
     }  # fmt: skip
     tokens = [

@@ -16,7 +16,16 @@ from executor.run.prompts import encode_prompts
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from tests.spy import spy_on
-from tests.tiny import ONE_RANK, TINY_AS_M2, make_runner, oracle_logits, save_tiny, save_tiny_m2, tiny_case
+from tests.tiny import (
+    ONE_RANK,
+    TINY_AS_M2,
+    make_runner,
+    oracle_logits,
+    save_tiny,
+    save_tiny_m2,
+    save_tiny_of,
+    tiny_case,
+)
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -121,13 +130,15 @@ def test_profiler_writes_traces_of_both_phases(tmp_path: Path) -> None:
         assert any("linear" in str(e.get("name")) for e in events)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss"])
 def test_the_last_layer_computes_wanted_rows_only(tmp_path: Path, family: str) -> None:
     """Behind its attention; a prompt whose log-probabilities are asked for wants all its rows."""
     if family == "qwen3_moe":
         save_tiny(tmp_path / "model", eos_token_id=None)
-    else:
+    elif family == "minimax_m2":
         save_tiny_m2(tmp_path / "model", **TINY_AS_M2)
+    else:
+        save_tiny_of(tmp_path / "model", family)
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name=family), tmp_path)
     model, rows = runner.engine.model, list[int]()
     for layer in (layer for _, layer in layers_of(model) if isinstance(layer, Experts)):

@@ -11,7 +11,8 @@ from torch import Tensor, equal
 from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from tests.fakes.scripted import Server
-from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.quantised import mxfp4_tiny
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import thorough_but
 
 KINDS: dict[str, tuple[float, dict[str, Any]]] = {  # megabytes of an arena that is too small
@@ -19,10 +20,11 @@ KINDS: dict[str, tuple[float, dict[str, Any]]] = {  # megabytes of an arena that
     "bfloat16": (0.125, {"model_config": {"dtype": "bfloat16"}}),
     "q8": (0.25, {"quantization": {"method": "q8", "group_size": 32}}),
     "q4": (0.25, {"quantization": {"method": "q4", "group_size": 32}}),
+    "mxfp4": (0.25, {"model_name": "gpt_oss"}),
 }
 
 
-@pytest.mark.parametrize("kind", thorough_but(KINDS, "bfloat16", "q4"))
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "bfloat16", "q4", "mxfp4"))
 def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Prompts are cut into chunks, find prefixes of others, are preempted and computed again in a prefill; experts
     move; an answer's rows run in steps of one to four sequences."""
@@ -37,7 +39,12 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Engine, "choose", watched)
     arena_mb, options = KINDS[kind]
     sizes = dict(num_hidden_layers=3, num_experts=16, num_key_value_heads=8, moe_intermediate_size=32)
-    save_tiny(tmp_path / "model", **sizes)
+    if kind == "mxfp4":
+        del sizes["moe_intermediate_size"]
+        save_tiny_of(tmp_path / "floats", "gpt_oss", **sizes, hidden_size=32, intermediate_size=32, head_dim=8)
+        mxfp4_tiny(tmp_path / "floats", tmp_path / "model")
+    else:
+        save_tiny(tmp_path / "model", **sizes)
     case = tiny_case(
         tmp_path, tmp_path / "model", exe_mode="graph", threads=2,
         data_config={"input_max_len": 64, "max_new_tokens": 64, "batch_size": 4, "chunked_prefill_size": 16},

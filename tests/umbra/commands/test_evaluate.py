@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from tests.command import umbra
-from tests.tiny import save_tiny, write_case
+from tests.tiny import save_tiny, save_tiny_of, write_case
 from umbra.cli import execute
 from umbra.commands import evaluate
 from umbra.files import ROOT
@@ -100,13 +100,17 @@ def save_letters(folder: Path, letters: str) -> None:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    """A case, with its text beside it."""
-    save_tiny(tmp_path / "model", moe_intermediate_size=32)
+def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A case of a family, with its text beside it."""
+    family = getattr(request, "param", "qwen3_moe")
+    if family == "gpt_oss":
+        save_tiny_of(tmp_path / "model", family)
+    else:
+        save_tiny(tmp_path / "model", moe_intermediate_size=32)
     save_letters(tmp_path / "model", LETTERS)
     (tmp_path / "text.txt").write_text(TINY_TEXT)
     (tmp_path / "scratch").mkdir()
-    return str(write_case(tmp_path / "tiny.yaml", tmp_path / "model"))
+    return str(write_case(tmp_path / "tiny.yaml", tmp_path / "model", model_name=family))
 
 
 def command_against(folder: Path, case: str, overrides: list[str], *against: str) -> list[str]:
@@ -150,6 +154,7 @@ def passes_here() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("tiny", ["qwen3_moe", "gpt_oss"], indirect=True)
 def test_divergence_equals_float64(tiny: str, tmp_path: Path) -> None:
     p, q = distributions(tmp_path, tiny, "none"), distributions(tmp_path, tiny, "q4")
     kl = float((p.exp() * (p - q)).sum(-1).mean())
