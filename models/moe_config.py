@@ -95,7 +95,7 @@ def read_sizes(hf: HfConfig, defaults: Mapping[str, int], experts_keys: Sequence
     check_experts(hf, experts_keys[0], experts, layers)
     return sizes | {
         "num_experts": experts,
-        "head_dim": hf.size("head_dim", default=max(sizes["hidden_size"] // heads, 1)),
+        "head_dim": hf.size("head_dim", default=defaults.get("head_dim", max(sizes["hidden_size"] // heads, 1))),
         "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
         "eos_token_ids": hf.one_or_more("eos_token_id"),
     }

@@ -27,6 +27,7 @@ def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch | None" = No
     arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None
     weights = sum(part.nbytes for part in weights_of(sketch.model))
     cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
+    formats = sketch.build.formats
     if arena:  # it takes the cache's place
         cache = int(arena * MB)
     total, (room, of) = local_ranks * (weights + cache + _program_bytes()), memory_limit()
@@ -37,7 +38,9 @@ def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch | None" = No
             remedy = f"lower offload_config.arena_mb to {int(left / MB)}"
         elif longest >= 2:
             remedy = f"about max_model_len: {longest} fits with batch_size: {case.data_config.batch_size}"
-        elif case.quantization.method == "q4":
+        elif formats.own and not formats.head.quantised:
+            remedy = "the weights alone do not fit: set quantization.rest: q8"
+        elif formats.own or case.quantization.method == "q4":
             remedy = "the weights alone do not fit: this model needs a larger machine"
         else:
             remedy = "the weights alone do not fit: set quantization.method: q4 (--quantization q4)"

@@ -84,6 +84,8 @@ def _print_head(case: Case) -> None:
     q, format = case.quantization, case.model_config.dtype
     if q.method in ("q8", "q4"):
         format += f", {q.method} in groups of {q.group_size}" + (" with zero points" if q.zero_points else "")
+    if q.rest != "none":
+        format += f", rest in {q.rest}"
     print(f"case {case.name}: {case.platform}, {case.exe_mode}, {case.world_size} rank(s), {format}")
 
 

@@ -30,7 +30,7 @@ from models.registry import load, model_class
 from ops.interface import Exchange, Ops
 from ops.parallel.join import parallel_of
 
-EXPERTS = ("experts", "experts' scales")
+EXPERTS = ("experts", "experts' scales and biases")
 KINDS: dict[type[nn.Module], str] = {
     VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", SplitRMSNorm: "norms", Experts: "experts",
     Router: "router", SelectionBias: "router",
@@ -66,15 +66,15 @@ def sketch_of(
 
 def weights_of(model: nn.Module) -> list[Part]:
     """The memory of all weights, by kinds of layers."""
-    names = ("embedding", "attention", "router", "experts", "experts' scales", "dense MLP", "norms", "head", "rotary")
+    names = ("embedding", "attention", "router", *EXPERTS, "dense MLP", "norms", "head", "rotary")
     sizes = dict.fromkeys(names, 0)
     for path, layer in layers_of(model):
         name = kind_of(model, path, layer)
         tensors = list(layer.storages())
-        quantised = any(not t.is_floating_point() for t in tensors)
+        largest = max(tensor.nbytes for tensor in tensors)
         for tensor in tensors:
-            scales = name == "experts" and quantised and tensor.is_floating_point()
-            sizes["experts' scales" if scales else name] += tensor.nbytes
+            beside = name == "experts" and 4 * tensor.nbytes < largest
+            sizes[EXPERTS[1] if beside else name] += tensor.nbytes
     tables = [module for module in model.modules() if isinstance(module, RotaryTable)]
     sizes["rotary"] = sum(table.cos.nbytes + table.sin.nbytes for table in tables)
     return [Part(name, size) for name, size in sizes.items() if size]

@@ -10,7 +10,7 @@ from models.rope import read_rope
 DEFAULTS = {
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
     "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 128,
-    "num_experts_per_tok": 4,
+    "num_experts_per_tok": 4, "head_dim": 64,
 }  # fmt: skip
 EXPERTS = "num_local_experts"
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -53,7 +53,7 @@ def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]
     case = load_case(name, overrides)
     sketch, memory = sketch_of(case), Counted(case).memory
     sizes = {part.name: part.nbytes for part in weights_of(sketch.model)}
-    experts = sizes.pop("experts") + sizes.pop("experts' scales", 0)
+    experts = sizes.pop("experts") + sizes.pop("experts' scales and biases", 0)
     assert memory.experts == experts
     assert memory.rest == sum(sizes.values()) - sizes["rotary"]
     layers = [module for module in sketch.model.modules() if isinstance(module, PagedAttention)]

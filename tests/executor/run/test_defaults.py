@@ -8,6 +8,8 @@ import pytest
 from executor.config.load import load_case, make_case
 from executor.config.units import GB
 from executor.run.defaults import RUNNING, SERVING, case_of_checkpoint, open_case
+from executor.run.host_memory import check_host_memory
+from executor.run.model_sketch import sketch_of, weights_of
 from tests.command import umbra
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
@@ -57,6 +59,23 @@ def test_settings_follow_the_free_memory(
     data = case.data_config
     assert (case.quantization.method, data.batch_size, case.max_sequence_length) == (method, sequences, context)
     assert make_case(keys, case.name, "").data_config == data  # what `umbra init` writes
+
+
+def test_mxfp4_is_counted_as_it_is_and_never_quantised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 24}))
+    monkeypatch.setattr("executor.run.defaults.free_memory", lambda: GB)
+    case, _ = case_of_checkpoint(tmp_path, SERVING)
+    assert case.quantization.method == "auto"
+    sizes = {part.name: part.nbytes for part in weights_of(sketch_of(case).model)}
+    weights, biases = 24 * 32 * 3 * 2880 * 2880, 24 * 32 * 3 * 2880
+    assert (sizes["experts"], sizes["experts' scales and biases"]) == (weights // 2, weights // 32 + 4 * biases)
+    q, kv = 64 * 64, 8 * 64
+    in_attention = 2880 * (2 * q + 2 * kv) + q + 2 * kv + 2880
+    assert sizes["attention"] == pytest.approx(24 * 2 * (in_attention + 64), rel=1e-3)
+    assert sizes["head"] == 2 * 201088 * 2880
+    with pytest.raises(UserError, match=r"the weights alone do not fit: set quantization\.rest: q8"):
+        check_host_memory(case, 1000)
 
 
 def test_init_writes_a_case_that_serves(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool)
         "attention": layers * (in_attention // 2 + in_attention // 32 * 2 if q4 else in_attention * 2),
         "router": layers * EXPERTS * hidden * 2,
         "experts": layers * in_experts // 2 if q4 else layers * in_experts * 2,
-        "experts' scales": layers * in_experts // 32 * 2 if q4 else 0,
+        "experts' scales and biases": layers * in_experts // 32 * 2 if q4 else 0,
         "norms": layers * (2 * hidden + 2 * DIM) * 2 + hidden * 2,
         "head": table,
         "rotary": 2 * LONGEST * DIM * 2,
@@ -96,7 +96,7 @@ def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
     assert plan.tokens_left == plan.left // (128 * token) * 128
     check_fits(plan)
     weights = wanted["weights"]
-    experts = weights["experts"] + weights.get("experts' scales", 0)
+    experts = weights["experts"] + weights.get("experts' scales and biases", 0)
     others = sum(weights.values()) - experts - weights["embedding"] - weights["rotary"]
     hit = round(experts * (1 - (120 / 128) ** 4))
     assert [part.nbytes for part in plan.decode] == [others, hit, BATCH * LONGEST * token]

@@ -34,7 +34,7 @@ def by_hand(ranks: int, q4: bool) -> dict[str, int]:
         "attention": attention // 2 + attention // 16 if q4 else attention * 2,
         "router": LAYERS * (EXPERTS * HIDDEN + EXPERTS) * 4,  # with the selection bias, float32 and whole on every rank
         "experts": experts // 2 if q4 else experts * 2,
-        "experts' scales": experts // 16 if q4 else 0,
+        "experts' scales and biases": experts // 16 if q4 else 0,
         "norms": LAYERS * (2 * HIDDEN + q + kv) * 2 + HIDDEN * 2,
         "head": table,
         "rotary": 2 * LONGEST * DIM * 2,
@@ -56,7 +56,7 @@ def test_groups_follow_the_columns_of_a_rank(tmp_path: Path) -> None:
     the groups that a case asks for must fit."""
     for ranks, group in ((4, 128), (8, 64), (16, 32)):
         sizes = {p.name: p.nbytes for p in make_plan(awq(tmp_path, W4A16, world_size=ranks)).sections["weights"]}
-        assert sizes["experts' scales"] * group == 8 * sizes["experts"], ranks  # 4 B a group, 1/2 a value
+        assert sizes["experts' scales and biases"] * group == 8 * sizes["experts"], ranks  # 4 B a group, 1/2 a value
     split = dict(world_size=32, attn_tp_size=16)
     with pytest.raises(
         UserError, match=r"experts\.0\.w1: 1536 quantised columns over 32 ranks are 48 on each, no multi"

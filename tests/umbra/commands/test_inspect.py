@@ -52,7 +52,7 @@ def kept(model: nn.Module) -> tuple[dict[str, int], int]:
 
 def counted(rank: dict[str, Any]) -> tuple[dict[str, int], int]:
     weights = dict(rank["weights"])
-    weights["experts"] += weights.pop("experts' scales", 0)
+    weights["experts"] += weights.pop("experts' scales and biases", 0)
     del weights["rotary"]  # no layer's weight
     return weights, rank["kv_cache_nbytes"]
 
