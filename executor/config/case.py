@@ -198,8 +198,8 @@ class QuantizationSettings:
     )  # fmt: skip
     rest: str = key(
         "none", "beside weights kept as in the checkpoint: its other linear layers and the output head. none: in "
-        "`dtype`, but the head in 8 bits on cpu unless the checkpoint quantises experts alone (gpt-oss). q8: in 8 bits "
-        "in groups of 32; cpu only", choices=("none", "q8"),
+        "`dtype`, but the head in 8 bits on cpu unless the format is for experts alone (gpt-oss's MXFP4). q8: in 8 "
+        "bits in groups of 32; cpu only", choices=("none", "q8"),
     )  # fmt: skip
     group_size: int = key(
         32, "columns of a row that share a scale: 32, 64 or 128", minimum=GROUP_SIZES[0], maximum=GROUP_SIZES[-1]

@@ -85,8 +85,8 @@ OSS: Splits = {  # biases once, sinks by heads; the bias after a row split and t
     "tp2": dict(world_size=2),
     "dp2_graph": dict(world_size=2, attn_tp_size=1, exe_mode="graph"),
     "dp2_ep2": dict(world_size=2, attn_tp_size=1, moe_tp_size=1),
-    "ep2_copies_graph": dict(
-        world_size=2, attn_tp_size=1, moe_tp_size=1, expert_slots=5, rebalance_steps=1, exe_mode="graph"
+    "ep4_copies_graph": dict(
+        world_size=4, attn_tp_size=1, moe_tp_size=1, expert_slots=3, rebalance_steps=1, exe_mode="graph"
     ),
     "tp4_moe_2x2_graph_sp": dict(world_size=4, moe_tp_size=2, exe_mode="graph", sequence_parallel_tokens=1),
     "dp2_tp2_ep4_in_chunks": dict(world_size=4, attn_tp_size=2, moe_tp_size=1, chunked_prefill_size=5),
@@ -159,10 +159,10 @@ class Jobs:
         with np.load(path) as arrays:
             return dict(arrays)
 
-    def facts(self, name: str) -> dict[str, Any]:
-        """What became of the experts of a split of PLACED."""
-        self.split("m2", name)
-        found: dict[str, Any] = json.loads((self.folder / f"m2_{name}.json").read_text())
+    def facts(self, model: str, name: str) -> dict[str, Any]:
+        """What became of the experts of a split with slots for them."""
+        self.split(model, name)
+        found: dict[str, Any] = json.loads((self.folder / f"{model}_{name}.json").read_text())
         return found
 
 
@@ -208,10 +208,10 @@ def test_places_of_experts_change_no_bit(jobs: Jobs, split: str) -> None:
         np.testing.assert_array_equal(placed[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize("split", PLACED)
-def test_experts_move_and_ranks_are_evened_out(jobs: Jobs, split: str) -> None:
+@pytest.mark.parametrize(("model", "split"), [*(("m2", split) for split in PLACED), ("oss", "ep4_copies_graph")])
+def test_experts_move_and_ranks_are_evened_out(jobs: Jobs, model: str, split: str) -> None:
     """A captured step stays as it is."""
-    facts = jobs.facts(split)
+    facts = jobs.facts(model, split)
     if split == "ep2_still":
         assert facts == {"placements": [], "graphs": 0}
         return
