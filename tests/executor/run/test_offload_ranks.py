@@ -24,6 +24,7 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
     if family == "minimax_m2":
         save_tiny_m2(folder / "model", **TINY_AS_M2 | {"num_key_value_heads": 8})
     elif family == "gpt_oss":
+        arena = 45  # layers with windows need fewer pages
         small = dict(hidden_size=32, intermediate_size=16, head_dim=8, num_hidden_layers=2, num_key_value_heads=8)
         save_tiny_of(folder / "model", family, eos_token_id=None, **small)
     else:
