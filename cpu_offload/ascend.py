@@ -51,14 +51,15 @@ class NpuExperts(ShadowedExperts):
         kind: ExpertKind,
     ):
         super().__init__(pool, number, here, inner, hidden, format, kind)
-        self.device, self.number, self.index = device, number, len(device.layers)
+        self.device, self.number, self.kind, self.index = device, number, kind, len(device.layers)
         plain = dataclasses.replace(format, tiled=False)  # slots hold no tiled matrices
         room = partial(pinned, what=f"layer {number}")
         in_planes = device.ops.in_planes
-        self.image = AscendExperts(self.count, inner, hidden, plain, device.ops.dtype, HOST, room, in_planes)
+        dtype = device.ops.dtype
+        self.image = AscendExperts(self.count, inner, hidden, plain, dtype, HOST, room, in_planes, kind=kind)
         in_planes = self.image.w13.planes is not None
-        self.layout = BlockLayout.of(inner, hidden, format, device.ops.dtype, in_planes)
-        self.storages += self.image.storages
+        self.layout = BlockLayout.of(inner, hidden, format, dtype, in_planes, kind.biased)
+        self.storages = [*self.storages, *self.image.storages]
         self.format = plain
 
     @property
@@ -80,6 +81,10 @@ class NpuExperts(ShadowedExperts):
         self.image.fill(expert, which, part)
         return super().fill(expert, which, part)
 
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        self.image.fill_bias(expert, which, part)
+        super().fill_bias(expert, which, part)
+
     def planes(self, expert: int) -> dict[str, Tensor]:
         """The planes of the expert's pinned copy, by their names in a block."""
         w13, w2 = self.image.w13, self.image.w2
@@ -87,9 +92,11 @@ class NpuExperts(ShadowedExperts):
             "w13": w13.data,
             "s13": w13.scales,
             "z13": w13.offsets,
+            "b13": w13.bias,
             "w2": w2.data,
             "s2": w2.scales,
             "z2": w2.offsets,
+            "b2": w2.bias,
         }
         return {name: plane[expert] for name, plane in named.items() if plane is not None}
 

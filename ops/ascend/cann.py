@@ -6,26 +6,37 @@ from dataclasses import dataclass
 RENORMALISED_GATING_SINCE = (9, 0)  # earlier ones refuse to renormalise the softmax of npu_moe_gating_top_k
 TILED_CACHE_SINCE = (9, 0)  # the oldest version with npu_qkv_rms_norm_rope_cache, and attention over tiled caches
 OPTIONAL_OFFSETS_SINCE = (9, 0)  # npu_grouped_matmul by 4-bit weights refuses them without offsets before that
+SINKS_SINCE = (8, 5)  # npu_fused_infer_attention_score_v2 takes learnable_sink
+CLIPPED_SWIGLU_SINCE = (8, 5)  # npu_clipped_swiglu
+# Attention of packed tokens over windows or with sinks reads lengths on the device, as graphs of GE pass them; earlier
+# it refuses them (OT 8.5.0 attention/prompt_flash_attention/op_host/prompt_flash_attention_tiling.cpp 3577).
+PACKED_LENGTHS_SINCE = (9, 0)
 HOST_FUNC_SINCE = (8, 5)  # an unknown version may be an earlier one, which forbids aclrtLaunchHostFunc in captures
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """`renormalised`: npu_moe_gating_top_k renormalises a softmax; `tiled_cache`: KV caches in tiles."""
+    """`renormalised`: npu_moe_gating_top_k renormalises a softmax; `tiled_cache`: KV caches in tiles; `sinks`:
+    attention takes them, in bfloat16; `clipped`: a clipped SwiGLU is one op."""
 
     renormalised: bool
     tiled_cache: bool
+    sinks: bool
+    clipped: bool
 
 
-ALL_ABILITIES = Abilities(renormalised=True, tiled_cache=True)
+ALL_ABILITIES = Abilities(renormalised=True, tiled_cache=True, sinks=True, clipped=True)
 
 
-def abilities(cann: str | None, tiled_ops: bool = True) -> Abilities:
+def abilities(cann: str | None, tiled_ops: bool = True, clipped_op: bool = True) -> Abilities:
     """`cann` is a version such as 8.3.RC1; None: unknown, which counts as older than all others. `tiled_ops` says
-    whether torch_npu has the ops for tiled caches, which are in 2.10 and later."""
+    whether torch_npu has the ops for tiled caches, which are in 2.10 and later, and `clipped_op` whether it has
+    npu_clipped_swiglu, which is in 2.9 and later."""
     return Abilities(
         renormalised=since(cann, RENORMALISED_GATING_SINCE),
         tiled_cache=tiled_ops and since(cann, TILED_CACHE_SINCE),
+        sinks=since(cann, SINKS_SINCE),
+        clipped=clipped_op and since(cann, CLIPPED_SWIGLU_SINCE),
     )
 
 

@@ -46,7 +46,7 @@ class AscendExchange:
         if slots:
             slots.rows.add_(counts)
         with self.ops.one_kernel(experts):
-            y = moe.products(rows, counts, moe.COUNTS, experts)
+            y = moe.products(rows, counts, moe.COUNTS, experts, self.ops.activate)
         self.ops.read_ahead(experts, y)
         return torch_npu.npu_moe_distribute_combine_v2(
             expand_x=y, expert_ids=ids, assist_info_for_combine=assist, ep_send_counts=received,

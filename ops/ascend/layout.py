@@ -7,7 +7,6 @@ from ops import reference
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
 from ops.interface import SILU_EXPERTS, ExpertKind, Numbers, Paged, tensor_of
-from umbra.errors import UserError
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
@@ -39,12 +38,8 @@ class AscendLayout:
         device: torch.device,
         kind: ExpertKind = SILU_EXPERTS,
     ) -> AscendExperts:
-        if kind != SILU_EXPERTS:
-            raise UserError("platform: ascend: experts with biases or a clipped SwiGLU are not implemented")
         self.banks += 1
-        return AscendExperts(
-            count, inner, hidden, format, self.dtype, device, in_planes=self.in_planes, number=self.banks
-        )
+        return AscendExperts(count, inner, hidden, format, self.dtype, device, None, self.in_planes, self.banks, kind)
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device

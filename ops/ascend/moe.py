@@ -1,4 +1,4 @@
-"""A mixture of experts on Ascend: rows in expert order, two grouped products with SwiGLU between, weighted sums.
+"""A mixture of experts on Ascend: rows in expert order, two grouped products, SwiGLU between, weighted sums.
 
 Three ways to sort the rows by expert and back, with the same result:
 
@@ -11,13 +11,17 @@ below zero, so experts of other ranks become expert 0 with weight 0 (`resident`)
 multiplied by 0.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch_npu
 from torch import Tensor
 
 from ops.ascend.vector_core.calls import unpacked
 from ops.ascend.weights import Bank, Stored
+from ops.interface import ExpertKind
 
+Activate = Callable[[Tensor, ExpertKind], Tensor]  # `activated`, for the installed release
 ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how many they are
 BY_COLUMN, BY_ROW = 0, 2  # drop_pad_mode of finalize_routing: row k T + t, or t K + k, is token t's k-th expert
 
@@ -40,27 +44,40 @@ def swiglu(x: Tensor) -> Tensor:
     return torch_npu.npu_swiglu(input=x, dim=-1)
 
 
-def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
+def activated(x: Tensor, kind: ExpertKind, clipped: bool) -> Tensor:
+    """x (T, 2 N) holds gate and up side by side: what `kind` makes of them, (T, N). `clipped`: torch_npu has an op."""
+    if not kind.limit:
+        return swiglu(x)
+    if clipped:
+        return torch_npu.npu_clipped_swiglu(
+            x=x, group_index=None, dim=-1, alpha=kind.alpha, limit=kind.limit, bias=1.0, interleaved=False
+        )
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    return (up + 1) * (gate * (kind.alpha * gate).sigmoid())
+
+
+def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, activate: Activate) -> Tensor:
     tokens, top_k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)  # (T K): element i is the row t K + k that comes i-th
     each = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
     counts = (flat == each[:, None]).sum(1)  # (E) int64
-    rows = products(x[order // top_k], counts, COUNTS, experts)
+    rows = products(x[order // top_k], counts, COUNTS, experts, activate)
     back = order.argsort()  # (T K): the position of row t K + k
     return (rows[back].view(tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
 
 
-def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
+def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, activate: Activate) -> Tensor:
     tokens, top_k = ids.shape
     places = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
     rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=places, expert_idx=ids, active_num=tokens)
     ends = torch_npu.npu_moe_compute_expert_tokens(sorted_expert_for_source_row=sorted_ids, num_expert=experts.count)
-    sums = products(rows, ends.to(torch.int64), ENDS, experts)
+    sums = products(rows, ends.to(torch.int64), ENDS, experts, activate)
     return weighted_sum(sums, weights.to(x.dtype), back, ids, BY_COLUMN)
 
 
-def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
+def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, activate: Activate) -> Tensor:
     tokens, top_k = ids.shape
     rows, back, counts, _ = torch_npu.npu_moe_init_routing_v2(
         x=x, expert_idx=ids, scale=None, offset=None, active_num=tokens * top_k, expert_capacity=0,
@@ -68,16 +85,18 @@ def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> T
         quant_mode=-1, active_expert_range=[0, experts.count], row_idx_type=0,
     )  # fmt: skip
     counts = counts.to(torch.int64)  # some releases of torch_npu give int32 for 128 experts of 2048 columns
-    return weighted_sum(products(rows, counts, COUNTS, experts), weights.to(x.dtype), back, None, BY_ROW)
+    sums = products(rows, counts, COUNTS, experts, activate)
+    return weighted_sum(sums, weights.to(x.dtype), back, None, BY_ROW)
 
 
 ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fusion_v2}
 
 
-def products(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
-    """Computes down(silu(gate) * up) of rows (T K, H) in expert order, H in the order of w13. Results of rows that no
-    group has are undefined."""
-    return grouped(swiglu(grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
+def products(rows: Tensor, groups: Tensor, kind: int, experts: Bank, activate: Activate) -> Tensor:
+    """Computes what the experts' kind says of rows (T K, H) in expert order, H in the order of w13. Results of rows
+    that no group has are undefined."""
+    hidden = activate(grouped(rows, experts.w13, groups, kind), experts.kind)
+    return grouped(hidden, experts.w2, groups, kind)
 
 
 def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
@@ -91,7 +110,7 @@ def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
     y = torch_npu.npu_grouped_matmul(
         x=[x],
         weight=[weight],
-        bias=None,
+        bias=None if matrices.bias is None else [matrices.bias],
         scale=None,
         offset=None,
         antiquant_scale=[matrices.scales] if whole and matrices.scales is not None else None,

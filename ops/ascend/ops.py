@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ops import composed
 from ops.ascend import moe
+from ops.ascend.attention import attend
 from ops.ascend.cann import ALL_ABILITIES, Abilities
-from ops.ascend.layout import CAUSAL_MASK, TILE, AscendLayout
+from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
@@ -34,8 +35,6 @@ from umbra.errors import UserError
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
 FUSED_HEAD_DIM = 128  # the one that npu_qkv_rms_norm_rope_cache takes
 TILED = "PA_NZ"  # cache_mode
-WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # values of sparse_mode
-ALL_TOKENS = 2147483647  # for pre_tokens and next_tokens
 SOFTMAX, SIGMOID = 0, 1  # values of norm_type
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
@@ -61,6 +60,7 @@ class AscendOps(AscendLayout):
         self.gemv_tokens, self.float_sums, self.can, self.super_kernel = gemv_tokens, float_sums, can, super_kernel
         # The type of npu_moe_finalize_routing's scales: float32 is taken with bfloat16 rows only.
         self.scales_type = torch.float32 if dtype == torch.bfloat16 else dtype
+        self.activate = partial(moe.activated, clipped=can.clipped)
         self.route_experts = moe.ROUTINGS[routing]
         self.tiles = TileBanks(dtype) if gemv_tokens else None
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
@@ -189,66 +189,7 @@ class AscendOps(AscendLayout):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """In a decode step the sequences, of one token each, form a batch. With more tokens, sequences are packed, and
-        the causal mask is aligned to the end of each. `kv_lens` may be a tensor in a GE graph of a decode step."""
-        if window is not None or sinks is not None:
-            raise UserError("platform: ascend: attention over windows and with sinks is not implemented")
-        _, block_tables, query_starts, kv_lens = paged
-        on_device = isinstance(kv_lens, Tensor)
-        if isinstance(query_starts, Tensor) or (on_device and not torch.compiler.is_compiling()):
-            raise TypeError("lengths must be host integers, as `paging` makes them")
-        if block_tables.dtype != torch.int32:
-            raise TypeError(f"block_tables: {block_tables.dtype}: npu_fused_infer_attention_score takes int32")
-        tokens, heads, width = q.shape
-        decode = tokens == len(kv_lens)
-        page_size, kv_heads = k_cache.shape[1], k_cache.shape[2] // width
-        if self.tiled:
-            page_size, kv_heads = k_cache.shape[2], k_cache.shape[1] * TILE // width
-            k_cache, v_cache = (x.unflatten(1, (kv_heads, width // TILE)) for x in (k_cache, v_cache))
-        fused = torchair.ops if on_device else torch_npu  # the same op, one with lengths as tensors
-        out, _ = fused.npu_fused_infer_attention_score(
-            query=q[:, None] if decode else q,
-            key=k_cache,
-            value=v_cache,
-            pse_shift=None,
-            atten_mask=None if decode else self.mask,
-            actual_seq_lengths=None if decode else query_starts[1:],
-            actual_seq_lengths_kv=kv_lens,
-            dequant_scale1=None,
-            quant_scale1=None,
-            dequant_scale2=None,
-            quant_scale2=None,
-            quant_offset2=None,
-            antiquant_scale=None,
-            antiquant_offset=None,
-            key_antiquant_scale=None,
-            key_antiquant_offset=None,
-            value_antiquant_scale=None,
-            value_antiquant_offset=None,
-            block_table=block_tables,
-            query_padding_size=None,
-            kv_padding_size=None,
-            key_shared_prefix=None,
-            value_shared_prefix=None,
-            actual_shared_prefix_len=None,
-            query_rope=None,
-            key_rope=None,
-            key_rope_antiquant_scale=None,
-            num_heads=heads,
-            scale=scale,
-            pre_tokens=ALL_TOKENS,
-            next_tokens=ALL_TOKENS,
-            input_layout="BSND" if decode else "TND",
-            num_key_value_heads=kv_heads,
-            sparse_mode=WHOLE_MASK if decode else CAUSAL_AT_THE_END,
-            inner_precise=0,
-            block_size=page_size,
-            antiquant_mode=0,
-            key_antiquant_mode=0,
-            value_antiquant_mode=0,
-            softmax_lse_flag=False,
-        )
-        return out.squeeze(1) if decode else out
+        return attend(q, k_cache, v_cache, paged, scale, window, sinks, self.mask, self.tiled, self.can.sinks)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         return moe.swiglu(x)
@@ -347,4 +288,4 @@ class AscendOps(AscendLayout):
                 x = x.index_select(1, experts.w13.order)
             if first_expert is not None:
                 weights, ids = moe.resident(weights, ids, first_expert, experts.count)
-            return self.route_experts(x, weights, ids, experts)
+            return self.route_experts(x, weights, ids, experts, self.activate)

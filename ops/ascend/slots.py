@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import Bank, Stored, Values
-from ops.interface import fixed
+from ops.interface import ExpertKind, fixed
 from umbra.errors import UserError
 
 ROW = PLACE // 4  # int32
@@ -31,6 +31,7 @@ class Gathered:
     data: Tensor
     scales: Tensor | None
     offsets: Tensor | None
+    bias: Tensor | None
     like: InitVar[Stored]
     order: Tensor | None
 
@@ -46,6 +47,7 @@ class SlotBank:
     count: int
     w13: Gathered
     w2: Gathered
+    kind: ExpertKind
     planes: dict[str, Tensor]  # name of a plane in a block -> (count, *shape of the plane)
     number: int = 0
 
@@ -65,7 +67,9 @@ class ArenaSlots:
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # number of experts in a bank -> indices
         sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
         for name, size in sizes.items():
-            if size % PLACE:
+            if size % PLACE and name.startswith("b"):  # biases are gathered with the bytes that follow, and cut
+                sizes[name] = -(-size // PLACE) * PLACE
+            elif size % PLACE:
                 raise UserError(
                     f"offload_config.mode: plane {name} of an expert has {size} bytes on this rank, no multiple of "
                     f"{PLACE}: lower moe_tp_size, or choose a smaller quantization.group_size"
@@ -92,10 +96,11 @@ class ArenaSlots:
         planes, begin = {}, 0
         for name, (shape, dtype) in self.layout.planes.items():
             end = begin + count * self.sizes[name] // PLACE
-            planes[name] = rows[begin:end].view(-1).view(dtype).view(count, *shape)
+            plane = rows[begin:end].view(-1).view(dtype).view(count, -1)
+            planes[name] = plane[:, : prod(shape)].contiguous().view(count, *shape)
             begin = end
         w13, w2 = (
-            Gathered(planes[f"w{which}"], planes.get(f"s{which}"), planes.get(f"z{which}"), like, order)
-            for which, like, order in (("13", self.like.w13, self.order), ("2", self.like.w2, None))
+            Gathered(planes[f"w{n}"], planes.get(f"s{n}"), planes.get(f"z{n}"), planes.get(f"b{n}"), like, order)
+            for n, like, order in (("13", self.like.w13, self.order), ("2", self.like.w2, None))
         )
-        return SlotBank(count, w13, w2, planes)
+        return SlotBank(count, w13, w2, self.like.kind, planes)

@@ -4,6 +4,7 @@ format     shape               a value is
 float      (K, N)              w, in the format's own type
 q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, low bits first, is output 8 n + i, signed
   scales   (K / group, N)      in the model's type, and offsets likewise where there are zero points
+bias       (N)                 of experts: float32 with bfloat16, else in the model's type
 q4 in planes                   for the kernels of the vector cores: ops/ascend/vector_core/planes.py. Other products
                                unpack them to (N, K) first
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
 from ops.format import GROUP_SIZES, Format, Quantised, floats, in_order
-from ops.interface import fixed
+from ops.interface import SILU_EXPERTS, ExpertKind, fixed
 from umbra.errors import UserError
 
 ND, FRACTAL_NZ = 2, 29
@@ -51,6 +52,7 @@ class Stored(Protocol):
     data: Tensor
     scales: Tensor | None
     offsets: Tensor | None
+    bias: Tensor | None
     format: Format
     role: Role
     columns: int
@@ -63,6 +65,7 @@ class Bank(Protocol):
     """The experts of one mixture."""
 
     number: int
+    kind: ExpertKind
 
     @property
     def count(self) -> int: ...
@@ -86,6 +89,7 @@ class Matrices:
         room: Room | None = None,
         role: Role = Role.LINEAR,
         in_planes: bool = False,
+        biased: bool = False,
     ):
         make = room or partial(_kept, device=device)
         self.format, self.role, self.columns = format, role, columns
@@ -96,6 +100,8 @@ class Matrices:
         self.planes: Planes | None = None
         self.order: Tensor | None = None
         self.values: Values | None = None
+        # Some ranks never fill it: of those that share an expert, one adds its last bias.
+        self.bias = make((*lead, rows), bias_type(dtype)).zero_() if biased else None
         if not format.quantised:
             self.data = make((*lead, columns, rows), getattr(torch, format.kind))
             return
@@ -122,7 +128,7 @@ class Matrices:
 
     @property
     def storages(self) -> list[Tensor]:
-        return [t for t in (self.data, self.scales, self.offsets) if t is not None]
+        return [t for t in (self.data, self.scales, self.offsets, self.bias) if t is not None]
 
     @property
     def nbytes(self) -> int:
@@ -213,17 +219,19 @@ class AscendExperts:
         room: Room | None = None,
         in_planes: bool = False,
         number: int = 0,
+        kind: ExpertKind = SILU_EXPERTS,
     ):
         """`number` tells the experts of a model's layers apart."""
         if count < 2:
             raise UserError(
                 "parallel_config: one expert on a rank: npu_grouped_matmul takes two or more; raise moe_tp_size"
             )
-        self.count, self.inner, self.number = count, inner, number
+        self.count, self.inner, self.number, self.kind = count, inner, number, kind
         self.ahead: AscendMatrix | None = None  # the weight that is read next, if it is to be prefetched
-        in_planes = in_planes and not unfit(format, hidden, inner)
-        self.w13 = Matrices((count,), 2 * inner, hidden, format, dtype, device, room, Role.UP, in_planes)
-        self.w2 = Matrices((count,), hidden, inner, format, dtype, device, room, Role.DOWN, in_planes)
+        how = format, dtype, device, room
+        in_planes, biased = in_planes and not unfit(format, hidden, inner, kind), kind.biased
+        self.w13 = Matrices((count,), 2 * inner, hidden, *how, Role.UP, in_planes, biased)
+        self.w2 = Matrices((count,), hidden, inner, *how, Role.DOWN, in_planes, biased)
 
     @property
     def storages(self) -> list[Tensor]:
@@ -241,6 +249,12 @@ class AscendExperts:
             part = in_order(part, self.w2.planes.order().tolist())
         self.w13.put((expert,), {"gate": 0, "up": self.inner}[which], part)
 
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        first, matrices = {"gate": (0, self.w13), "up": (self.inner, self.w13), "down": (0, self.w2)}[which]
+        if matrices.bias is None:
+            raise AssertionError("these experts have no biases")
+        matrices.bias[expert, first : first + len(part)] = part
+
     def stored(self, experts: Sequence[int]) -> Tensor:
         return torch.cat([self.w13.stored(experts), self.w2.stored(experts)], 1)
 
@@ -250,9 +264,11 @@ class AscendExperts:
             matrices.restore(experts, part)
 
 
-def unfit(format: Format, columns: int, inner: int = 0) -> str:
+def unfit(format: Format, columns: int, inner: int = 0, kind: ExpertKind = SILU_EXPERTS) -> str:
     """The reason why the kernels of the vector cores cannot read matrices with `columns` inputs, and w2 with `inner`;
     empty if they can."""
+    if kind != SILU_EXPERTS:
+        return "experts with biases or a clipped SwiGLU"
     if format.kind != "q4":
         return "the weights do not have 4 bits"
     if format.group not in GROUP_SIZES:
@@ -261,6 +277,11 @@ def unfit(format: Format, columns: int, inner: int = 0) -> str:
         if size > most:
             return f"{size} inputs, more than {most}"
     return ""
+
+
+def bias_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of biases of experts beside rows of `dtype`, as npu_grouped_matmul takes them."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -41,7 +41,7 @@ UNDEFINED = (
     "_local_scalar_dense",
     "get_npu_format",
 )
-ATTENTION = "npu_fused_infer_attention_score"
+ATTENTION = "npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"
 
 umbra_on_cpu.TWIN.add("fused_moe_w4a16")
 
@@ -141,7 +141,7 @@ class Computing(TorchDispatchMode):
         if self.updating:
             return self.update(func, args, kwargs)
         self.flush()
-        if name_of(func) == ATTENTION and func.namespace != "npu":
+        if name_of(func) in ATTENTION and func.namespace != "npu":
             return self.__torch_dispatch__(*on_host_lengths(func, args, kwargs))
         result = func(*args, **kwargs)
         outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -204,10 +204,10 @@ class Work:
 def on_host_lengths(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """torchair's own form of attention, with lengths on the device, is for GE only: the call of torch_npu's instead."""
     named = {given.name: value for given, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv", "actual_seq_qlen", "actual_seq_kvlen"):
         if isinstance(lengths := named.get(name), Tensor):
             named[name] = on_cpu(lengths).tolist()
-    return torch.ops.npu.npu_fused_infer_attention_score.default, (), (), named
+    return getattr(torch.ops.npu, name_of(func)).default, (), (), named
 
 
 def name_of(func: Any) -> str:
@@ -256,7 +256,7 @@ def format_cast(work: Work) -> None:
 def attention(work: Work) -> None:
     """Also in the form that writes to given tensors, in which it is captured."""
     kwargs = {name: value for name, value in work.kwargs.items() if name not in ("out", "workspace")}
-    op = torch.ops.npu.npu_fused_infer_attention_score.default
+    op = getattr(torch.ops.npu, name_of(work.func)).default
     values = op(*tree_map(moved, work.args), **tree_map(moved, kwargs))
     put(work.kwargs["out"][0] if "out" in work.kwargs else work.outs[0], values[0])
 
@@ -310,8 +310,8 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 SPECIAL: dict[str, Callable[[Work], None]] = {
     "npu_format_cast": format_cast,
-    ATTENTION: attention,
-    "_npu_fused_infer_attention_score_get_max_workspace": nothing,
+    **dict.fromkeys(ATTENTION, attention),
+    **{f"_{name}_get_max_workspace": nothing for name in ATTENTION},
     "shadow_submit": submit,
     "shadow_join": join,
     "allreduce_": all_reduce_,

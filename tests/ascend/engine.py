@@ -18,6 +18,8 @@ from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
 from models.glm4_moe.config import Glm4MoeConfig
 from models.glm4_moe.model import Glm4MoeForCausalLM
+from models.gpt_oss.config import GptOssConfig
+from models.gpt_oss.model import GptOssForCausalLM
 from models.minimax_m2.config import MiniMaxM2Config
 from models.minimax_m2.model import MiniMaxM2ForCausalLM
 from models.qwen2_moe.config import Qwen2MoeConfig
@@ -60,6 +62,11 @@ QWEN2 = Family(
 GLM = Family(
     "glm4_moe", partial(save_tiny_of, family="glm4_moe"), SIZES | {"first_k_dense_replace": 0},
     "moe_intermediate_size", Glm4MoeConfig, Glm4MoeForCausalLM,
+)  # fmt: skip
+OSS_SIZES = dict(hidden_size=128, head_dim=64, intermediate_size=64, num_hidden_layers=2)
+GPT_OSS = Family(
+    "gpt_oss", partial(save_tiny_of, family="gpt_oss"), OSS_SIZES, "intermediate_size", GptOssConfig,
+    GptOssForCausalLM,
 )  # fmt: skip
 SECOND_THOROUGH = thorough_but((QWEN3, M2), QWEN3)  # of costly tests
 CAPTURE_MODES = thorough_but(["acl_graph", "npugraph_ex"], "acl_graph")  # of costly tests

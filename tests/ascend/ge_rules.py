@@ -16,6 +16,7 @@ _fake.fake_broken_rule.restype = ctypes.c_char_p
 
 KERNELS = {  # type of a node -> kernel
     "ApplyRotaryPosEmb": "aclnnApplyRotaryPosEmbV2",
+    "ClippedSwiglu": "aclnnClippedSwiglu",
     "FusedInferAttentionScore": "aclnnFusedInferAttentionScoreV3",
     "GroupedMatmul": "aclnnGroupedMatmulWeightNz",
     "MoeDistributeCombineV2": "aclnnMoeDistributeCombineV4",

@@ -61,6 +61,17 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
 
 
 @under_schema
+def npu_clipped_swiglu(
+    x: Tensor, *, group_index: Tensor | None = None, dim: int = -1, alpha: float = 1.702, limit: float = 7.0,
+    bias: float = 1.0, interleaved: bool = True,
+) -> Tensor:  # fmt: skip
+    expect(group_index is None and dim == -1, "clipped_swiglu: all rows, last dimension")
+    gate, up = (x.float()[..., ::2], x.float()[..., 1::2]) if interleaved else x.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + bias)).to(x.dtype)
+
+
+@under_schema
 def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     expect(indices.shape[-1] == 2 and indices.dtype in (torch.int32, torch.int64), "scatter_nd_update: pairs")
     input[indices[:, 0], indices[:, 1]] = updates
@@ -196,7 +207,8 @@ def npu_moe_init_routing_v2(
 
 @under_schema
 def npu_grouped_matmul(
-    x: Sequence[Tensor], weight: Sequence[Tensor], *, antiquant_scale: Sequence[Tensor] | None = None,
+    x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: Sequence[Tensor] | None = None,
+    antiquant_scale: Sequence[Tensor] | None = None,
     antiquant_offset: Sequence[Tensor] | None = None, group_list: Tensor | None = None, split_item: int = 0,
     group_type: int | None = None, group_list_type: int = 0, **others: object,
 ) -> list[Tensor]:  # fmt: skip
@@ -210,7 +222,13 @@ def npu_grouped_matmul(
     if antiquant_scale is not None:
         matrices = dequantised(matrices, antiquant_scale[0], None if antiquant_offset is None else antiquant_offset[0])
     *parts, _ = x[0].split([*counts.tolist(), rest])
-    products = [(part.float() @ m.float()).to(part.dtype) for part, m in zip(parts, matrices, strict=True)]
+    added = torch.zeros(len(matrices), matrices.shape[-1]) if bias is None else bias[0]
+    own = torch.float32 if x[0].dtype == torch.bfloat16 else x[0].dtype
+    expect(added.shape == (len(matrices), matrices.shape[-1]), "grouped_matmul: a bias is (E, N)")
+    expect(bias is None or bias[0].dtype == own, "grouped_matmul: a bias is float32 beside bfloat16")
+    products = [
+        (part.float() @ m.float() + b.float()).to(part.dtype) for part, m, b in zip(parts, matrices, added, strict=True)
+    ]
     return [torch.cat([*products, x[0].new_full((rest, matrices.shape[-1]), torch.nan)])]
 
 
@@ -315,39 +333,72 @@ def of_all_ranks(x: Tensor, group: str) -> list[Tensor]:
 
 @under_schema
 def npu_fused_infer_attention_score(
-    query: Tensor, key: Tensor, value: Tensor, *, atten_mask: Tensor | None = None,
-    actual_seq_lengths: Sequence[int] | None = None, actual_seq_lengths_kv: Sequence[int] | None = None,
-    block_table: Tensor | None = None, num_heads: int = 1, scale: float = 1.0, input_layout: str = "BSH",
-    num_key_value_heads: int = 0, sparse_mode: int = 0, block_size: int = 0, **others: object,
+    query: Tensor, key: Tensor, value: Tensor, *, actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None, num_heads: int = 1, scale: float = 1.0,
+    softmax_lse_flag: bool = False, **given: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lengths = actual_seq_lengths, actual_seq_lengths_kv
+    out, sums = attended(query, key, value, *lengths, heads=num_heads, scale=scale, sinks=None, **given)
+    return out, sums if softmax_lse_flag else torch.zeros(1)
+
+
+@under_schema
+def npu_fused_infer_attention_score_v2(
+    query: Tensor, key: Tensor, value: Tensor, *, actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None, learnable_sink: Tensor | None = None, num_query_heads: int = 1,
+    softmax_scale: float = 1.0, **given: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert learnable_sink is not None
+    expect(learnable_sink.dtype == query.dtype == torch.bfloat16, "attention: sinks are bfloat16")
+    expect(learnable_sink.shape == (num_query_heads,) and given["input_layout"] == "TND", "attention: sinks of TND")
+    lengths, heads, scale = (actual_seq_qlen, actual_seq_kvlen), num_query_heads, softmax_scale
+    out, _ = attended(query, key, value, *lengths, heads=heads, scale=scale, sinks=learnable_sink, **given)
+    return out, torch.zeros(1)
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int] | None, kv_lens: Sequence[int] | None, heads: int,
+    scale: float, sinks: Tensor | None, *, atten_mask: Tensor | None = None, block_table: Tensor | None = None,
+    input_layout: str = "BSH", num_key_value_heads: int = 0, sparse_mode: int = 0, block_size: int = 0,
+    pre_tokens: int = 2**31 - 1, next_tokens: int = 2**31 - 1, **others: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> attention, and the logarithms (T, heads, 1) of the sums of exponentials. Keys that a mask hides are not read:
+    of a band, those before the first query's."""
     assert block_table is not None
-    assert actual_seq_lengths_kv is not None
+    assert kv_lens is not None
     expect(block_table.dtype == torch.int32 and block_size % 16 == 0 and block_size <= 512, "attention: pages")
     if input_layout == "BSND":
         expect(query.shape[1] == 1 and atten_mask is None and sparse_mode == 0, "attention: one token, no mask")
         ends, packed = list(range(1, len(query) + 1)), query[:, 0]
     else:
-        assert actual_seq_lengths is not None
+        assert ends is not None
         assert atten_mask is not None
-        expect(input_layout == "TND" and sparse_mode == 3, "attention: packed, causal at the end")
+        expect(input_layout == "TND" and sparse_mode in (3, 4), "attention: packed, causal at the end or a band")
         expect(bool((atten_mask == torch.ones(2048, 2048).triu(1).bool()).all()), "attention: mask of later tokens")
-        ends, packed = list(actual_seq_lengths), query
-    expect(len(ends) == len(actual_seq_lengths_kv) == len(block_table), "attention: one length a sequence")
-    heads, width = packed.shape[1:]
-    expect(heads == num_heads, "attention: heads")
+        packed = query
+    before, after = (pre_tokens, next_tokens) if sparse_mode == 4 else (2**31 - 1, 0)
+    expect(len(ends) == len(kv_lens) == len(block_table), "attention: one length a sequence")
+    width = packed.shape[2]
+    expect(packed.shape[1] == heads, "attention: heads")
     if key.dim() == 5:  # tiles
         shape = num_key_value_heads, width // 16, block_size, 16
         expect(key.shape[1:] == value.shape[1:] == shape and width in (64, 128), "attention: tiles")
         key, value = (cache.permute(0, 3, 1, 2, 4).flatten(2) for cache in (key, value))
     expect(key.shape[1:] == (block_size, num_key_value_heads * width), "attention: a cache")
-    out, start = torch.empty_like(packed), 0
-    for end, length, pages in zip(ends, actual_seq_lengths_kv, block_table, strict=True):
+    out, sums, start = torch.empty_like(packed), torch.empty(len(packed), heads, 1), 0
+    for end, length, pages in zip(ends, kv_lens, block_table, strict=True):
+        first = max(0, length - (end - start) - before)
         k, v = (
-            cache[pages.long()].flatten(0, 1)[:length].unflatten(1, (num_key_value_heads, width)).float()
+            cache[pages.long()].flatten(0, 1)[first:length].unflatten(1, (num_key_value_heads, width)).float()
             .repeat_interleave(heads // num_key_value_heads, 1) for cache in (key, value)
         )  # fmt: skip
         scores = torch.einsum("qhd,khd->hqk", packed[start:end].float(), k) * scale
-        later = torch.ones(end - start, length, dtype=torch.bool).triu(1 + length - (end - start))
-        out[start:end] = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+        apart = torch.arange(first, length) - torch.arange(length - (end - start), length)[:, None]
+        scores = scores.masked_fill((apart < -before) | (apart > after), -torch.inf)
+        lse = scores.logsumexp(-1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.float()[:, None])
+        out[start:end] = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), v)
+        sums[start:end] = lse.T[..., None]
         start = end
-    return out.view(query.shape), torch.zeros(1)
+    return out.view(query.shape), sums

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.engine import CAPTURE_MODES, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import CAPTURE_MODES, GPT_OSS, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -31,15 +31,16 @@ def step_log(runner: Any, running: list[Any]) -> list[str]:
     return log.lines
 
 
+@pytest.mark.parametrize("family", [QWEN3, GPT_OSS], ids=str)
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
-def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
+def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -> None:
     """A step is five copies that do not wait, one replay, and an update with the lengths for each layer's attention."""
-    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true"), tmp_path)
+    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true", family=family), tmp_path)
     running = prefilled(runner)
     first = step_log(runner, running)
     kernels = [line.removeprefix("captured ") for line in first if line.startswith("captured acl")]
     names = [line.split()[0] for line in last_layer(kernels)]
-    assert names == [line.split()[0] for line in golden("fusion_v2")]  # so caches are not copied either
+    assert names == [line.split()[0] for line in golden("fusion_v2", family)]  # so caches are not copied either
     for step in (1, 2):
         lines = step_log(runner, running)
         assert lines[:5] == [*(f"memcpy async H2D {size}" for size in (32, 32, 32, 16)), lines[4]]

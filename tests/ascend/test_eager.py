@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from executor.platform.ascend import device
-from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family, ascend_case, ascend_runner, prefilled
+from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family, ascend_case, ascend_runner, prefilled
 from tests.ascend.log import device_log
 
 ATTENTION = [
@@ -120,11 +120,32 @@ GLM_SHARED = [
     "aclnnMatmulWeightNz (3,128)bfloat16 (128,128)bfloat16:NZ (3,128)bfloat16",
     "aclnnInplaceAdd (3,128)bfloat16 (3,128)bfloat16 scalar:int64",
 ]
+OSS_ATTENTION = [  # biases; packed tokens attend with sinks
+    "aclnnAddmmWeightNz (768)bfloat16 (3,128)bfloat16 (128,768)bfloat16:NZ scalar:int64 scalar:int64 (3,768)bfloat16",
+    "aclnnInplaceCopy (3,8,64)bfloat16 (3,8,64)bfloat16@strides(768,64,1)",
+    "aclnnInplaceCopy (3,2,64)bfloat16 (3,2,64)bfloat16@strides(768,64,1)",
+    "aclnnApplyRotaryPosEmbV2 (3,1,8,64)bfloat16 (3,1,2,64)bfloat16 (3,1,1,64)bfloat16 (3,1,1,64)bfloat16",
+    M2_ATTENTION[4].replace("(512,64,1)", "(768,64,1)"),
+    "aclnnFusedInferAttentionScoreV4 (3,8,64)bfloat16 [(5,2,4,128,16)bfloat16:format30]"
+    " [(5,2,4,128,16)bfloat16:format30] (2048,2048)bool ints(1,2,3) ints(5,2,24) (3,1)int32 (8)bfloat16"
+    " (3,8,64)bfloat16 (0)float32",
+    "aclnnAddmmWeightNz (128)bfloat16 (3,512)bfloat16 (512,128)bfloat16:NZ scalar:int64 scalar:int64 (3,128)bfloat16",
+    ATTENTION[-1],
+]
+OSS_ROUTER = [
+    "aclnnAddmm (8)bfloat16 (3,128)bfloat16 (128,8)bfloat16 scalar:int64 scalar:int64 (3,8)bfloat16",
+    ROUTER[1],
+]
+OSS_EXPERTS = {  # which kernel replaces which
+    **{line: line.replace(":NZ]", ":NZ] [(8,128)float32]") for line in EXPERTS[::2]},
+    EXPERTS[1]: EXPERTS[1].replace("SwiGlu", "ClippedSwiglu"),
+}
 LAYERS: dict[Family, tuple[list[str], list[str], list[str]]] = {  # attention, router, shared expert
     QWEN3: (ATTENTION, ROUTER, []),
     M2: (M2_ATTENTION, M2_ROUTER, []),
     QWEN2: (QWEN2_ATTENTION, EARLIER_ROUTER[:2], QWEN2_SHARED),
     GLM: ([WITH_BIAS, *ATTENTION[1:]], M2_ROUTER, GLM_SHARED),
+    GPT_OSS: (OSS_ATTENTION, OSS_ROUTER, []),
 }
 FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
@@ -159,7 +180,8 @@ def last_layer(lines: list[str]) -> list[str]:
 
 def golden(routing: str, family: Family = QWEN3) -> list[str]:
     attention, router, shared = LAYERS[family]
-    return [*attention, *router, *MOE[routing], *shared, attention[-1]]
+    of_experts = OSS_EXPERTS if family is GPT_OSS else {}
+    return [*attention, *router, *(of_experts.get(line, line) for line in MOE[routing]), *shared, attention[-1]]
 
 
 def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +192,7 @@ def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("family", "routing"),
-    [*((QWEN3, routing) for routing in MOE), *((family, "fusion_v2") for family in (M2, QWEN2, GLM))],
+    [*((QWEN3, routing) for routing in MOE), *((family, "fusion_v2") for family in (M2, QWEN2, GLM, GPT_OSS))],
     ids=str,
 )
 def test_kernels_of_a_decode_layer(tmp_path: Path, family: Family, routing: str) -> None:

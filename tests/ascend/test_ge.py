@@ -12,9 +12,11 @@ from torch import Tensor
 from torchair.core import _backend
 
 from ops.ascend import lowering
+from ops.ascend.attention import ALL_TOKENS
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import (
     GLM,
+    GPT_OSS,
     M2,
     PROMPTS,
     QWEN2,
@@ -54,7 +56,14 @@ QWEN2_FUSED = (  # heads have no norms but biases, so two copies of columns rota
 GLM_FUSED = (  # biases, a router in float32, a shared expert
     Counter(FUSED) - Counter(AddRmsNorm=1) + Counter(Add=1, AddRmsNormCast=1, MatMul=1, MatMulV2=1, SwiGlu=1)
 )
-OF_FAMILY = {QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED), GLM: dict(GLM_FUSED)}
+GPT_OSS_FUSED = (  # as Qwen2-MoE's attention, all products with biases, a clipped SwiGLU
+    Counter(EARLIER)
+    - Counter(MatMul=3, MoeGatingTopKSoftmax=1, ReduceSum=1, RealDiv=1, RmsNorm=2, ScatterNdUpdate=2, SwiGlu=1)
+    + Counter(ClippedSwiglu=1, Identity=2, MatMulV2=3, MoeGatingTopK=1, ScatterPaKvCache=1)
+)
+OF_FAMILY = {
+    QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED), GLM: dict(GLM_FUSED), GPT_OSS: dict(GPT_OSS_FUSED)
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +115,20 @@ def check(program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: di
         assert count[name] == each * layers + around, name
 
 
-@pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3), ids=str)
+@pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3, GPT_OSS), ids=str)
 def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
     check(two_layers(family), family)
+
+
+def test_layers_attend_over_windows_in_turn() -> None:
+    """Of seven tokens before a token and itself, with sinks; then of all before it."""
+    program = two_layers(GPT_OSS)
+    nodes, made = program.of("FusedInferAttentionScore"), {out.source: out for out in program.inputs()}
+    found = [[node.proto.attr[name].i for name in ("sparse_mode", "pre_tokens", "next_tokens")] for node in nodes]
+    assert found == [[4, 7, 0], [3, ALL_TOKENS, ALL_TOKENS]]
+    for node in nodes:
+        (sinks,) = (i for i, d in zip(node.inputs, node.proto.input_desc, strict=True) if d.name == "learnable_sink")
+        assert (made[sinks].shape, made[sinks].dtype) == ((8,), torch.bfloat16)
 
 
 def test_experts_in_a_super_kernel(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
 from ops.interface import Paged, fixed
 from ops.parallel.groups import Parallel, Shard
-from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
 from umbra.errors import UserError
 
 NPU, BF16 = torch.device("npu", 0), torch.bfloat16
@@ -109,7 +109,7 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
     [
         *((QWEN3, routing, None) for routing in moe.ROUTINGS), (QWEN3, "fusion_v2", Format("q4", 32)),
         (M2, "fusion_v2", Format("q4", 64, zeros=True)), (QWEN2, "fusion_v2", Format("q4", 32)),
-        (GLM, "fusion_v2", None),
+        (GLM, "fusion_v2", None), (GPT_OSS, "fusion_v2", Format("q4", 32)),
     ],
     ids=str,
 )  # fmt: skip

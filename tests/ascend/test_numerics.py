@@ -20,7 +20,7 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import pack, quantise
 from ops.format import Format
-from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -65,6 +65,7 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
         (QWEN2, {}),
         (GLM, dict(first_k_dense_replace=1)),
         (GLM, dict(use_qk_norm=False, norm_topk_prob=False)),
+        (GPT_OSS, {}),
     ],
     ids=str,
 )
@@ -93,8 +94,9 @@ def test_counts_of_older_releases_are_converted(tmp_path: Path, monkeypatch: pyt
     assert_same(logits(tmp_path, ascend_on_cpu("fusion_v2")), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
-def test_bfloat16_stays_close(tmp_path: Path) -> None:
-    save(M2, tmp_path, initializer_range=0.1)
+@pytest.mark.parametrize("family", [M2, GPT_OSS], ids=str)
+def test_bfloat16_stays_close(tmp_path: Path, family: Family) -> None:
+    save(family, tmp_path, initializer_range=0.1)
     low: dict[str, Any] = {"model_config": {"dtype": "bfloat16"}}
     ours, expected = logits(tmp_path, ascend_on_cpu("fusion_v2"), **low), logits(tmp_path, ReferenceOnCpu)
     for name in ("prefill_0", "prefill_2"):
@@ -122,7 +124,7 @@ def exchanging_rank(rank: int, port: int, folder: Path) -> None:
     np.save(folder / f"calls{rank}.npy", calls)
 
 
-@pytest.mark.parametrize("family", thorough_but((M2, QWEN2), M2), ids=str)
+@pytest.mark.parametrize("family", thorough_but((M2, QWEN2, GPT_OSS), M2), ids=str)
 def test_exchanged_rows_equal_the_reference(tmp_path: Path, family: Family) -> None:
     """In every layer of every decode step, of which there are five, and in no prefill, whose groups differ."""
     save(family, tmp_path)
@@ -161,6 +163,8 @@ TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "d
         (QWEN3, "dp2", "fusion_v1"),
         (QWEN2, "dp2", "fusion_v2"),
         (GLM, "tp2", "fusion_v2"),
+        (GPT_OSS, "tp2", "fusion_v2"),
+        (GPT_OSS, "dp2", "fusion_v1"),
     ],
     ids=str,
 )

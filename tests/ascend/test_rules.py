@@ -15,7 +15,7 @@ from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
-from ops.interface import Heads, Paged
+from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Paged
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
@@ -36,10 +36,14 @@ SIZES = {
     "qwen15_tp4": Size("Qwen1.5-MoE over 4", 2048, 352, 60, 4, 4, 128, 4),
     "air_ep8": Size("GLM-4.5-Air, experts over 8", 4096, 1408, 16, 12, 1, 128, 8),
     "glm46_tp8": Size("GLM-4.6 over 8", 5120, 192, 160, 12, 1, 128, 8),
+    "oss20_tp2": Size("gpt-oss-20b over 2", 2880, 1440, 32, 32, 4, 64, 4),
+    "oss120_ep8": Size("gpt-oss-120b over 8, experts over 8", 2880, 2880, 16, 8, 1, 64, 4),
+    "oss120_tp2": Size("gpt-oss-120b over 8, experts over 2 and 4", 2880, 1440, 32, 8, 1, 64, 4),
     "m2_tp8": Size("MiniMax-M2 over 8", 3072, 192, 256, 6, 1, 128, 8),
 }
 SIGMOID = SIZES["m2_tp8"]  # its router, and norms of whole rows
-NO_HEAD_NORMS = (SIGMOID, *(SIZES[name] for name in ("qwen2_57b_tp4", "qwen15_tp4", "air_ep8")))
+OSS = tuple(SIZES[name] for name in ("oss20_tp2", "oss120_ep8", "oss120_tp2"))
+NO_HEAD_NORMS = (SIGMOID, *OSS, *(SIZES[name] for name in ("qwen2_57b_tp4", "qwen15_tp4", "air_ep8")))
 CANN = sorted({f"{cann}.0" for row in ROWS for cann in row.cann})
 
 
@@ -56,7 +60,8 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     width, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     qkv = AscendMatrix(width + 2 * kv, size.hidden, format, BF16, device)
     out = AscendMatrix(size.hidden, width, format, BF16, device)
-    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, device)
+    kind = ExpertKind(7.0, 1.702, biased=True) if size in OSS else SILU_EXPERTS
+    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, device, kind=kind)
     for plane in (qkv, out, experts.w13, experts.w2):
         tiled(plane)
     weight = torch.empty(size.head_dim, dtype=BF16, device=device)
@@ -77,7 +82,10 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     tables = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
     starts = tuple(range(tokens + 1)) if decode else (0, 7, tokens)
     lengths = (300,) * tokens if decode else (7, tokens - 7)
-    attended = ops.attention(q, k_cache, v_cache, Paged(slots, tables, starts, lengths), 1.0)
+    paged, sinks = Paged(slots, tables, starts, lengths), q[0, :, 0].contiguous() if size in OSS else None
+    attended = ops.attention(q, k_cache, v_cache, paged, 1.0, None, sinks)
+    if sinks is not None:
+        ops.attention(q, k_cache, v_cache, paged, 1.0, 128, sinks)
     x = ops.linear(attended.flatten(1), out, None)
     if size is SIGMOID:
         scores = torch.empty(tokens, size.experts, dtype=torch.float32, device=device)
@@ -137,14 +145,17 @@ def made(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="npu")
 
 
-def grouped(inputs: int = 0, rows: int = 64, columns: int = 64, counts: int = 4, tiles: bool = False) -> None:
+def grouped(
+    inputs: int = 0, rows: int = 64, columns: int = 64, counts: int = 4, tiles: bool = False,
+    bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """(8, `inputs`, or as many as `rows`) by four experts of (rows, columns)."""
     weights = made(4, rows, columns)
     if tiles:
         weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_grouped_matmul(
-        [made(8, inputs or rows)], [weights], group_list=made(counts, dtype=torch.int64), split_item=3, group_type=0,
-        group_list_type=1,
+        [made(8, inputs or rows)], [weights], bias=None if bias is None else [bias],
+        group_list=made(counts, dtype=torch.int64), split_item=3, group_type=0, group_list_type=1,
     )  # fmt: skip
 
 
@@ -152,10 +163,10 @@ def ops() -> AscendOps:
     return AscendOps(BF16, torch.device("npu"), "fusion_v2")
 
 
-def attention(page: int = 128, width: int = 128) -> None:
+def attention(page: int = 128, width: int = 128, sinks: torch.Tensor | None = None) -> None:
     caches = [ops().kv_cache(4, page, 1, width, BF16, torch.device("npu")) for _ in range(2)]
     tables = made(2, 2, dtype=torch.int32)
-    ops().attention(made(2, 4, width), caches[0], caches[1], Paged(tables, tables, (0, 1, 2), (9, 9)), 1.0)
+    ops().attention(made(2, 4, width), caches[0], caches[1], Paged(tables, tables, (0, 1, 2), (9, 9)), 1.0, None, sinks)
 
 
 def heads(tokens: int = 2, places: torch.dtype = torch.int64, weights: int = 128) -> None:
@@ -188,6 +199,7 @@ BROKEN: dict[str, Callable[[], object]] = {
     "x has as many columns": lambda: grouped(inputs=32),
     "rows and columns of tiled weights": lambda: grouped(rows=60, tiles=True),
     "inner axes have 65,535": lambda: grouped(rows=65_552, columns=16),
+    "biases are (experts, columns)": lambda: grouped(bias=made(4, 64)),
     "expert ids are int32, counts int64": lambda: torch_npu.npu_moe_init_routing_v2(
         made(3, 128), made(3, 2, dtype=torch.int64), active_num=6, expert_capacity=0, expert_num=8, drop_pad_mode=0,
         expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, 8],
@@ -198,6 +210,7 @@ BROKEN: dict[str, Callable[[], object]] = {
     ),
     "blocks have 128 tokens": lambda: attention(page=256),
     "heads of tiled caches have 64 or 128 values": lambda: attention(width=96),
+    "sinks are (heads) bfloat16": lambda: attention(width=64, sinks=made(3)),
     "heads have 128 values": lambda: heads(weights=64),
     "index is (tokens) int64": lambda: heads(places=torch.int32),
     "as many tokens in all as the call": lambda: heads(tokens=129),

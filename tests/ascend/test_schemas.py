@@ -14,8 +14,9 @@ from tests.ascend.schemas import RECORD, Call, all_calls, schemas_in
 RECORDED: dict[str, list[str]] = json.loads(RECORD.read_text())  # schema -> the releases that have it
 RELEASES = [row.release for row in ROWS]
 INSTALLED = torch_npu.__version__
-# Ops for tiled caches (`Abilities.tiled_cache`), which are used if torch_npu has the first of them.
-TILED = ("npu_qkv_rms_norm_rope_cache", "npu_scatter_pa_kv_cache")
+# The first minor release with each op that not all have, and that is not called without: ops for tiled caches
+# (`Abilities.tiled_cache`), which are used if torch_npu has the first of them, and the clipped SwiGLU.
+SINCE = {"npu_qkv_rms_norm_rope_cache": 10, "npu_scatter_pa_kv_cache": 10, "npu_clipped_swiglu": 9}
 
 
 def schemas(release: str, op: str) -> list[torch._C.FunctionSchema]:
@@ -39,7 +40,7 @@ def bound(call: Call, release: str) -> torch._C.FunctionSchema:
 
 def releases(call: Call) -> list[str]:
     """The releases in which the call is made."""
-    return RELEASES if call.op not in TILED else [r for r in RELEASES if int(r.split(".")[1]) >= 10]
+    return [r for r in RELEASES if int(r.split(".")[1]) >= SINCE.get(call.op, 0)]
 
 
 def left_to_defaults(call: Call) -> set[str]:
@@ -58,8 +59,9 @@ def test_calls_bind_in_every_release(call: Call) -> None:
     assert left_to_defaults(call) == set()
 
 
-def test_releases_without_ops_for_tiled_caches_have_not_the_one_that_is_asked_for() -> None:
-    assert all(bool(schemas(r, TILED[0])) == (int(r.split(".")[1]) >= 10) for r in RELEASES)
+@pytest.mark.parametrize("op", ["npu_qkv_rms_norm_rope_cache", "npu_clipped_swiglu"])
+def test_earlier_releases_have_not_the_op_that_is_asked_for(op: str) -> None:
+    assert all(bool(schemas(r, op)) == (int(r.split(".")[1]) >= SINCE[op]) for r in RELEASES)
 
 
 def test_the_record_is_of_the_claimed_releases() -> None:

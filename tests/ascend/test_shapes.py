@@ -21,7 +21,7 @@ from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
 from ops.interface import fixed
 from ops.parallel.groups import Parallel, Shard
-from tests.ascend.engine import GLM, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
 
 BF16 = torch.bfloat16
 TWO = CountedGroup(0, 2)
@@ -50,6 +50,7 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
         (M2, Format("q4", 32), 2),
         (QWEN2, None, 3),
         (GLM, Format("q4", 32), 2),
+        (GPT_OSS, None, 2),
     ],
     ids=str,
 )

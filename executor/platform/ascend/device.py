@@ -21,6 +21,7 @@ from executor.platform.ascend.hccl import AI_CPU, group_options
 from executor.platform.ascend.kernels import (
     cache_line,
     check_offsets,
+    check_packed,
     chosen_kernels,
     gemv_tokens,
     prefetch_attention,
@@ -65,7 +66,8 @@ class AscendPlatform(Platform):
         if tokens:
             vector_core.load()
         ascend = settings.ascend
-        self.can = abilities(self.cann, hasattr(torch_npu, "npu_qkv_rms_norm_rope_cache"))
+        ops = "npu_qkv_rms_norm_rope_cache", "npu_clipped_swiglu"
+        self.can = abilities(self.cann, *(hasattr(torch_npu, op) for op in ops))
         self.own = AscendOps(
             dtype,
             self.device,
@@ -102,6 +104,7 @@ class AscendPlatform(Platform):
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
         check_offsets(model, self.settings, self.cann)
+        check_packed(model, self.settings, self.cann)
         built = bool(vector_core.built())
         return (
             chosen_kernels(model, self.settings, built)

@@ -10,6 +10,7 @@ z13           as s13                              where there are zero points
 w2            (I, H / 8) int32, or in planes           (I, H)
 s2            (I / G2, H), or in planes
 z2            as s2                               where there are zero points
+b13, b2       (2 I), (H)                          where there are biases: as ops/ascend/weights.py has them
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.ascend.vector_core.planes import planes_of
-from ops.ascend.weights import unfit
+from ops.ascend.weights import bias_type, unfit
 from ops.format import Format
 from ops.interface import ExpertKind
 
@@ -42,16 +43,23 @@ class BlockLayout:
     group2: int = 0
     zeros: bool = False
     in_planes: bool = False
+    biased: bool = False
 
     @classmethod
-    def of(cls, inner: int, hidden: int, format: Format, dtype: torch.dtype, in_planes: bool = False) -> "BlockLayout":
-        return cls(inner, hidden, dtype, format.group, format.group, format.zeros, in_planes)
+    def of(
+        cls, inner: int, hidden: int, format: Format, dtype: torch.dtype, in_planes: bool = False, biased: bool = False
+    ) -> "BlockLayout":
+        return cls(inner, hidden, dtype, format.group, format.group, format.zeros, in_planes, biased)
 
     @cached_property
     def planes(self) -> dict[str, Plane]:
         """Shape and type of each plane, in the order of the block."""
         first = self._matrix("13", self.hidden, 2 * self.inner, self.group)
-        return first | self._matrix("2", self.inner, self.hidden, self.group2)
+        found = first | self._matrix("2", self.inner, self.hidden, self.group2)
+        if self.biased:
+            dtype = bias_type(self.dtype)
+            found |= {"b13": ((2 * self.inner,), dtype), "b2": ((self.hidden,), dtype)}
+        return found
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -94,8 +102,8 @@ class BlockLayout:
 def expert_slot(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype: torch.dtype) -> tuple[int, int]:
     """(bytes, alignment) of one expert's slot. Where the vector cores can read the format, it is counted in planes,
     which take as much as rows or more: without their kernels, a slot may be smaller."""
-    in_planes = not unfit(format, hidden, inner)
-    return BlockLayout.of(inner, hidden, format, dtype, in_planes).block_bytes, PLACE
+    in_planes = not unfit(format, hidden, inner, kind)
+    return BlockLayout.of(inner, hidden, format, dtype, in_planes, kind.biased).block_bytes, PLACE
 
 
 def _bytes(plane: Plane) -> int:

@@ -13,7 +13,7 @@ def unfit(weight: AscendMatrix | Bank) -> str:
     """The reason why the kernels cannot read these weights; empty if they can."""
     if isinstance(weight, AscendMatrix):
         return stored.unfit(weight.format, weight.columns)
-    return stored.unfit(weight.w13.format, weight.w13.columns, weight.w2.columns)
+    return stored.unfit(weight.w13.format, weight.w13.columns, weight.w2.columns, weight.kind)
 
 
 def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, float_sums: bool) -> Tensor:

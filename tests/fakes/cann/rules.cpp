@@ -61,8 +61,12 @@ int64_t tiled_columns(const Object& cache) {
     return cache.shape.size() == 4 && size(cache, 3) == 16 ? 16 * size(cache, 1) : 0;
 }
 
-// Lists of a grouped product by 4-bit weights: rows, weights, scales, offsets if there are any, results.
-bool has_offsets(const Call& call) { return call.lists.size() >= 5; }
+// Lists of a grouped product: rows, weights, biases if there are any, results. By 4-bit weights scales follow the biases,
+// and offsets if there are any.
+bool biased(const Call& call) {
+    return call.lists.size() > 3 && call.first(2).shape.size() == 2 && size(call.first(2), 0) == size(call.first(1), 0);
+}
+bool has_offsets(const Call& call) { return call.lists.size() >= 5u + biased(call); }
 
 // An exchange of rows between experts on several ranks: x (rows, columns), `chosen` experts for each row.
 struct Exchange {
@@ -125,12 +129,28 @@ const Rule kRules[] = {
     {"aclnnGroupedMatmul*", kAny,
      [](const Call& call) {
          const Object& weight = call.first(1);
-         return !packed(weight) || size(weight, -2) % size(call.first(2), -2) == 0;
+         return !packed(weight) || size(weight, -2) % size(call.first(2 + biased(call)), -2) == 0;
      },
      "the rows of 4-bit weights are whole groups", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 976"},
     {"aclnnGroupedMatmul*", kAny,
      [](const Call& call) { return columns(call.first(1)) <= 65535 && size(call.first(0), -1) <= 65535; },
      "inner axes have 65,535 elements at most", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 276"},
+    {"aclnnGroupedMatmul*", kAny,
+     [](const Call& call) {
+         if (!biased(call)) return true;
+         const int rows = call.first(0).type;
+         return call.first(2).type == (rows == ACL_BF16 ? ACL_FLOAT : rows) &&
+                size(call.first(2), 1) == columns(call.first(1));
+     },
+     "biases are (experts, columns), float32 beside bfloat16 and else of the type of the rows",
+     "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 709, 1111, 1459; 9.0.0 739, 1340, 1691; 9.1.0 "
+     "op_api 828, 1581, 2142"},
+    {"aclnnClippedSwiglu", kAny,
+     [](const Call& call) {
+         return one_type(call, {-1}) && 2 * size(call.at(-1), -1) == size(call.at(0), -1);
+     },
+     "the result has the type of the input, and half of its columns",
+     "ops-nn master activation/clipped_swiglu/docs/aclnnClippedSwiglu.md"},
     {"aclnnMoeInitRoutingV2", kAny,
      [](const Call& call) { return call.at(1).type == ACL_INT32 && call.at(4).type == ACL_INT32; },
      "expert ids and counts are int32",
@@ -207,6 +227,16 @@ const Rule kRules[] = {
      },
      "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
      "OT 8.5.0 and 9.1.0, documents of aclnnFusedInferAttentionScoreV3; code: .._tiling_check_feature.cpp 70"},
+    {"aclnnFusedInferAttentionScore*", kAny,
+     [](const Call& call) {
+         const Object *sinks = call.find(ACL_BF16, 1), *other = call.find(ACL_FLOAT16, 1), &query = call.at(0);
+         if (!sinks) return !other;
+         return query.shape.size() == 3 && size(*sinks, 0) == size(query, 1) &&
+                (size(query, 2) == 64 || size(query, 2) == 128);
+     },
+     "sinks are (heads) bfloat16, of packed queries of 64 or 128 values",
+     "OT 8.5.0 attention/prompt_flash_attention/op_host/prompt_flash_attention_tiling.cpp 3548; 9.0.0 "
+     "fused_infer_attention_score/op_host/arch32/.._tiling_check_feature.cpp 444; 9.1.0 op_host/arch22 506"},
     {"aclnnMoeDistributeDispatchV*", kAny, [](const Call& call) { return exchangeable(dispatched(call)); },
      "1 to 512 rows of 1,024 to 8,192 columns are sent to 1 to 16 of at most 1,024 experts",
      "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 542, 682, 737, "
