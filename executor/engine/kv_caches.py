@@ -22,9 +22,9 @@ def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
     for layers in sharing(model):
         (sizes,) = _sizes(layers, case)
         shape = (pages + 1, case.cache_config.page_size, *sizes)
-        k_cache, v_cache = (fixed(build.ops.kv_cache(*shape, dtype, build.device)) for _ in "kv")
+        k_cache, v_cache = (build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv")
         for number, layer in enumerate(layers):
-            layer.bind(k_cache, v_cache, number)
+            layer.bind(apart(k_cache), apart(v_cache), number)
 
 
 def attentions(model: nn.Module) -> list[PagedAttention]:
@@ -62,16 +62,18 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
     arena = _units(model, case, build, frames * units - -spare // _units(model, case, build, 1).nbytes)
     for index, layers in enumerate(shared):
         first, end = 2 * index, (frames - 1) * units + 1
-        k_cache, v_cache = (fixed(apart(arena[begin : begin + end])) for begin in (first, first + 1))
+        k_cache, v_cache = (arena[begin : begin + end] for begin in (first, first + 1))
         for number, layer in enumerate(layers):
-            layer.bind(k_cache, v_cache, number)
+            layer.bind(apart(k_cache), apart(v_cache), number)
     return arena
 
 
-def apart(view: Tensor) -> Tensor:
-    """A tensor over the same memory that is not a view: torch.compile rewrites overlapping views among the inputs of a
-    graph, and torchair fails on the result."""
-    return torch.utils.dlpack.from_dlpack(view)  # by its whole name: torch_npu puts its own there when it is imported
+def apart(cache: Tensor) -> nn.Parameter:
+    """A tensor over the same memory that is not a view, one for each layer: torch.compile rewrites overlapping views
+    among the inputs of a graph, and torchair copies a whole tensor that two layers write."""
+    if cache.is_meta:
+        return fixed(cache)
+    return fixed(torch.utils.dlpack.from_dlpack(cache))  # by its whole name: torch_npu puts its own there
 
 
 def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:

@@ -125,9 +125,9 @@ OSS_ATTENTION = [  # biases; packed tokens attend with sinks
     "aclnnInplaceCopy (3,8,64)bfloat16 (3,8,64)bfloat16@strides(768,64,1)",
     "aclnnInplaceCopy (3,2,64)bfloat16 (3,2,64)bfloat16@strides(768,64,1)",
     "aclnnApplyRotaryPosEmbV2 (3,1,8,64)bfloat16 (3,1,2,64)bfloat16 (3,1,1,64)bfloat16 (3,1,1,64)bfloat16",
-    M2_ATTENTION[4].replace("(512,64,1)", "(768,64,1)"),
-    "aclnnFusedInferAttentionScoreV4 (3,8,64)bfloat16 [(5,2,4,128,16)bfloat16:format30]"
-    " [(5,2,4,128,16)bfloat16:format30] (2048,2048)bool ints(1,2,3) ints(5,2,24) (3,1)int32 (8)bfloat16"
+    M2_ATTENTION[4].replace("(512,64,1)", "(768,64,1)").replace("(5,8,128,16)", "(9,8,128,16)"),  # two sets of layers
+    "aclnnFusedInferAttentionScoreV4 (3,8,64)bfloat16 [(9,2,4,128,16)bfloat16:format30]"
+    " [(9,2,4,128,16)bfloat16:format30] (2048,2048)bool ints(1,2,3) ints(5,2,24) (3,1)int32 (8)bfloat16"
     " (3,8,64)bfloat16 (0)float32",
     "aclnnAddmmWeightNz (128)bfloat16 (3,512)bfloat16 (512,128)bfloat16:NZ scalar:int64 scalar:int64 (3,128)bfloat16",
     ATTENTION[-1],

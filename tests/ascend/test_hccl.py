@@ -14,7 +14,7 @@ from executor.launch.join import init_parallel
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
-from tests.ascend.engine import M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import GPT_OSS, M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import GeProgram, Node, Shape, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -25,17 +25,18 @@ EXPERTS = (SUM, "MoeFinalizeRoutingV2")
 SPLITS: dict[str, tuple[str, ...]] = {"tp": (), "ep": ("moe_tp_size=1",), "dp": ("attn_tp_size=1",)}
 
 
-def expected(family: Family, split: str) -> list[tuple[str, str]]:
+def expected(family: Family, split: str, rank: int) -> list[tuple[str, str]]:
     """The collectives of two layers, each with the node that makes its input. MiniMax-M2's norm of queries and keys has
-    one all-reduce, where attention is split."""
+    one all-reduce, where attention is split; only the first rank adds the bias of gpt-oss's attention."""
     if split == "dp":  # a rank's tokens go to all experts: rows, weights, ids
         made = {
             QWEN3: ("AddRmsNorm", "MoeGatingTopK", "MoeGatingTopK"),
             M2: ("AddRmsNormCast", "Cast", "MoeGatingTopK"),
         }
         return [*((GATHER, maker) for maker in made[family]), EXPERTS] * 2
-    norm = {QWEN3: [], M2: [(SUM, "RealDiv")]}[family]
-    return [(SUM, "MaskedFill"), *[*norm, (SUM, "MatMul"), EXPERTS] * 2, (GATHER, "MatMul")]
+    norm = [(SUM, "RealDiv")] if family is M2 else []
+    product = "MatMulV2" if family is GPT_OSS and rank == 0 else "MatMul"
+    return [(SUM, "MaskedFill"), *[*norm, (SUM, product), EXPERTS] * 2, (GATHER, "MatMul")]
 
 
 @dataclass
@@ -83,6 +84,7 @@ def maker(program: GeProgram, node: Node) -> str:
     [
         (QWEN3, "dp"),
         (M2, "ep"),
+        (GPT_OSS, "tp"),
         *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((QWEN3, "tp"), (M2, "dp"))),
     ],
     ids=str,
@@ -90,8 +92,8 @@ def maker(program: GeProgram, node: Node) -> str:
 def test_collectives_of_a_decode_step(tmp_path: Path, family: Family, split: str) -> None:
     ascend_case(tmp_path, family=family)  # written before all ranks read it
     for rank, seen in enumerate(run_ranks(decode, 2, tmp_path, *SPLITS[split])):
-        assert seen.collectives == expected(family, split)
-        assert seen.casts == {QWEN3: [], M2: [("MoeGatingTopK", torch.bfloat16)] * 2}[family]
+        assert seen.collectives == expected(family, split, rank)
+        assert seen.casts == [("MoeGatingTopK", torch.bfloat16)] * 2 * (family is M2)
         (line,) = seen.opened  # all groups are the same two ranks: one communicator
         assert seen.groups == {line.split()[2].removeprefix("name=")}
         # attention has no collectives where it is data-parallel, so none run on the vector cores
