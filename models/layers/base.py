@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ops.interface import Matrix
+
 ALL = slice(None)
 
 
@@ -60,6 +62,10 @@ class Layer(nn.Module):
         yield from self.parameters(recurse=False)
         for value in vars(self).values():
             yield from getattr(value, "storages", ())
+
+
+def nbytes_of(weight: Matrix, bias: Tensor | None) -> int:
+    return weight.nbytes + (0 if bias is None else bias.nbytes)
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, Layer]]:

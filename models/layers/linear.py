@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.batch import Batch
 from models.build import Build
-from models.layers.base import ALL, Layer, Piece
+from models.layers.base import ALL, Layer, Piece, nbytes_of
 from ops.format import GROUP_SIZES, in_order
 
 
@@ -46,7 +46,7 @@ class MergedLinear(Layer):
         self.weight = build.matrix(outputs, inputs, build.linear([source.name for source in sources], (inputs, 1)))
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
-        self.nbytes = self.weight.nbytes
+        self.nbytes = nbytes_of(self.weight, self.bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.of_all_rows(batch.rows(self.parallel).gather(x))
@@ -83,7 +83,7 @@ class RowLinear(Layer):
         self.weight = build.matrix(outputs, kept, build.linear([name], (inputs, parts)))
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (self.weight.columns + bias)
-        self.nbytes = self.weight.nbytes
+        self.nbytes = nbytes_of(self.weight, self.bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return batch.rows(self.parallel).sum(self.part_of(x))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.build import Build
-from models.layers.base import ALL, Layer, Piece
+from models.layers.base import ALL, Layer, Piece, nbytes_of
 from ops.format import Format
 from ops.interface import fixed
 
@@ -30,7 +30,7 @@ class Router(Layer):
         self.ops = build.ops
         self.weight = build.matrix(experts, hidden, kind or build.formats.plain)
         self.score_bias = build.vector(experts) if bias else None
-        self.elements, self.nbytes = experts * (hidden + bias), self.weight.nbytes
+        self.elements, self.nbytes = experts * (hidden + bias), nbytes_of(self.weight, self.score_bias)
         self.e_score_correction_bias = SelectionBias(build, experts) if selection_bias else None
 
     @property

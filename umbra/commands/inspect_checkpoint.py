@@ -215,10 +215,10 @@ def print_rank(rank: dict[str, Any]) -> None:
     print(f"  linear layers in {rank['linear_format']}, head in {rank['head_format']}")
     print("Each rank keeps, counted, not measured:")
     for name, nbytes in rank["weights"].items():
-        print(f"  {name:<20} {nbytes:>18,} {nbytes / GB:>8.3f} GB")
-    print(f"{'weights':<22} {rank['weights_nbytes']:>18,} {rank['weights_nbytes'] / GB:>8.3f} GB")
+        print(f"  {name:<26} {nbytes:>18,} {nbytes / GB:>8.3f} GB")
+    print(f"{'weights':<28} {rank['weights_nbytes']:>18,} {rank['weights_nbytes'] / GB:>8.3f} GB")
     print(
-        f"{'KV cache':<22} {rank['kv_cache_nbytes']:>18,} {rank['kv_cache_nbytes'] / GB:>8.3f} GB  {rank['kv_cache']}"
+        f"{'KV cache':<28} {rank['kv_cache_nbytes']:>18,} {rank['kv_cache_nbytes'] / GB:>8.3f} GB  {rank['kv_cache']}"
     )
 
 

@@ -16,10 +16,10 @@ from executor.run.model_sketch import kind_of
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from tests.command import umbra
-from tests.quantised import quantise_tiny
-from tests.tiny import make_runner, save_tiny, write_case
+from tests.quantised import mxfp4_tiny, quantise_tiny
+from tests.tiny import make_runner, save_tiny, save_tiny_of, write_case
 from umbra.cli import execute
-from umbra.commands.inspect_checkpoint import inspect
+from umbra.commands.inspect_checkpoint import inspect, inspect_rank
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -84,6 +84,16 @@ def test_a_quantised_format_and_what_it_leaves_out(tmp_path: Path, capsys: pytes
     told = capsys.readouterr().out
     assert "not quantised: model.layers.*.mlp.gate (2 of 2)\n" in told
     assert counted(facts["rank"]) == kept(make_runner(load_case(str(case)), tmp_path).engine.model)
+
+
+def test_biases_and_what_is_quantised_beside_mxfp4_are_counted(tmp_path: Path) -> None:
+    save_tiny_of(tmp_path / "model", "gpt_oss")
+    mxfp4_tiny(tmp_path / "model", tmp_path / "mxfp4")
+    settings = {"model_name": "gpt_oss", "quantization": {"rest": "q8"}}
+    case = load_case(str(write_case(tmp_path / "tiny.yaml", tmp_path / "mxfp4", **settings)))
+    rank = inspect_rank(case)
+    assert rank["linear_format"] == "mxfp4 in groups of 32, q8 in groups of 32"
+    assert counted(rank)[0] == kept(make_runner(case, tmp_path).engine.model)[0]
 
 
 def damaged(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
