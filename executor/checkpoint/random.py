@@ -7,7 +7,7 @@ from models.layers.base import layers_of
 
 
 def random_weights(model: nn.Module, seed: int) -> None:
-    """Fills every weight of `model`: matrices with zero mean and the scale of a trained model, vectors near one.
+    """Fills every weight of `model`: norms near one, all others with zero mean and the scale of a trained model.
 
     Writes at the speed of memory: all matrices are cut from one block of random numbers. The length of the block
     shares no factor with the length of a row, so that no two rows or experts are equal. The largest matrices, whose
@@ -25,4 +25,4 @@ def random_weights(model: nn.Module, seed: int) -> None:
             offset = (offset + len(parts[-1])) % len(block)
             missing -= len(parts[-1])
         numbers = torch.cat(parts).view(piece.kept_shape)
-        piece.fill(1 + numbers if numbers.dim() == 1 else numbers)
+        piece.fill(1 + numbers if piece.name.endswith("norm.weight") else numbers)

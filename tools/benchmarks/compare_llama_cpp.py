@@ -1,8 +1,9 @@
 """Speed of Umbra, of llama.cpp and, where IK_LLAMA=DIR names a build of it, of ik_llama.cpp, with the same weights and
 tokens, measured in turns. A peer has a process of its own; one that dies is a line of the output, and the rest goes on.
 
-    .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--format q4|q8]
-        [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
+    .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N]
+        [--format q4|q8|auto] [--rest none|q8] [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192]
+        [--json FILE] [--plot FILE]
 
 The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
 (gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
@@ -46,7 +47,7 @@ from tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
 from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from tools.benchmarks.peer_engine import Peer
 from tools.benchmarks.peer_process import PeerDied, PeerProcess
-from tools.benchmarks.umbra_engine import Routed, Umbra, step_bytes, step_macs
+from tools.benchmarks.umbra_engine import HELP_OF_FORMAT, HELP_OF_REST, WEIGHTS, Routed, Umbra, step_bytes, step_macs
 from umbra.commands.logits import prefill_logits
 from umbra.errors import UserError, run_main
 
@@ -175,7 +176,7 @@ def compare(
         cache(ours, contexts)
         if "ik" in peers:
             cache(peers["ik"], contexts)
-        size = step_bytes(ours.model, batch, batch * (context + 1), experts_of(ours, steps))
+        size = step_bytes(ours.model, batch, batch, context + 1, experts_of(ours, steps))
         flash = "theirs" in peers and faster_attention(peers["theirs"], contexts, decode)
         return row("decode", batch, context, batch * STEPS, decode, flash, reads)
 
@@ -231,7 +232,7 @@ def faster_attention(theirs: PeerProcess, contexts: list[list[int]], run: Callab
 
 
 @contextmanager
-def same_weights(ours: Umbra, format: str, folder: Path | None, keep: bool) -> Iterator[Path]:
+def same_weights(ours: Umbra, folder: Path | None, keep: bool) -> Iterator[Path]:
     """A GGUF file in `folder` with the weights of `ours`, which stays only with `keep`."""
     try:
         handle, name = tempfile.mkstemp(suffix=".gguf", prefix="umbra-", dir=folder)
@@ -240,7 +241,7 @@ def same_weights(ours: Umbra, format: str, folder: Path | None, keep: bool) -> I
     os.close(handle)
     path = Path(name)
     try:
-        write_gguf(path, ours.model, ours.config, format)
+        write_gguf(path, ours.model, ours.config)
         if keep:
             print(f"wrote {path}: {path.stat().st_size / 1e6:.0f} MB")
         yield path
@@ -278,7 +279,8 @@ def main(argv: list[str]) -> None:
     parser = flags(__doc__)
     parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
     parser.add_argument("--layers", type=int, help="default: the case's; the weights are in memory twice")
-    parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
+    parser.add_argument("--format", choices=WEIGHTS, default="q4", help=HELP_OF_FORMAT)
+    parser.add_argument("--rest", choices=("none", "q8"), default="none", help=HELP_OF_REST)
     parser.add_argument("--decodes", nargs="+", default=DECODES, help="sequences x cached tokens of each")
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
     parser.add_argument(
@@ -296,10 +298,11 @@ def main(argv: list[str]) -> None:
     version = library().__version__
     batch = max(batch for batch, _ in decodes)
     longest = max(*args.prompts, *(context + 1 for _, context in decodes), CHECKED + 1)
-    ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, batch, longest)
+    sizes = args.threads, args.instruction_set, batch, longest
+    ours = Umbra(args.case, args.layers, args.format, *sizes, rest=args.rest)
     folder, cpus = ik_llama(), set(own_cpus())
     peers: dict[str, PeerProcess] = {}
-    with same_weights(ours, args.format, args.folder, args.keep) as path:
+    with same_weights(ours, args.folder, args.keep) as path:
         makers: dict[str, Callable[[], Peer]] = {"theirs": functools.partial(LlamaCpp, path, args.threads)}
         if folder:
             makers["ik"] = functools.partial(IkLlama, folder, path, args.threads)

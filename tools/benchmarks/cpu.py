@@ -33,7 +33,7 @@ from ops.format import FORMATS
 from ops.interface import Paged
 from tools.benchmarks.machine import Limits, alternate
 from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
-from tools.benchmarks.umbra_engine import Routed, Umbra, step_bytes, step_macs
+from tools.benchmarks.umbra_engine import HELP_OF_FORMAT, HELP_OF_REST, WEIGHTS, Routed, Umbra, step_bytes, step_macs
 from umbra.errors import UserError, run_main
 
 BATCHES, CONTEXTS, PROMPTS = (1, 4, 8), (64, 2048, 8192, 32768), (128, 512, 2048, 8192)
@@ -66,10 +66,10 @@ def decode_rows(
         return alternate(runs, seconds, least)
 
     def row(
-        phase: str, batch: int, context: int, cached: int, logit_rows: int, experts: float, took: dict[str, float]
+        phase: str, batch: int, context: int, sequences: int, cached: int, experts: float, took: dict[str, float]
     ) -> Row:
-        size, read = step_bytes(model, batch, cached, experts), limits.read_gbps(took["read"])
-        macs = step_macs(model, batch, logit_rows, top_k)
+        size, read = step_bytes(model, batch, sequences, cached, experts), limits.read_gbps(took["read"])
+        macs = step_macs(model, batch, sequences, top_k)
         return dict(
             phase=phase, batch=batch, context=context, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3,
             experts=experts, step_gb=size / 1e9, read_gbps=read, read_fraction=size / took["step"] / 1e9 / read,
@@ -85,7 +85,7 @@ def decode_rows(
                 umbra.step([row[0] for row in umbra.random_prompts(batch, 1, generator)])
 
             took = timed(decode, 7, routed)
-        yield row("decode", batch, context, batch * (context + 1), batch, routed.experts, took)
+        yield row("decode", batch, context, batch, context + 1, routed.experts, took)
     for length in prompts:
         with Routed(model) as routed:
 
@@ -93,7 +93,7 @@ def decode_rows(
                 umbra.prefill(*umbra.random_prompts(1, length, generator))
 
             took = timed(prefill, 3, routed)
-        yield row("prefill", length, 0, length, 1, routed.experts, took)
+        yield row("prefill", length, 0, 1, length, routed.experts, took)
 
 
 def decode_panels(rows: list[Row]) -> dict[str, Lines]:
@@ -132,7 +132,8 @@ def decode(argv: list[str]) -> None:
     parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
     parser.add_argument("--layers", type=int, help="default: the case's")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="sequences in a decode step")
-    parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
+    parser.add_argument("--format", choices=WEIGHTS, default="q4", help=HELP_OF_FORMAT)
+    parser.add_argument("--rest", choices=("none", "q8"), default="none", help=HELP_OF_REST)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="cached tokens of each sequence")
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
     parser.add_argument("--kv-dtype", default="auto", help="type of cached keys and values")
@@ -144,7 +145,7 @@ def decode(argv: list[str]) -> None:
     longest = max(*args.prompts, *args.contexts)
     umbra = Umbra(
         args.case, args.layers, args.format, args.threads, args.instruction_set, max(args.batches), longest,
-        args.kv_dtype,
+        args.kv_dtype, rest=args.rest,
     )  # fmt: skip
     decodes = list(itertools.product(args.contexts, args.batches))
     rows = printed(decode_rows(umbra, Limits(), decodes, args.prompts, args.seconds), DECODE_COLUMNS)

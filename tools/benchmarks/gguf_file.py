@@ -1,8 +1,9 @@
 """Writes a loaded model as a GGUF file for llama.cpp, with exactly the same values.
 
-The formats agree: q4 is Q4_0 and q8 is Q8_0, 32 columns of (quant - zero) * scale with a float16 scale. Only the order
-of the bytes differs, so the blocks are made from the dequantised values, whatever their layout in memory: the scale is
-derived from a block's largest value, and a check proves that scale and quants give back every value exactly.
+The formats agree: q4 is Q4_0 and q8 is Q8_0, 32 columns of (quant - zero) * scale with a float16 scale, and mxfp4 is
+MXFP4, 32 e2m1 floats with a power of two. Only the order of the bytes differs, so the blocks are made from the
+dequantised values, whatever their layout in memory: the scale is derived from a block's largest value, and a check
+proves that scale and quants give back every value exactly.
 
 Rows are in the checkpoint's order, because llama.cpp rotates halves ("neox") in these architectures, as the checkpoint
 does.
@@ -11,6 +12,7 @@ does.
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.causal_lm import CausalLM
+from models.gpt_oss.config import GptOssConfig
 from models.minimax_m2.config import MiniMaxM2Config
 from models.qwen3_moe.config import Qwen3MoeConfig
+from ops.cpu.matrix import ROWS
+from ops.format import E2M1
 from umbra.errors import UserError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
 GROUP = 32
 PART = 256  # rows
-Config = Qwen3MoeConfig | MiniMaxM2Config
-TYPES = {"q4": "Q4_0", "q8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig
+ARCHITECTURES = {Qwen3MoeConfig: "qwen3moe", MiniMaxM2Config: "minimax-m2", GptOssConfig: "gpt-oss"}
+TYPES = {"q4": "Q4_0", "q8": "Q8_0", "mxfp4": "MXFP4", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,9 @@ class Entry:
 
 def encoded(values: Tensor, format: str) -> Bytes:
     """(rows, columns) -> (rows, bytes of a row)"""
-    if format in ("q4", "q8"):  # in parts that fit the caches
-        return np.concatenate([_blocks(part.numpy(), format) for part in values.split(PART)])
+    if format in ("q4", "q8", "mxfp4"):  # in parts that fit the caches
+        blocks = _mxfp4_blocks if format == "mxfp4" else partial(_blocks, format=format)
+        return np.concatenate([blocks(part.numpy()) for part in values.split(PART)])
     return values.to(getattr(torch, format)).contiguous().view(torch.uint8).numpy()
 
 
@@ -63,6 +70,19 @@ def _blocks(values: np.ndarray[Any, np.dtype[np.float32]], format: str) -> Bytes
     return np.concatenate([scale.view(np.uint8), quants.view(np.uint8)], axis=1).reshape(len(values), -1)
 
 
+def _mxfp4_blocks(values: np.ndarray[Any, np.dtype[np.float32]]) -> Bytes:
+    blocks = values.reshape(-1, GROUP)
+    largest = np.abs(blocks).max(1, keepdims=True)
+    exponent = np.clip(np.frexp(largest)[1] + 124, 0, 254)  # the largest is 4 or 6 times 2^(exponent - 127)
+    scaled = np.ldexp(blocks, 127 - exponent)
+    codes = np.searchsorted(np.array(E2M1[:8], np.float32), np.abs(scaled)).astype(np.uint8)
+    if not np.array_equal(np.array(E2M1, np.float32)[codes], np.abs(scaled)):
+        raise ValueError("the values are not those of a mxfp4 matrix")  # a bug here or in the engine
+    codes |= np.signbit(scaled).astype(np.uint8) << 3
+    packed = codes[:, :16] | codes[:, 16:] << 4
+    return np.concatenate([exponent.astype(np.uint8), packed], axis=1).reshape(len(values), -1)
+
+
 def as_in_checkpoint(rows: Tensor, order: Order) -> Tensor:
     """`rows`, or the elements of a vector, of which each head's are in `order`, as in the checkpoint."""
     if order is None:
@@ -70,17 +90,19 @@ def as_in_checkpoint(rows: Tensor, order: Order) -> Tensor:
     return rows.unflatten(0, (-1, len(order)))[:, torch.tensor(order).argsort()].flatten(0, 1)
 
 
-def entries(model: CausalLM, config: Config, format: str) -> Iterator[Entry]:
-    """Every tensor by llama.cpp's name; matrices in `format`, except the output head in q8."""
+def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
+    """Every tensor by llama.cpp's name, matrices in the format that they are kept in."""
     hidden = config.hidden_size
 
     def plain(name: str, weight: Tensor, order: Order = None) -> Entry:
         format = str(weight.dtype).removeprefix("torch.")
         return Entry(name, tuple(weight.shape), format, lambda: iter([as_in_checkpoint(weight, order)]))
 
-    def matrix(name: str, weight: Any, format: str, part: slice | None = None, order: Order = None) -> Entry:
+    def matrix(
+        name: str, weight: Any, part: slice | None = None, order: Order = None, format: str | None = None
+    ) -> Entry:
         """Rows `part` of a NativeMatrix."""
-        part = part or slice(0, weight.rows)
+        part, format = part or slice(0, weight.rows), format or weight.packed.format.kind
         rows = part.stop - part.start
 
         def read() -> Iterator[Tensor]:
@@ -91,48 +113,67 @@ def entries(model: CausalLM, config: Config, format: str) -> Iterator[Entry]:
     def experts(name: str, weights: Any, which: str) -> Entry:
         rows, columns = (hidden, weights.inner) if which == "down" else (weights.inner, hidden)
         shape = weights.count, rows, columns
-        return Entry(name, shape, format, lambda: (weights.dequantised(e, which) for e in range(weights.count)))
+        kind = weights.w13.format.kind
+        return Entry(name, shape, kind, lambda: (weights.dequantised(e, which) for e in range(weights.count)))
+
+    def biases(name: str, weights: Any, which: str) -> Entry:
+        (of_all,) = (weights.w2 if which == "down" else weights.w13).biases  # on one NUMA node
+        bias = of_all[:, :hidden]
+        if which != "down":  # sixteen rows of gate, sixteen of up, in turn
+            bias = of_all.view(weights.count, -1, 2, ROWS)[:, :, int(which == "up")].flatten(1)
+        return plain(name, bias.contiguous())
 
     yield plain("token_embd.weight", model.model.embed_tokens.table)
     yield plain("output_norm.weight", model.model.norm.weight)
-    yield matrix("output.weight", model.lm_head.weight, "q8")
+    yield matrix("output.weight", model.lm_head.weight)
+    after = "post_attention" if isinstance(config, GptOssConfig) else "ffn"
     layers: Any = model.model.layers
     for i, layer in enumerate(layers):
         attention = layer.self_attn
         yield plain(f"blk.{i}.attn_norm.weight", layer.input_layernorm.weight)
-        yield plain(f"blk.{i}.ffn_norm.weight", layer.post_attention_layernorm.weight)
+        yield plain(f"blk.{i}.{after}_norm.weight", layer.post_attention_layernorm.weight)
         start = 0
         for name, source in zip("qkv", attention.qkv_proj.sources, strict=True):
             part = slice(start, start + source.kept)
-            yield matrix(f"blk.{i}.attn_{name}.weight", attention.qkv_proj.weight, format, part, source.order)
+            yield matrix(f"blk.{i}.attn_{name}.weight", attention.qkv_proj.weight, part, source.order)
+            if attention.qkv_proj.bias is not None:
+                yield plain(f"blk.{i}.attn_{name}.bias", attention.qkv_proj.bias[part], source.order)
             start += source.kept
         if isinstance(config, MiniMaxM2Config):
             moe = layer.block_sparse_moe
             yield plain(f"blk.{i}.exp_probs_b.bias", moe.e_score_correction_bias.values)
             for name, source, weight in zip("qk", attention.qk_norm.sources, attention.qk_norm.weights, strict=True):
                 yield plain(f"blk.{i}.attn_{name}_norm.weight", weight, source.order)
+        elif isinstance(config, GptOssConfig):
+            moe = layer.mlp
+            yield plain(f"blk.{i}.attn_sinks.weight", attention.sinks.values)
+            yield plain(f"blk.{i}.attn_output.bias", attention.o_proj.bias)
+            yield plain(f"blk.{i}.ffn_gate_inp.bias", moe.router.score_bias)
+            for which in ("gate", "up", "down"):
+                yield biases(f"blk.{i}.ffn_{which}_exps.bias", moe.experts.weights, which)
         else:
             moe = layer.mlp
             yield plain(f"blk.{i}.attn_q_norm.weight", attention.q_norm.weight)
             yield plain(f"blk.{i}.attn_k_norm.weight", attention.k_norm.weight)
-        yield matrix(f"blk.{i}.attn_output.weight", attention.o_proj.weight, format)
-        yield matrix(f"blk.{i}.ffn_gate_inp.weight", moe.gate.weight, "float32")  # llama.cpp accepts no other type
+        yield matrix(f"blk.{i}.attn_output.weight", attention.o_proj.weight)
+        router = moe.router if isinstance(config, GptOssConfig) else moe.gate
+        yield matrix(f"blk.{i}.ffn_gate_inp.weight", router.weight, format="float32")  # llama.cpp accepts no other type
         for which in ("gate", "up", "down"):
             yield experts(f"blk.{i}.ffn_{which}_exps.weight", moe.experts.weights, which)
 
 
-def write_gguf(path: Path, model: CausalLM, config: Config, format: str, tokenizer: Path | None = None) -> None:
+def write_gguf(path: Path, model: CausalLM, config: Config, tokenizer: Path | None = None) -> None:
     """Write the file tensor by tensor; at most one tensor is held in memory besides the model. `tokenizer` is a folder
     with the tokenizer's files; without one the file has none."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
-    writer = GGUFWriter(path, "minimax-m2" if isinstance(config, MiniMaxM2Config) else "qwen3moe")
+    writer = GGUFWriter(path, ARCHITECTURES[type(config)])
     describe(writer, config)
     if tokenizer:
         describe_tokenizer(writer, tokenizer)
     else:
         writer.add_tokenizer_model("no_vocab")
-    tensors = list(entries(model, config, format))
+    tensors = list(entries(model, config))
     for entry in tensors:
         kind = GGMLQuantizationType[TYPES[entry.format]]
         columns, size = GGML_QUANT_SIZES[kind]
@@ -151,15 +192,22 @@ def write_gguf(path: Path, model: CausalLM, config: Config, format: str, tokeniz
 
 def describe(writer: Any, config: Config) -> None:
     """Write the metadata that llama.cpp requires for this architecture, other than the tokenizer's."""
-    from gguf import ExpertGatingFuncType
+    from gguf import ExpertGatingFuncType, RopeScalingType
 
-    if config.rope.yarn or config.tie_word_embeddings:
-        raise UserError("GGUF: YaRN and tied embeddings are not written")
+    if config.tie_word_embeddings:
+        raise UserError("GGUF: tied embeddings are not written")
+    if yarn := config.rope.yarn:
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(yarn.factor)
+        writer.add_rope_scaling_orig_ctx_len(yarn.original_length)
     if isinstance(config, MiniMaxM2Config):
         if not config.use_routing_bias:
             raise UserError("GGUF: llama.cpp has no minimax-m2 with use_routing_bias: false")
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    elif isinstance(config, GptOssConfig):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
     else:
         if config.attention_bias or not config.norm_topk_prob:
             raise UserError("GGUF: biases and norm_topk_prob: false are not written")

@@ -57,7 +57,7 @@ def write_files(folder: Path, case_name: str, format: str) -> None:
     runner = make_runner(load_case(case_name, [f"method={format}", f"model_path={model}"]), folder, rank_env())
     runner.setup()
     unfinished = gguf.with_suffix(".part")
-    write_gguf(unfinished, runner.engine.model, runner.config, format, model)
+    write_gguf(unfinished, runner.engine.model, runner.config, model)
     os.replace(unfinished, gguf)
 
 

@@ -25,6 +25,9 @@ from models.layers.router import Router
 from umbra.errors import UserError
 
 ROOM = 2  # tokens of room after a context
+WEIGHTS = "q4", "q8", "auto"
+HELP_OF_FORMAT = "of the weights, with the head in q8; auto: as the case's config.json says"
+HELP_OF_REST = "quantization.rest, with --format auto"
 
 
 def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
@@ -38,14 +41,14 @@ def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
 class Umbra:
     def __init__(
         self, case_name: str, layers: int | None, format: str, threads: int, instruction_set: str, sequences: int,
-        longest: int, kv_dtype: str = "auto", world_size: int = 1,
+        longest: int, kv_dtype: str = "auto", world_size: int = 1, rest: str = "none",
     ):  # fmt: skip
         """An engine, or one rank of it, with room for `sequences` of `longest` tokens; `layers` None: as many as the
         case's checkpoint."""
         settings = dict(
             with_ckpt="false", exe_mode="graph", world_size=world_size, method=format, threads=threads,
             instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=ROOM,
-            ignore_eos="true", kv_dtype=kv_dtype,
+            ignore_eos="true", kv_dtype=kv_dtype, rest=rest,
         )  # fmt: skip
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
         self.runner = make_runner(case, Path("results"), rank_env())
@@ -142,8 +145,8 @@ class Routed:
         _, self.ids[layer] = inputs[1]  # weights and ids
 
 
-def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> float:
-    """Bytes that a step of `tokens` new tokens reads when it attends to `cached` tokens in all."""
+def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, experts: float) -> float:
+    """Bytes that a step of `tokens` new tokens of `sequences` sequences reads when each attends to `cached` tokens."""
     total = 0.0
     for _, layer in layers_of(model):
         if isinstance(layer, Experts):
@@ -152,8 +155,11 @@ def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> fl
             total += tokens * layer.table[0].nbytes
         else:
             total += layer.nbytes
-    caches = [a.k_cache for a in model.modules() if isinstance(a, PagedAttention)]
-    return total + sum(2 * cached * cache[0].nbytes / cache.shape[3] for cache in caches)  # (pages, heads, width, size)
+    for attention in model.modules():
+        if isinstance(attention, PagedAttention):
+            seen, cache = min(cached, attention.window or cached), attention.k_cache  # (pages, heads, width, page size)
+            total += 2 * sequences * seen * cache[0].nbytes / cache.shape[3]
+    return total
 
 
 def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 
 from models.layers.base import layers_of
 from tests.fakes.peer import DyingPeer
-from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
+from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case, write_case
 from tools.benchmarks import cpu
 from tools.benchmarks.gguf_file import TYPES, entries, write_gguf
 from tools.benchmarks.peer_process import PeerDied, PeerProcess
@@ -40,20 +40,36 @@ def m2_case(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_case(folder / "tiny.yaml", folder / "model", **settings))
 
 
-@pytest.mark.parametrize("format", ["q4", "q8"])
-@pytest.mark.parametrize("family", ["case", "m2_case"])
-def test_gguf_file_has_every_weight(family: str, tmp_path: Path, format: str, request: pytest.FixtureRequest) -> None:
+@pytest.fixture(scope="module")
+def gpt_oss_case(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("benchmarks_gpt_oss")
+    save_tiny_of(folder / "model", "gpt_oss")
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (folder / "model" / "model.safetensors").unlink()
+    settings = dict(model_name="gpt_oss", model_config={"dtype": "bfloat16"})
+    return str(write_case(folder / "tiny.yaml", folder / "model", **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "head"),
+    [("case", "q4", "Q8_0"), ("case", "q8", "Q8_0"), ("m2_case", "q4", "Q8_0"), ("gpt_oss_case", "auto", "BF16")],
+)
+def test_gguf_file_has_every_weight(
+    family: str, format: str, head: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     engine = Umbra(request.getfixturevalue(family), None, format, 1, "auto", 1, 16)
-    write_gguf(tmp_path / "tiny.gguf", engine.model, engine.config, format)
+    write_gguf(tmp_path / "tiny.gguf", engine.model, engine.config)
     tensors = {t.name: t for t in GGUFReader(tmp_path / "tiny.gguf").tensors}
-    for entry in entries(engine.model, engine.config, format):
+    assert tensors["output.weight"].tensor_type.name == head
+    for entry in entries(engine.model, engine.config):
         tensor = tensors.pop(entry.name)
         assert tuple(reversed(tensor.shape.tolist())) == entry.shape
-        assert tensor.tensor_type.name == TYPES["q8" if entry.name == "output.weight" else entry.format]
+        assert tensor.tensor_type.name == TYPES[entry.format]
         kept = torch.cat(list(entry.read())).reshape(entry.shape).float().numpy()
         np.testing.assert_array_equal(dequantize(tensor.data, tensor.tensor_type).reshape(entry.shape), kept)
     assert not tensors
-    assert sum(int(np.prod(e.shape)) for e in entries(engine.model, engine.config, format)) == sum(
+    assert sum(int(np.prod(e.shape)) for e in entries(engine.model, engine.config)) == sum(
         p.kept_elements for path, layer in layers_of(engine.model) for p in layer.pieces(path)
     )
 
@@ -62,7 +78,7 @@ def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:
     """The engine keeps query and key heads in another order; llama.cpp rotates the first columns of a head."""
     oracle = save_tiny_m2(tmp_path / "model", rotary_dim=8).state_dict()  # with 16 of 32 the order is its own inverse
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2"), tmp_path)
-    written = {e.name: torch.cat(list(e.read())) for e in entries(runner.engine.model, runner.config, "float32")}
+    written = {e.name: torch.cat(list(e.read())) for e in entries(runner.engine.model, runner.config)}
     theirs = {
         "attn_q.weight": "self_attn.q_proj.weight", "attn_k.weight": "self_attn.k_proj.weight",
         "attn_v.weight": "self_attn.v_proj.weight", "attn_output.weight": "self_attn.o_proj.weight",
