@@ -17,7 +17,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class ToolCall:
     name: str
-    arguments: str  # a JSON object
+    arguments: str  # a JSON object; in harmony, whatever the model wrote
 
 
 @dataclass(frozen=True)

@@ -53,3 +53,37 @@ def _with_mapping(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.arguments: {given!r:.60} must be a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The variables `messages` and `tools` of a template for gpt-oss. It renders one call of a message and no system
+    messages but the first, refuses reasoning and content together before a call, and needs descriptions of tools."""
+    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    made: list[dict[str, Any]] = []
+    if first:
+        made.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})
+    turn: list[dict[str, Any]] = []  # a message with calls, and the results after it
+    for message in [*messages[first:], None]:
+        if turn and message and message["role"] == "tool":
+            turn.append(message)
+            continue
+        made += _single_calls(turn[0], turn[1:]) if turn else []
+        turn = [message] if message and message.get("tool_calls") else []
+        made += [message] if message and not turn else []
+    shown = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+    return {"messages": made, "tools": shown or None}
+
+
+def _single_calls(message: dict[str, Any], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A message for each call, with its result after it; what was said before belongs to the first one's reasoning."""
+    ids = {call.get("id") for call in message["tool_calls"]}
+    said = "\n\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
+    made = []
+    for number, call in enumerate(message["tool_calls"]):
+        thoughts = {"reasoning_content": said, "thinking": said} if said and not number else {}
+        made.append({"role": "assistant", "content": "", **thoughts, "tool_calls": [call]})
+        own = [result for result in results if result.get("tool_call_id") == call.get("id")]
+        own = own or [result for result in results if result.get("tool_call_id") not in ids][:1]
+        made += own
+        results = [result for result in results if result not in own]
+    return made + results

@@ -1,8 +1,18 @@
 """The ways in which families of models mark reasoning and tool calls in their output: one row for each."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 
-THINK, THINK_END = "<think>", "</think>"  # the same in every format
+THINK, THINK_END = "<think>", "</think>"  # the same in every format whose marks are text
+# Tokens of harmony, the format of gpt-oss.
+START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
+CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
+
+
+class Mark(str):
+    """A token that is a mark by its id, as the text that stands for it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -12,14 +22,16 @@ class Format:
     parameters too, JSON, {"name": ..., "arguments": {...}}."""
 
     signs: tuple[str, ...]  # a chat template that has all of these is of this format
-    block: str
-    block_end: str
+    block: str = ""
+    block_end: str = ""
     call: str = ""
     call_end: str = ""
     parameter: str = ""
     parameter_end: str = ""
     key_end: str = ">"  # of the name of a parameter
     value: str = ""  # opens its value
+    tokens: tuple[str, ...] = ()  # instead of all these: special tokens that are marks by their ids (text/harmony.py)
+    ends: tuple[str, ...] = ()  # tokens that end an answer, whatever else a checkpoint says
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -32,6 +44,11 @@ class Format:
 
 
 FORMATS = {
+    "harmony": Format(
+        signs=(CHANNEL, MESSAGE),
+        tokens=(START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN),
+        ends=(RETURN, CALL, "<|endoftext|>"),
+    ),
     "minimax_m2": Format(
         signs=("<minimax:tool_call>",),
         block="<minimax:tool_call>",
@@ -69,8 +86,6 @@ FORMATS = {
 TAGS = frozenset({THINK, THINK_END}).union(*(f.marks for f in FORMATS.values()))
 
 
-def choose_format(setting: str, template: str) -> Format | None:
-    """The format that `setting` names; for `auto` the first whose signs are in the chat template. None: plain text."""
-    if setting == "auto":
-        return next((f for f in FORMATS.values() if all(sign in template for sign in f.signs)), None)
-    return FORMATS.get(setting)
+def format_of_tokens(special: Container[str]) -> Format | None:
+    """The format whose marks are special tokens, if all of them are among `special`."""
+    return next((f for f in FORMATS.values() if f.tokens and all(token in special for token in f.tokens)), None)

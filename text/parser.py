@@ -17,6 +17,7 @@ from typing import Any
 
 from text.answer import Part, Reader
 from text.formats import THINK, THINK_END, Format
+from text.harmony import Harmony
 from text.tool_arguments import Tool, read_call, to_json, tools_by_name, unwrapped
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
@@ -338,3 +339,8 @@ class Parser(Reader):
             self._say(self._outer, format.block + text + (mark if mark == format.block_end else ""))
         if mark != format.block_end:
             self._at -= len(mark)  # it counts in the state after
+
+
+def reader(format: Format | None, tools: Sequence[Mapping[str, Any]], reasoning: bool, split: bool) -> Reader:
+    """What reads an answer in `format`, with `Parser`'s arguments."""
+    return Harmony(tools, split) if format and format.tokens else Parser(format, tools, reasoning, split)

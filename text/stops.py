@@ -1,6 +1,8 @@
 """Finds stop strings in text that comes in pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from text.formats import MESSAGE, Mark
 
 
 class Stops:
@@ -13,6 +15,7 @@ class Stops:
         self._beginnings = {stop[:end] for stop in stops for end in range(1, len(stop))}
         self._longest = max(map(len, self._beginnings), default=0)
         self._held = ""
+        self._in_header = False  # after a mark that is a token: what is not shown is not searched
 
     @property
     def found(self) -> bool:
@@ -31,6 +34,19 @@ class Stops:
         tail = next((k for k in range(min(self._longest, len(text)), 0, -1) if text[-k:] in self._beginnings), 0)
         self._held = text[len(text) - tail :]
         return text[: len(text) - tail]
+
+    def pieces(self, pieces: Iterable[str]) -> list[str]:
+        """Does the same with pieces of which some are marks that are tokens: no stop string goes beyond one."""
+        passed: list[str] = []
+        for piece in pieces:
+            if self.found:
+                break
+            if isinstance(piece, Mark):
+                passed += [self.finish(), piece]
+                self._in_header = piece != MESSAGE
+            else:
+                passed.append(piece if self._in_header else self.push(piece))
+        return [piece for piece in passed if piece]
 
     def finish(self) -> str:
         """Returns what was held back, when the output has ended."""

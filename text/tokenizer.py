@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from text.chat import Chat
-from text.formats import TAGS, THINK
+from text.chat import Chat, for_harmony
+from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
 from text.template import Renderer, failed, variables_of
 from text.tokenizer_file import TOKENIZER_FILES, check_tokenizer, no_template, read_template
 from text.tokenizer_sandbox import Encoder, is_linear
@@ -50,8 +50,12 @@ class Tokenizer:
         self.longest_token = max(map(len, self.backend.get_vocab()), default=0)
         if self.longest_token > LONGEST_TOKEN:
             raise UserError(f"{folder}: a token has {self.longest_token} characters, more than {LONGEST_TOKEN}")
+        special = {token.content: id for id, token in added if token.special}
+        self._by_tokens = format_of_tokens(special)
+        self.marks = {special[token]: Mark(token) for token in (self._by_tokens.tokens if self._by_tokens else ())}
         # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
-        self.hidden = frozenset(id for id, token in added if token.special and token.content not in TAGS)
+        shown = TAGS.union(self.marks.values()).difference(self._by_tokens.ends if self._by_tokens else ())
+        self.hidden = frozenset(id for token, id in special.items() if token not in shown)
         self._renderer = Renderer()
         self.decode(self.encode(TRIED, chat=False))
 
@@ -60,6 +64,20 @@ class Tokenizer:
         """The text of the chat template; of several that have names, all. Empty: there is none."""
         templates = self.hf.chat_template or ""
         return "\n".join(templates.values()) if isinstance(templates, dict) else templates
+
+    def format(self, setting: str) -> Format | None:
+        """The format that `setting` names; for `auto` the first whose signs are in the chat template and whose tokens
+        the tokenizer has. None: plain text."""
+        if setting != "auto":
+            format = FORMATS.get(setting)
+            if format and format.tokens and format is not self._by_tokens:
+                raise UserError(
+                    f"model_config.output_format: {setting}: {self.folder}: its tokenizer has not all of the special "
+                    f"tokens {' '.join(format.tokens)}: choose auto"
+                )
+            return format
+        found = (f for f in FORMATS.values() if all(sign in self.template for sign in f.signs))
+        return next((f for f in found if not f.tokens or f is self._by_tokens), None)
 
     @contextlib.contextmanager
     def _failures(self, what: str = "failed") -> Iterator[None]:
@@ -91,7 +109,10 @@ class Tokenizer:
             template = self.hf.get_chat_template(tools=tools)
         except ValueError as error:  # several, none of which is for such a conversation
             raise failed(str(error)) from None
-        text = self._renderer.render(template, variables_of(chat.for_template(), settings))
+        variables = variables_of(chat.for_template(), settings)
+        if self._by_tokens:
+            variables |= for_harmony(variables["messages"], chat.tools)
+        text = self._renderer.render(template, variables)
         return self._ids(text, special=False)
 
     def opens_reasoning(self, ids: list[int]) -> bool:
@@ -146,7 +167,18 @@ class Detokenizer:
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that is certain after `tokens`, beyond what was given before; often empty."""
-        return "".join([self._push(token) for token in tokens if token not in self.tokenizer.hidden])
+        return "".join(self.pieces(tokens))
+
+    def pieces(self, tokens: Iterable[int]) -> list[str]:
+        """The same in pieces: texts, and marks that are tokens."""
+        pieces: list[str] = []
+        for token in tokens:
+            if mark := self.tokenizer.marks.get(token):
+                pieces += [self.rest(), mark]
+                self._start([token])
+            elif token not in self.tokenizer.hidden:
+                pieces.append(self._push(token))
+        return [piece for piece in pieces if piece]
 
     def rest(self) -> str:
         """Returns what is left at the end, such as half of a character."""

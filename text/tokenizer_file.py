@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from text.formats import format_of_tokens
 from umbra.errors import UserError, short
 from umbra.files import check_pointer, read_json
 
@@ -36,6 +37,13 @@ class File(msgspec.Struct):
     post_processor: Any = None
     decoder: Any = None
     model: "Model | None" = None
+    added_tokens: "list[Added]" = []
+
+
+class Added(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
 
 
 class Model(msgspec.Struct):
@@ -50,7 +58,7 @@ def check_tokenizer(folder: Path) -> None:
         if BESIDE.fullmatch(path.name) and path.stat().st_size > LARGEST_BESIDE:
             raise UserError(f"{path}: tokenizer not readable: larger than {LARGEST_BESIDE >> 20} MB")
     if (folder / TOKENIZER_FILES[0]).is_file():
-        _check_file(folder / TOKENIZER_FILES[0])
+        _checked(folder / TOKENIZER_FILES[0])
     elif not (folder / "vocab.json").is_file():
         others = [name for name in OTHER_FILES if (folder / name).is_file()]
         raise UserError(
@@ -66,6 +74,16 @@ def has_chat_template(folder: Path) -> bool:
         return True
     settings = folder / TOKENIZER_FILES[1]
     return settings.is_file() and bool(read_json(settings).get("chat_template"))
+
+
+def ends_of_format(folder: Path) -> frozenset[int]:
+    """The ids of tokens that end an answer in any case, of the format whose marks are special tokens here."""
+    path = folder / TOKENIZER_FILES[0]
+    if not path.is_file():
+        return frozenset()
+    ids = {token.content: token.id for token in _checked(path).added_tokens if token.special}
+    format = format_of_tokens(ids)
+    return frozenset(ids[name] for name in (format.ends if format else ()) if name in ids)
 
 
 def read_template(file: str) -> str:
@@ -90,7 +108,7 @@ def no_template(folder: Path) -> UserError:
     )
 
 
-def _check_file(path: Path) -> None:
+def _checked(path: Path) -> File:
     try:
         size = path.stat().st_size
         if size > LARGEST:
@@ -106,6 +124,7 @@ def _check_file(path: Path) -> None:
         for name in AFFIXES:
             if len(str(getattr(file.model, name, None))) > LONGEST_AFFIX:
                 raise ValueError(f"model.{name}: longer than {LONGEST_AFFIX} characters")
+        return file
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise UserError(f"{path}: tokenizer not readable: {error}") from None
 

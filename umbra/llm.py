@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -25,10 +26,9 @@ from executor.launch.preflight import check_ready
 from executor.model_runner import make_runner
 from executor.run.defaults import CALLING, open_case
 from executor.run.report import Completion
-from text.answer import Answer, Part
+from text.answer import Answer, Part, Reader
 from text.chat import Chat, Message
-from text.formats import choose_format
-from text.parser import Parser
+from text.parser import reader
 from text.stops import Stops
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
@@ -107,11 +107,11 @@ class LLM:
         replies = []
         try:
             for prompt, tokens, id in zip(prompts, encoded, ids, strict=True):
-                pieces, events = zip(*self._texts(id, stop), strict=True)
+                texts, events = zip(*self._texts(id, stop), strict=True)
                 new = [token for event in events for token in event.tokens]
-                text, shown = "".join(pieces), prompt if isinstance(prompt, str) else ""
-                answer = self._parser(tokens, prompt).whole(text, cut=events[-1].finish_reason == "length")
-                replies.append(Reply(shown, text, new, events[-1].finish_reason, answer))
+                pieces, shown = [*chain(*texts)], prompt if isinstance(prompt, str) else ""
+                answer = self._parser(tokens, prompt).whole(*pieces, cut=events[-1].finish_reason == "length")
+                replies.append(Reply(shown, "".join(pieces), new, events[-1].finish_reason, answer))
         finally:
             for id in ids:
                 self._end(id)
@@ -143,7 +143,7 @@ class LLM:
         pieces = self._pieces(self._submit(ids, sampling or self.default_sampling()), stops)
         return _read(pieces, self._parser(ids, prompt))
 
-    def parser(self, prompt: Prompt) -> Parser:
+    def parser(self, prompt: Prompt) -> Reader:
         """The parser of the answer to `prompt`."""
         return self._parser(self.encode(prompt), prompt)
 
@@ -170,10 +170,10 @@ class LLM:
             messages = messages[2:]
         return messages
 
-    def _parser(self, ids: list[int], prompt: Prompt) -> Parser:
+    def _parser(self, ids: list[int], prompt: Prompt) -> Reader:
         settings, tools = self.case.model_config, prompt.tools if isinstance(prompt, Chat) else ()
-        format = choose_format(settings.output_format, self.tokenizer.template)
-        return Parser(format, tools, self.tokenizer.opens_reasoning(ids), settings.reasoning == "split")
+        format = self.tokenizer.format(settings.output_format)
+        return reader(format, tools, self.tokenizer.opens_reasoning(ids), settings.reasoning == "split")
 
     def _submit(self, ids: list[int], sampling: SamplingParams) -> int:
         room = self.case.max_sequence_length - len(ids)
@@ -196,22 +196,22 @@ class LLM:
             if event.finish_reason:
                 return
 
-    def _texts(self, id: int, stop: Sequence[str]) -> Iterator[tuple[str, Event]]:
-        """Yields the text and the event of each step of a request, up to the first of the strings `stop`."""
+    def _texts(self, id: int, stop: Sequence[str]) -> Iterator[tuple[list[str], Event]]:
+        """Yields the pieces of text and the event of each step of a request, up to the first of the strings `stop`."""
         detokenizer, stops = self.tokenizer.detokenizer(), Stops(stop)
         for event in self._follow(id):
-            text = stops.push(detokenizer.push(event.tokens))
+            ended = event.finish_reason == "stop" and event.tokens[-1] in self.loop.stop_ids
+            texts = stops.pieces(detokenizer.pieces(event.tokens[:-1] if ended else event.tokens))
             if event.finish_reason:
-                text += stops.push(detokenizer.rest()) + stops.finish()
-            yield text, event._replace(finish_reason="stop") if stops.found else event
+                texts += [*stops.pieces([detokenizer.rest()]), stops.finish()]
+            yield texts, event._replace(finish_reason="stop") if stops.found else event
             if stops.found:
                 return
 
     def _pieces(self, id: int, stop: Sequence[str]) -> Generator[str, None, None]:
         try:
-            for text, _ in self._texts(id, stop):
-                if text:
-                    yield text
+            for texts, _ in self._texts(id, stop):
+                yield from filter(None, texts)
         finally:
             self._end(id)
 
@@ -229,7 +229,7 @@ def stop_strings(stop: Sequence[str]) -> Sequence[str]:
     return found
 
 
-def _read(pieces: Generator[str, None, None], parser: Parser) -> Generator[Part, None, None]:
+def _read(pieces: Generator[str, None, None], parser: Reader) -> Generator[Part, None, None]:
     with closing(pieces):
         for piece in pieces:
             yield from parser.push(piece)

@@ -4,12 +4,18 @@ from pathlib import Path
 
 from models.hf_config import HfConfig
 from text.tokenizer import open_tokenizer
+from text.tokenizer_file import ends_of_format
 from umbra.files import read_json
 
 
 def stop_ids(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
     """End-of-sequence ids: those of generation_config.json; or else `from_config`, those of config.json, which a family
-    leaves empty if its checkpoints have wrong ones there; or else the tokenizer's, if there is a tokenizer."""
+    leaves empty if its checkpoints have wrong ones there; or else the tokenizer's, if there is a tokenizer. With those
+    of its tokens that end an answer in any case."""
+    return _named(folder, from_config) | ends_of_format(folder)
+
+
+def _named(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
     path = folder / "generation_config.json"
     if path.is_file():
         ids = HfConfig(read_json(path), str(path)).one_or_more("eos_token_id")

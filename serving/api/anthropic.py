@@ -16,7 +16,6 @@ from serving.api.fields import converted, read
 from serving.api.front import Front, Text
 from serving.api.sse import event
 from text.chat import Chat
-from text.formats import THINK
 from umbra.errors import UserError
 
 PATH = "/v1/messages"
@@ -292,7 +291,7 @@ def _thinking(wanted: bool, text: Text) -> dict[str, Any]:
     """Variables of the chat template with which the model reasons, or does not."""
     if openai_chat.has_variable(text.tokenizer.template, "enable_thinking"):
         return {"enable_thinking": wanted}
-    if wanted != (THINK in text.tokenizer.template):
+    if wanted != text.reasons:
         raise invalid("thinking.type", "this model never reasons" if wanted else "this model always reasons")
     return {}
 

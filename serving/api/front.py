@@ -22,7 +22,7 @@ from serving.api.metrics import Metrics
 from serving.ranks.client import EngineClient, EngineGone, RequestRefused
 from serving.ranks.messages import Message, Ready, Row
 from serving.ranks.supervisor import Supervisor
-from text.formats import TAGS, Format, choose_format
+from text.formats import TAGS, THINK, Format
 from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -221,7 +221,8 @@ class Text:
 
     def __init__(self, case: Case, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.format: Format | None = choose_format(case.model_config.output_format, tokenizer.template)
+        self.format: Format | None = tokenizer.format(case.model_config.output_format)
+        self.reasons = THINK in tokenizer.template or (self.format is not None and bool(self.format.tokens))
         self.splits = case.model_config.reasoning == "split"
         self._grammars: Grammars | None = None
         self._compiler: Compiler | None = None
@@ -242,7 +243,7 @@ class Text:
     def mark_ids(self, ready: Ready) -> dict[str, int]:
         """The ids of those marks of reasoning and tool calls that llguidance takes for special tokens."""
         tokens, backend = self.grammars(ready).tokens, self.tokenizer.backend
-        ids = {mark: backend.token_to_id(mark) for mark in TAGS}
+        ids = {mark: backend.token_to_id(mark) for mark in (*TAGS, *self.tokenizer.marks.values())}
         return {mark: id for mark, id in ids.items() if id is not None and tokens.is_special_token(id)}
 
     def close(self) -> None:

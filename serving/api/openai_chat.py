@@ -18,11 +18,18 @@ from serving.api.logprobs import Names, chat_logprobs
 from serving.api.openai_completions import check_grammar, check_length, nth_choice, salt_of
 from serving.api.sse import DONE, event
 from serving.api.streams import Piece, Stream, Token, Turns, Usage, together
-from serving.api.structured import Marks, after_reasoning, calls_grammar, grammar_field, wanted_grammar
+from serving.api.structured import (
+    Marks,
+    after_reasoning,
+    calls_grammar,
+    grammar_field,
+    in_final_message,
+    wanted_grammar,
+)
 from serving.ranks.messages import Ready
 from text import chat as conversations
 from text.formats import FORMATS, THINK, THINK_END, Format
-from text.parser import Parser
+from text.parser import reader
 from umbra.errors import UserError
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
@@ -46,7 +53,7 @@ class ChatRequest(Fields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | list[str] | None] | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
 
@@ -93,15 +100,14 @@ class Chat:
                     yield delta
 
     async def _deltas(self, index: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Delta, None]:
-        parser = Parser(
-            self.format, self.tools, self.text.tokenizer.opens_reasoning(self.job.ids), split=self.text.splits
-        )
+        opened = self.text.tokenizer.opens_reasoning(self.job.ids)
+        parser = reader(self.format, self.tools, opened, self.text.splits)
         call, call_id = -1, ""
         tokens: list[Token] = []
         async with aclosing(pieces):
             async for piece in pieces:
                 tokens += piece.tokens
-                parts = parser.push(piece.text)
+                parts = [part for text in piece.texts for part in parser.push(text)]
                 if piece.finish:
                     parts += parser.finish(cut=piece.finish == "length")
                 for kind, text in parts:
@@ -405,6 +411,8 @@ def _whole_grammar(
     if forced:
         several = request.tool_choice == "required" and request.parallel_tool_calls is not False
         return calls_grammar(forced, text.format, several, opened, Marks(text.mark_ids(ready)))
+    if grammar and text.format and text.format.tokens:
+        return in_final_message(grammar, Marks(text.mark_ids(ready)))
     if grammar and opened is not None:
         return after_reasoning(grammar, opened, Marks(text.mark_ids(ready)))
     return grammar

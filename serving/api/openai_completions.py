@@ -83,7 +83,7 @@ class Completion:
         first = True
         async with aclosing(pieces):
             async for piece in pieces:
-                text, finish, tokens = piece.text, piece.finish, piece.tokens
+                text, finish, tokens = "".join(piece.texts), piece.finish, piece.tokens
                 if self.silent:
                     text, tokens, finish = "", [], "length"
                 found = []

@@ -27,7 +27,7 @@ class Token(NamedTuple):
 
 
 class Piece(NamedTuple):
-    text: str
+    texts: list[str]  # and marks that are tokens
     tokens: list[Token]
     finish: str = ""  # "stop", "length"; empty while it goes on
     stop: str = ""  # the stop string that ended it
@@ -72,20 +72,21 @@ class Stream:
         metrics, source = self.front.metrics, self.front.rows(job, ticket)
         async with metrics.arrived(len(job.ids)) as timeline, aclosing(source) as rows:
             async for row in rows:
-                text, used = "", 0
+                texts: list[str] = []
+                used = 0
                 for index, token in enumerate(row.tokens):
                     used += 1
                     if row.logprobs:
                         held.append(Token(token, row.logprobs[index], made))
                     if row.finish == "stop" and token in ends and used == len(row.tokens):
                         break
-                    piece = detokenizer.push((token,))
-                    made += len(piece)
-                    text += stops.push(piece)
+                    pieces = detokenizer.pieces((token,))
+                    made += sum(map(len, pieces))
+                    texts += stops.pieces(pieces)
                     if stops.found:
                         break
                 if row.finish and not stops.found:
-                    text += stops.push(detokenizer.rest()) + stops.finish()
+                    texts += [*stops.pieces([detokenizer.rest()]), stops.finish()]
                 if stops.found:  # tokens after it, as drafts give them, are no part of the answer
                     row = msgspec.structs.replace(row, tokens=row.tokens[:used], finish="stop")
                 timeline.row(row)
@@ -93,12 +94,12 @@ class Stream:
                 if first:
                     first, self.prompt_logprobs = False, row.prompt_logprobs
                     self.usage.cached_tokens += row.cached_tokens
-                given += len(text)
+                given += sum(map(len, texts))
                 finish = row.finish
                 tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
-                if text or tokens or finish:
+                if texts or tokens or finish:
                     held = held[len(tokens) :]
-                    yield Piece(text, tokens, finish, stops.stop)
+                    yield Piece(texts, tokens, finish, stops.stop)
                 if finish:
                     return
 

@@ -8,7 +8,7 @@ from typing import Any
 from executor.engine.request import Grammar
 from serving.api.errors import ApiError, invalid
 from serving.api.fields import Fields, Structured
-from text.formats import FORMATS, THINK, THINK_END, Format
+from text.formats import CHANNEL, CONSTRAIN, END, FORMATS, MESSAGE, START, THINK, THINK_END, Format
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
 DEEPEST = 32  # levels of a schema
@@ -135,16 +135,33 @@ class Marks:
         start = thoughts if opened else f"(/\\n?/ {self.one(THINK)} thoughts /\\n{{0,2}}/)? {then}"
         return f"start: {start}\n{self.until('thoughts', THINK_END)}"
 
+    def messages(self, then: str) -> str:
+        """Rules for messages of harmony that are shown, and one more, of which the rule `then` is all after the mark of
+        the channel."""
+        text = f'("analysis" | "commentary") {self.one(MESSAGE)} said {self.one(END)} {self.one(START)} "assistant"'
+        return f"start: ({self.one(CHANNEL)} {text})* {self.one(CHANNEL)} {then}\nsaid: {ANYTHING}"
+
 
 def after_reasoning(grammar: Grammar, opened: bool, marks: Marks) -> Grammar:
     """`grammar` for the content of an answer that first reasons. A Lark grammar describes the whole answer."""
     if grammar.kind == "lark":
         return grammar
+    return Grammar("lark", f"{marks.reasoned('answer', opened)}\nanswer: {_rule(grammar)}\n")
+
+
+def in_final_message(grammar: Grammar, marks: Marks) -> Grammar:
+    """`grammar` for the text of harmony's channel `final`, with other messages before it."""
+    rules = f'{marks.messages("last")}\nlast: "final" {marks.one(MESSAGE)} answer'
+    return Grammar("lark", f"{rules}\nanswer: {_rule(grammar)}\n")
+
+
+def _rule(grammar: Grammar) -> str:
+    """The right side of a rule for `grammar`."""
     if grammar.kind == "json":
-        body = f"%json {_compact(json.loads(grammar.text))}"
-    else:
-        body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
-    return Grammar("lark", f"{marks.reasoned('answer', opened)}\nanswer: {body}\n")
+        return f"%json {_compact(json.loads(grammar.text))}"
+    if grammar.kind == "lark":
+        return f"%lark {{\n{grammar.text}\n}}"
+    return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
 
 
 def calls_grammar(
@@ -170,6 +187,8 @@ def calls_grammar(
         single = f"{block} {one} {end}" if format.block_is_call else f'{block} "\\n" {one} "\\n" {end}'
         calls = f"{single} (/\\n?/ {single}){repeat}" if several else single
     start = "start: calls" if opened is None else marks.reasoned("calls", opened)
+    if format.tokens:  # a call ends the answer
+        start, calls = marks.messages("calls"), one
     text = "\n".join([start, f"calls: {calls}", *rules]) + "\n"
     if len(text) > LARGEST:
         raise ApiError(400, f"tools: their schemas make a grammar of more than {LARGEST} characters", "tools")
@@ -197,6 +216,9 @@ def _closed(schema: Any) -> Any:
 
 def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: Format, marks: Marks) -> list[str]:
     """The rules of a call of the tool `name`, of which the first is called `rule`."""
+    if format.tokens:
+        opening = f'{json.dumps(f"commentary to=functions.{name} ")} {marks.one(CONSTRAIN)} "json" {marks.one(MESSAGE)}'
+        return [f"{rule}: {opening} {rule}a", f"{rule}a: %json {_compact(parameters)}"]
     if not format.parameter:
         opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         return [f'{rule}: {opening} {rule}a "}}"', f"{rule}a: %json {_compact(parameters)}"]

@@ -1,14 +1,15 @@
 """Tokenizers, chat templates, and what models write."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from tests.fuzz.target import Target
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
 from text.answer import Answer
-from text.formats import FORMATS
-from text.parser import Parser
+from text.formats import FORMATS, Mark
+from text.parser import reader
 from text.template import Renderer, variables_of
 from text.tokenizer import Tokenizer
 
@@ -106,17 +107,24 @@ def answer(folder: Path) -> Target:
 
     def run(data: bytes) -> None:
         first, text = data[0] if data else 0, data[1:].decode(errors="replace")
-        parser = Parser(formats[first % len(formats)], TOOLS, bool(first & 64), split=bool(first & 128))
-        step = 1 + first % 7
-        parts = [part for at in range(0, len(text), step) for part in parser.push(text[at : at + step])]
+        format = formats[first % len(formats)]
+        parser = reader(format, TOOLS, bool(first & 64), split=bool(first & 128))
+        step, parts = 1 + first % 7, []
+        for i, piece in enumerate(marks.split(text)):
+            cut = [Mark(piece)] if i % 2 else [piece[at : at + step] for at in range(0, len(piece), step)]
+            parts += [part for text in cut for part in parser.push(text)]
         for call in Answer.of(parts + parser.finish()).tool_calls:
-            json.loads(call.arguments)
+            if not (format and format.tokens):
+                json.loads(call.arguments)
 
     formats = [None, *FORMATS.values()]
+    marks = re.compile(f"({'|'.join(map(re.escape, FORMATS['harmony'].tokens))})")
     seeds = [
         b'<think>r</think>a<tool_call>\n{"name": "weather", "arguments": {"city": "x", "days": 2}}\n</tool_call>',
         b'<minimax:tool_call>\n<invoke name="weather">\n<parameter name="days">2</parameter>\n</invoke>\n'
         b"</minimax:tool_call>",
+        b"<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        b"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|end|><|start|>assistant",
         b"<tool_call>\n<function=weather>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
     ]
     starts = [bytes([first]) + seed for seed in seeds for first in range(len(formats))]

@@ -133,7 +133,58 @@ for before, after in (
     assert GLM47.count(before) == 1
     GLM47 = GLM47.replace(before, after)
 
-TEMPLATES = {"minimax_m2": MINIMAX, "qwen3": QWEN3, "glm45": GLM45, "glm47": GLM47}
+HARMONY = """
+{%- macro type_of(schema) %}
+{%- if schema.type == 'array' %}{{ type_of(schema['items']) ~ '[]' }}
+{%- elif schema.properties %}
+{%- for key, value in schema.properties.items() %}{{ key ~ ': ' ~ type_of(value) ~ ', ' }}{% endfor %}
+{%- else %}{{ schema.type or 'any' }}{% endif %}
+{%- endmacro %}
+{%- set last = namespace(name=none, final=false) %}
+{{- '<|start|>system<|message|>' ~ (model_identity or 'A model.') ~ '\\n' ~ strftime_now('%Y') ~ '\\nReasoning: ' }}
+{{- reasoning_effort or 'medium' }}
+{%- for tool in builtin_tools or [] %}{{ '\\n## ' ~ tool }}{% endfor %}
+{{- '<|end|>' }}
+{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
+{%- if tools or messages[0].role == 'system' %}
+{{- '<|start|>developer<|message|>' ~ (messages[0].content if messages[0].role == 'system' else '') }}
+{%- for tool in tools or [] %}
+{%- set tool = tool.function %}
+{{- '// ' + tool.description + '\\ntype ' + tool.name + ' = ' ~ type_of(tool.parameters or {}) }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endif %}
+{%- for m in turns %}
+{%- if m.role == 'assistant' %}
+{%- if '<|channel|>' in m.content %}{{ raise_exception('marks of channels in content') }}{% endif %}
+{%- if m.tool_calls %}
+{%- if m.content and m.thinking %}{{ raise_exception('content and thinking together') }}{% endif %}
+{%- set last.final = false %}
+{%- for later in turns[loop.index:] %}
+{%- if later.role == 'assistant' and not later.tool_calls %}{% set last.final = true %}{% endif %}
+{%- endfor %}
+{%- if m.thinking and not last.final %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+{%- endif %}
+{%- set call = m.tool_calls[0].function %}
+{%- set last.name = call.name %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- else %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+{%- endif %}
+{%- elif m.role == 'tool' %}
+{%- if last.name is none %}{{ raise_exception('a result without a call') }}{% endif %}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' + m.content | tojson }}
+{{- '<|end|>' }}
+{%- elif m.role == 'user' %}
+{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
+TEMPLATES = {"minimax_m2": MINIMAX, "qwen3": QWEN3, "glm45": GLM45, "glm47": GLM47, "harmony": HARMONY}
 FORMAT_OF = {family: FORMATS["glm45" if family == "glm47" else family] for family in TEMPLATES}
 GLM_SPECIAL = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 SPECIAL = {
@@ -141,6 +192,7 @@ SPECIAL = {
     "qwen3": ["<|im_start|>", "<|im_end|>"],
     "glm45": GLM_SPECIAL,
     "glm47": GLM_SPECIAL,
+    "harmony": ["<|endoftext|>", *FORMATS["harmony"].tokens],
 }
 
 
@@ -153,7 +205,8 @@ def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, *
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[family]])
     format = FORMAT_OF[family]
-    tags = [THINK, THINK_END, *(format.marks if format.block_is_call else (format.block, format.block_end))]
+    marks = format.marks if format.block_is_call else (format.block, format.block_end)
+    tags = () if format.tokens else (THINK, THINK_END, *marks)
     tokenizer.add_tokens([AddedToken(tag, special=tags_are_special, normalized=False) for tag in tags])
     settings = {"eos_token": SPECIAL[family][-1], "chat_template": TEMPLATES[family]} | options
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings).save_pretrained(folder)

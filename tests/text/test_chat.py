@@ -11,7 +11,6 @@ from executor.checkpoint.stop_ids import stop_ids
 from tests.text.checkpoints import FORMAT_OF, TEMPLATES, write_tokenizer
 from text.answer import Answer, ToolCall
 from text.chat import Chat
-from text.formats import choose_format
 from text.parser import Parser
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
@@ -42,7 +41,7 @@ CHATS = {
 }
 
 
-@pytest.fixture(params=TEMPLATES)
+@pytest.fixture(params=sorted(TEMPLATES.keys() - {"harmony"}))
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     write_tokenizer(tmp_path, request.param)
     return Tokenizer(tmp_path)
@@ -126,7 +125,7 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.push([token]) for token in generated]
     assert "".join(pieces) + detokenizer.rest() == OUTPUTS[family]
-    format = choose_format("auto", tokenizer.template)
+    format = tokenizer.format("auto")
     assert format is FORMAT_OF[family]
     parser = Parser(format, TOOLS, tokenizer.opens_reasoning(prompt))
     answer = Answer.of([part for piece in pieces for part in parser.push(piece)] + parser.finish())

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from text.answer import Answer, Part, ToolCall
+from text.answer import Answer, Part, Reader, ToolCall
 from text.formats import FORMATS, TAGS
 from text.parser import Parser
 
@@ -159,7 +159,7 @@ def merged(parts: Iterable[Part]) -> list[Part]:
     return joined
 
 
-def streamed(parser: Parser, pieces: Iterable[str]) -> list[Part]:
+def streamed(parser: Reader, pieces: Iterable[str]) -> list[Part]:
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
     assert all(part.text or part.kind == "end" for part in parts)
     return merged(parts)

@@ -31,7 +31,7 @@ def open_llm(folder: Path, family: str, **settings: object) -> LLM:
 
 def saying(text: str) -> SamplingParams:
     """Sampling whose grammar leaves no other answer than `text`, in which marks are tokens of their own."""
-    parts = re.split(r"(</?(?:think|tool_call|minimax:tool_call)>)", text)
+    parts = re.split(r"(</?(?:think|tool_call|minimax:tool_call)>|<\|.*?\|>)", text)
     said = (json.dumps(part, ensure_ascii=False) if i % 2 == 0 else part for i, part in enumerate(parts) if part)
     return SamplingParams(max_tokens=400, grammar=Grammar("lark", f"start: {' '.join(said)}"))
 
@@ -52,6 +52,16 @@ def test_answers_have_reasoning_content_and_calls(tmp_path: Path, family: str) -
     assert "".join(llm.stream(chat, sampling)) == OUTPUTS[family]
     (out,) = llm.generate([[USER]], sampling)  # without tools, what would call them is text
     assert (out.answer.reasoning, out.answer.content) == ("look", OUTPUTS[family].partition("</think>\n\n")[2])
+
+
+def test_answers_whose_marks_are_tokens(tmp_path: Path) -> None:
+    text = "<|channel|>analysis<|message|>look<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    text += '<|constrain|>json<|message|>{"days": 2}'
+    llm, chat = open_llm(tmp_path, "harmony"), Chat([USER], TOOLS)
+    expected = Answer("look", "", (ToolCall("weather", '{"days": 2}'),))
+    (out,) = llm.generate([chat], saying(text), stop="final")
+    assert (out.text, out.answer) == (text, expected)
+    assert Answer.of(llm.parts(chat, saying(text))) == expected
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,43 @@ def test_tool_calls_are_streamed() -> None:
     run(scenario, text)
 
 
+def test_messages_of_gpt_oss() -> None:
+    thinks, shows = "<|channel|>analysis<|message|>Hm, stop.<|end|>", "<|channel|>commentary<|message|>I look.<|end|>"
+    calls = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"town": "Łódź"}'
+
+    async def scenario(server: Server) -> None:
+        choice = (await server.chat(tools=[TOOL], stop="commentary")).json["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        said = choice["message"]
+        assert (said["reasoning_content"], said["content"]) == ("Hm, stop.", "I look.")
+        assert [call["function"]["arguments"] for call in said["tool_calls"]] == ['{"town": "Łódź"}']
+        chunks = (await server.chat(tools=[TOOL], stream=True, logprobs=True)).events[:-1]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        parts = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert ("".join(parts), len(parts) > 9) == ('{"town": "Łódź"}', True)
+        assert (await server.chat(stop="stop")).json["choices"][0]["message"]["reasoning_content"] == "Hm, "
+        body = (await server.complete(max_tokens=len("analysis") + 3)).json["choices"][0]
+        assert body["text"] == "<|channel|>analysis<|message|>H"
+        # Its own answer, sent back with the result; and what its template refuses.
+        history = [USER, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "wet"}]
+        told = {"builtin_tools": ["python"], "model_identity": "I am."}
+        asked = {"messages": history, "tools": [TOOL], "chat_template_kwargs": told, "reasoning_effort": "low"}
+        assert (await server.ask("/v1/chat/completions", asked)).status == 200
+        marked = [{"role": "assistant", "content": "<|channel|>"}, USER]
+        refused = await server.ask("/v1/chat/completions", {"messages": marked})
+        assert (refused.status, "marks of channels" in refused.error["message"]) == (400, True)
+        formatted = await server.chat(response_format={"type": "json_object"})
+        assert formatted.status == 200
+        grammar = server.engine.submitted[-1].sampling.grammar
+        assert grammar is not None
+        assert '"final"' in grammar.text
+        thinking: dict[str, Any] = {"thinking": {"type": "adaptive"}, "messages": [USER], "max_tokens": 200}
+        blocks = (await server.ask("/v1/messages", thinking)).json["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+
+    run(scenario, f"{thinks}<|start|>assistant{shows}<|start|>assistant{calls}", family="harmony")
+
+
 def test_stops_are_never_leaked() -> None:
     async def scenario(server: Server) -> None:
         body = (await server.complete(stop=["END", "nothing"], max_tokens=100)).json

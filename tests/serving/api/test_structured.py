@@ -3,6 +3,7 @@ that no limit of llguidance stops, stopped by the process that tries them."""
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,8 @@ from serving.api.fields import Fields
 from serving.ranks.messages import Ready
 from tests.serving.api.front import family_tokenizer
 from tests.text.checkpoints import FORMAT_OF
-from text.formats import FORMATS, TAGS
-from text.parser import Parser
+from text.formats import FORMATS, TAGS, Mark
+from text.parser import reader
 
 
 def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
@@ -37,7 +38,8 @@ def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
 def marks(family: str) -> structured.Marks:
     """Those that llguidance takes for special tokens: all that the tokenizer of the family has."""
     backend = family_tokenizer(family).backend
-    return structured.Marks({mark: id for mark in TAGS if (id := backend.token_to_id(mark)) is not None})
+    names = (*TAGS, *FORMATS["harmony"].tokens)
+    return structured.Marks({mark: id for mark in names if (id := backend.token_to_id(mark)) is not None})
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -47,6 +49,7 @@ def asked(**fields: Any) -> Grammar | None:
     return structured.wanted_grammar(msgspec.convert(fields, Fields))
 
 
+HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 WAYS: list[tuple[str, Any, str, str]] = [  # fields, their values, and texts that follow them or do not
     ("response_format", {"type": "json_object"}, '{"x":[1]}', "[]"),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, '{"a":1}', '{"a":"1"}'),
@@ -76,6 +79,10 @@ def test_what_a_request_asks_for(field: str, value: Any, good: str, bad: str) ->
         assert follows(reasoned, thoughts + good)
         assert not follows(reasoned, thoughts + bad)
         assert follows(reasoned, good) == (not opened)
+    final = structured.in_final_message(grammar, marks("harmony"))
+    assert follows(final, f"{HM}<|channel|>final<|message|>{good}", "harmony")
+    assert not follows(final, f"{HM}<|channel|>final<|message|>{bad}", "harmony")
+    assert not follows(final, good, "harmony")
     if field != "guided_regex":
         with pytest.raises(ApiError, match="is given as well: give one of them"):
             asked(**fields, guided_regex="x")
@@ -153,6 +160,7 @@ CALLS = {
     "glm45": "<tool_call>weather\n<arg_key>town</arg_key>\n<arg_value>Bath</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>3</arg_value>\n</tool_call>",
     "glm47": "<tool_call>weather<arg_key>town</arg_key><arg_value>Bath</arg_value></tool_call>",
+    "harmony": f'{HM}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"town":"Bath"}}',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=town>\nBath\n</parameter>\n</function>\n</tool_call>",
 }
 
@@ -163,12 +171,13 @@ def test_demanded_calls(family: str, opened: bool | None) -> None:
     tokens, format = ("qwen3", FORMATS[family]) if family == "qwen3_coder" else (family, FORMAT_OF[family])
     for several in (False, True):
         grammar = structured.calls_grammar(TOOLS, format, several, opened, marks(tokens))
-        thoughts = {None: "", False: "", True: "Hm.</think>\n\n"}[opened]
+        thoughts = "Hm.</think>\n\n" if opened and not format.tokens else ""
         assert follows(grammar, thoughts + CALLS[family], tokens)
         assert not follows(grammar, thoughts + "Hello", tokens)
         assert not follows(grammar, thoughts + CALLS[family].replace("weather", "storm"), tokens)
         assert not follows(grammar, thoughts + CALLS[family].replace("town", "city"), tokens)
-    answer = Parser(format, TOOLS).whole(CALLS[family])
+    said = re.split("(<[|].*?[|]>)", CALLS[family])
+    answer = reader(format, TOOLS, False, True).whole(*(Mark(part) if part[:2] == "<|" else part for part in said))
     assert [call.name for call in answer.tool_calls] == ["weather"]
 
 
