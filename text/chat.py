@@ -1,5 +1,6 @@
 """A conversation in OpenAI's shape, checked, and as chat templates want it."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,32 +59,42 @@ def _with_mapping(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The variables `messages` and `tools` of a template for gpt-oss. It renders one call of a message and no system
     messages but the first, refuses reasoning and content together before a call, and needs descriptions of tools."""
-    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    for i, message in enumerate(messages):
+        for name in ("content", "reasoning_content"):
+            if not isinstance(message.get(name, ""), str):
+                raise UserError(f"messages[{i}].{name}: {message[name]!r:.60} must be a text for this chat template")
+    first = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     made: list[dict[str, Any]] = []
     if first:
         made.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})
     turn: list[dict[str, Any]] = []  # a message with calls, and the results after it
-    for message in [*messages[first:], None]:
-        if turn and message and message["role"] == "tool":
+    for message in messages[first:]:
+        if turn and message["role"] == "tool":
             turn.append(message)
             continue
-        made += _single_calls(turn[0], turn[1:]) if turn else []
-        turn = [message] if message and message.get("tool_calls") else []
-        made += [message] if message and not turn else []
-    shown = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
-    return {"messages": made, "tools": shown or None}
+        made += _single_calls(turn)
+        turn = [message] if message.get("tool_calls") else []
+        made += [] if turn else [message]
+    made += _single_calls(turn)
+    functions = [{**tool["function"], "description": tool["function"].get("description") or ""} for tool in tools]
+    return {"messages": made, "tools": [{"type": "function", "function": function} for function in functions] or None}
 
 
-def _single_calls(message: dict[str, Any], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A message for each call, with its result after it; what was said before belongs to the first one's reasoning."""
-    ids = {call.get("id") for call in message["tool_calls"]}
+def _single_calls(turn: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A message for each call of the first one, with its result after it; what was said before belongs to the reasoning
+    of the first. Results without the id of a call are in the calls' order."""
+    if not turn:
+        return []
+    message, calls = turn[0], turn[0]["tool_calls"]
+    results: dict[str, list[dict[str, Any]]] = {str(call["id"]): [] for call in calls if "id" in call}
+    others: deque[dict[str, Any]] = deque()
+    for result in turn[1:]:
+        results.get(str(result.get("tool_call_id")), others).append(result)
     said = "\n\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
     made = []
-    for number, call in enumerate(message["tool_calls"]):
+    for number, call in enumerate(calls):
         thoughts = {"reasoning_content": said, "thinking": said} if said and not number else {}
         made.append({"role": "assistant", "content": "", **thoughts, "tool_calls": [call]})
-        own = [result for result in results if result.get("tool_call_id") == call.get("id")]
-        own = own or [result for result in results if result.get("tool_call_id") not in ids][:1]
-        made += own
-        results = [result for result in results if result not in own]
-    return made + results
+        own = results.pop(str(call.get("id")), [])
+        made += own or ([others.popleft()] if others else [])
+    return [*made, *others]

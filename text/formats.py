@@ -30,6 +30,7 @@ class Format:
     parameter_end: str = ""
     key_end: str = ">"  # of the name of a parameter
     value: str = ""  # opens its value
+    begins_line: bool = False  # an answer begins with a line break, which is layout
     tokens: tuple[str, ...] = ()  # instead of all these: special tokens that are marks by their ids (text/harmony.py)
     ends: tuple[str, ...] = ()  # tokens that end an answer, whatever else a checkpoint says
 
@@ -75,6 +76,7 @@ FORMATS = {
         key_end="</arg_key>",
         value="<arg_value>",
         parameter_end="</arg_value>",
+        begins_line=True,
     ),
     "qwen3": Format(
         signs=("<tool_call>", "arguments"),

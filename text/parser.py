@@ -98,7 +98,8 @@ class Parser(Reader):
         self._parts = [Part("content", THINK)] if format and reasoning and not split else []
         self._buffer, self._at = "", 0  # the text that is held back is self._buffer[self._at:]
         self._newlines = 0  # held back: they are layout if a mark follows
-        self._trim = self._state is State.REASONING  # newlines here are layout: a mark came before
+        # Newlines here are layout: a mark came before.
+        self._trim = self._state is State.REASONING or self._format.begins_line
         self._outer = State.CONTENT  # where the text goes on after a call
         self._opener, self._name = "", ""  # the mark and the text of state NAME
         self._tool: Tool | None = None  # of the call that is read; None: it is dropped

@@ -168,6 +168,11 @@ def test_what_the_template_gets(tokenizer: Tokenizer) -> None:
         for name, result in (("f", "one"), ("g", "two"))
     ]
     assert loop == f"<|start|>assistant{A}hm\n\nI look.<|end|>{''.join(calls)}<|start|>assistant"
+    # Without ids, results have the order of the calls.
+    bare = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in LOOP]
+    bare[3]["tool_calls"] = [{"function": call["function"]} for call in bare[3]["tool_calls"]]
+    bare[4:] = bare[5], bare[4]
+    assert tokenizer.whole_text(tokenizer.encode_chat(Chat(bare, TOOLS, told))) == text
     later = tokenizer.encode_chat(Chat([*LOOP, {"role": "assistant", "content": "ok", "reasoning": "no"}, USER], TOOLS))
     assert tokenizer.whole_text(later).endswith(f"{''.join(calls)}<|start|>assistant{F}ok<|end|><|start|>user"
                                                 "<|message|>hi<|end|><|start|>assistant")  # fmt: skip

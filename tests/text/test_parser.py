@@ -137,6 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         GLM, {"reasoning": True}, "a <tool_call> and <tool_call>b</think>the `<tool_call>` <tool_call>g <tool_call>",
         answer("a <tool_call> and <tool_call>b", "the `<tool_call>` <tool_call>g <tool_call>"),
     ),
+    "glm, without reasoning": (GLM, {}, "\na\n", answer("", "a\n")),
     "glm, unknown": (GLM, {}, "a" + glm("h", i="1") + "b", answer("", "ab")),
     # Calls of Qwen3
     "json": (
