@@ -12,6 +12,13 @@ from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
 from executor.engine.weight_formats import packed_facts
 from models.causal_lm import CausalLM
+from ops.format import MXFP4
+
+# Root mean squares, of normal weights in MXFP4, in groups of 32.
+ROUNDED_AGAIN = (
+    "MXFP4 is rounded again, to 4-bit integers: each matrix of experts is off by 7 % of its norm on cpu, by 10 % on "
+    "ascend, and by 8 % with zero_points: true"
+)
 
 
 def fill_weights(
@@ -32,5 +39,7 @@ def fill_weights(
     read = load_checkpoint(model, folder, scheme, model.ignores, rank == 0)
     seconds = time.perf_counter() - start
     print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
+    if settings.method == "q4" and any(encoding.format == MXFP4 for encoding in scheme.encodings):
+        print(f"quantization.method: q4: {ROUNDED_AGAIN}")
     if cache:
         cache.save()

@@ -24,7 +24,7 @@ from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
-from tests.quantised import quantise_tiny
+from tests.quantised import mxfp4, mxfp4_tiny, quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 from tests.variants import thorough_but
 from umbra.commands.logits import collect_logits
@@ -204,6 +204,27 @@ def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, g
     method: dict[str, Any] = {"quantization": {"method": "none" if format == "fp8" else "auto"}}
     ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised", **method)
     assert_same(ours, logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
+
+
+def test_mxfp4_is_exact_in_floats(tmp_path: Path) -> None:
+    """What `auto` means on Ascend, also in bfloat16, which has each value of a block."""
+    save(GPT_OSS, tmp_path, inner=64)
+    floats = mxfp4_tiny(tmp_path / "model", tmp_path / "quantised")
+    for dtype in ("float32", "bfloat16"):
+        more: dict[str, Any] = {"quantization": {"method": "none"}, "model_config": {"dtype": dtype}}
+        ours, expected = (
+            logits(tmp_path, ascend_on_cpu("fusion_v2"), model=name, **more) for name in ("quantised", floats.name)
+        )
+        assert_same(ours, expected, 0)
+
+
+@pytest.mark.parametrize(("zeros", "error"), [(False, 0.10), (True, 0.08)])
+def test_mxfp4_rounded_again(zeros: bool, error: float) -> None:
+    """As executor/engine/weights.py says."""
+    _, (weight,) = mxfp4(torch.randn(1, 256, 512))
+    nibbles, scale, offset = quantise(weight, 32, zeros)
+    back = (nibbles.unflatten(1, (-1, 32)) + offset[..., None]) * scale[..., None]
+    assert float((back.flatten(1) - weight).norm() / weight.norm()) == pytest.approx(error, abs=0.005)
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -2,6 +2,7 @@
 what known mistakes would do to them; and what is refused (of splits: tests/executor/test_parallel.py)."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from executor.config.load import load_model_config
 from models.build import Build, Formats
 from models.layers.base import layers_of
 from models.registry import family_in, model_class, read_config
-from models.rope import RopeConfig
+from models.rope import RopeConfig, YarnConfig
 from ops import load_ops
 from ops.format import FORMATS
 from ops.parallel.groups import Parallel
@@ -27,6 +28,7 @@ from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
 from umbra.files import ROOT
 
+OSS_YARN = YarnConfig(32.0, 4096, 32.0, 1.0, attention_factor=0.1 * math.log(32) + 1, truncate=False)
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_moe": {
@@ -100,18 +102,22 @@ def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, m
 
 
 @pytest.mark.parametrize(
-    ("folder", "family", "billions", "rotary"),
+    ("folder", "family", "billions", "rope", "width"),
     [
-        ("Qwen2-57B-A14B-Instruct", "qwen2_moe", 57.4, 128),
-        ("GLM-4.5-Air", "glm4_moe", 106.9, 64),
-        ("GLM-4.6", "glm4_moe", 352.8, 64),
+        ("Qwen2-57B-A14B-Instruct", "qwen2_moe", 57.4, RopeConfig(1e6, 128, None), 128),
+        ("GLM-4.5-Air", "glm4_moe", 106.9, RopeConfig(1e6, 64, None), 128),
+        ("GLM-4.6", "glm4_moe", 352.8, RopeConfig(1e6, 64, None), 128),
+        ("gpt-oss-20b", "gpt_oss", 20.9, RopeConfig(150000, 64, OSS_YARN), 64),
+        ("gpt-oss-120b", "gpt_oss", 116.8, RopeConfig(150000, 64, OSS_YARN), 64),
     ],
 )
-def test_official_configs_are_models_of_their_size(folder: str, family: str, billions: float, rotary: int) -> None:
+def test_official_configs_are_models_of_their_size(
+    folder: str, family: str, billions: float, rope: RopeConfig, width: int
+) -> None:
     where = ROOT / "checkpoints" / folder
     assert family_in(where) == family
     config: Any = read_config(where, family)
-    assert (config.rope, config.head_dim) == (RopeConfig(1e6, rotary, None), 128)
+    assert (config.rope, config.head_dim) == (rope, width)
     plain = FORMATS["bfloat16"]
     formats, meta = Formats(plain, plain, plain), torch.device("meta")
     model = model_class(family)(config, Build(load_ops("reference"), Parallel(), formats, torch.bfloat16, meta, 8))

@@ -157,13 +157,16 @@ def test_mxfp4_keeps_every_bit_of_experts(oss: Path, ranks: int, moe_tp: int) ->
                     assert torch.equal(native.w2.biases[0][slot], bias)
 
 
-def test_mxfp4_means_its_floats(tmp_path: Path, oss: Path) -> None:
+def test_mxfp4_means_its_floats(tmp_path: Path, oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = logits(tmp_path, oss.with_name("mxfp4-floats"), model_name="gpt_oss")
     # Products with experts in 4 bits and all that are in 8 have activations of 8 bits.
     for quantization, most in (({"method": "none"}, 1e-4), ({}, 0.1), ({"rest": "q8"}, 0.1)):
         found = logits(tmp_path, oss, model_name="gpt_oss", quantization=quantization)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours - theirs).abs().mean() < most * theirs.abs().mean()
+    assert "rounded again" not in capsys.readouterr().out
+    logits(tmp_path, oss, model_name="gpt_oss", quantization={"method": "q4"})
+    assert capsys.readouterr().out.count("MXFP4 is rounded again") == 1
 
 
 @pytest.mark.parametrize(

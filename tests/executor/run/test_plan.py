@@ -135,6 +135,16 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
     assert {"attention", "dense MLP", "experts"} <= {part.name for part in plan.sections["weights"]}
 
 
+def test_a_rank_of_gpt_oss_120b() -> None:
+    """Experts in bfloat16, their biases in float32; layers of windows share the caches of those that see all."""
+    plan = make_plan(load_case("gpt_oss_120b_bf16_tp8"))
+    sizes, experts = {part.name: part.nbytes for part in plan.sections["weights"]}, 36 * 128 // 8
+    assert sizes["experts"] == experts * 3 * 2880 * 2880 * 2
+    assert sizes["experts' scales and biases"] == experts * 3 * 2880 * 4
+    assert plan.page_nbytes == 18 * 2 * 128 * 64 * 2
+    assert 34 << 30 < plan.total < 35 << 30
+
+
 def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(load_case("qwen3_235b_a22b_bf16_tp16", ["memory_gb=32"]))
     print_plan(plan)
