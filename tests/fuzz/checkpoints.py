@@ -15,7 +15,7 @@ from models.registry import FAMILIES, family_in, read_config
 from tests.fuzz.target import Target
 from umbra.files import ROOT
 
-READ = (*FLOATS, "I8", "I32", "I64", "F8_E4M3")  # the types that tensors of some format may have
+READ = (*FLOATS, "I8", "U8", "I32", "I64", "F8_E4M3")  # the types that tensors of some format may have
 MODULES = (
     "lm_head",
     "model.layers.0.self_attn.q_proj",
@@ -47,7 +47,7 @@ def header(folder: Path) -> Target:
     entry = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
     kinds = [
         {"a": entry | {"dtype": kind, "shape": [64 * 8 // bits]}}
-        for kind, bits in (("I8", 8), ("BF16", 16), ("F4", 4), ("F6_E2M3", 6), ("F64", 64), ("F8_E4M3", 8))
+        for kind, bits in (("I8", 8), ("U8", 8), ("BF16", 16), ("F4", 4), ("F6_E2M3", 6), ("F64", 64), ("F8_E4M3", 8))
     ]
     seeds = [
         _tensors(a=(2, 3), b=(), c=(0, 5)),

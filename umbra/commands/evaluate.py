@@ -201,7 +201,9 @@ def run_pass(case: Case, asked: Evaluation) -> None:
         if asked.logits and ranks.rank == 0:
             second = (asked.logits / FIGURES).exists()
             visit = Divergence(asked.logits / LOGITS) if second else LogitsWriter(asked.logits / LOGITS)
-        kept = {"quantization": case.quantization.method, "dtype": case.model_config.dtype}
+        wanted = case.quantization
+        method = wanted.method if wanted.rest == "none" else f"{wanted.method}, rest {wanted.rest}"
+        kept = {"quantization": method, "dtype": case.model_config.dtype}
         figures = {"case": asked.label or case.name, **kept, **evaluate(runner, windows, visit)}
         if ranks.rank > 0:
             return
