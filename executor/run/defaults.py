@@ -16,7 +16,9 @@ from executor.config.platforms import PLATFORMS
 from executor.config.rules import check
 from executor.config.schema import read
 from executor.config.units import GB, MB
+from executor.engine.batch_limits import limits_of
 from executor.run.host_memory import free_memory
+from models.config import ModelConfig
 from models.registry import family_in, read_config
 from text.tokenizer_file import has_chat_template
 from umbra.errors import UserError
@@ -158,10 +160,15 @@ class Counted:
     """The bytes that a case takes on one rank."""
 
     weights: int
-    token: float  # of the KV cache
+    page: float  # of the KV cache
+    config: ModelConfig
 
     def cache(self, case: Case) -> float:
-        return case.data_config.batch_size // case.attn_dp_size * case.max_sequence_length * self.token
+        return limits_of(case, self.config).pages * self.page
+
+    def least(self, case: Case) -> float:
+        """For one sequence of LEAST tokens."""
+        return limits_of(case, self.config).pages_of(min(LEAST, self.config.max_positions)) * self.page
 
 
 def _fitting(
@@ -178,9 +185,9 @@ def _fitting(
         sketch = sketch_of(case)
         cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
         weights = sum(part.nbytes for part in weights_of(sketch.model))
-        counted = Counted(weights, cache / sketch.pages / case.cache_config.page_size)
+        counted = Counted(weights, cache / (sketch.pages + 1), sketch.config)
         room = _room(case)
-        if room >= counted.weights + min(LEAST, positions) * counted.token:
+        if room >= counted.weights + counted.least(case):
             break
     used = case.quantization.method
     note = f" in {used}" if used in ("q8", "q4") else ""
