@@ -61,12 +61,16 @@ def test_settings_follow_the_free_memory(
     assert make_case(keys, case.name, "").data_config == data  # what `umbra init` writes
 
 
-def test_mxfp4_is_counted_as_it_is_and_never_quantised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mxfp4_is_counted_as_it_is_and_never_quantised_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 24}))
     monkeypatch.setattr("executor.run.defaults.free_memory", lambda: GB)
     case, _ = case_of_checkpoint(tmp_path, SERVING)
     assert case.quantization.method == "auto"
+    # 16 pages of all tokens and 16 of windows, each 16 tokens of keys and values in 12 layers: 384 kB
+    assert (case.max_sequence_length, "(12 MB of KV cache)" in capsys.readouterr().out) == (256, True)
     sizes = {part.name: part.nbytes for part in weights_of(sketch_of(case).model)}
     weights, biases = 24 * 32 * 3 * 2880 * 2880, 24 * 32 * 3 * 2880
     assert (sizes["experts"], sizes["experts' scales and biases"]) == (weights // 2, weights // 32 + 4 * biases)
