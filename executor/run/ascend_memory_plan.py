@@ -15,7 +15,7 @@ from torch import nn
 from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.units import GB, MB
-from executor.engine.batch_limits import limits_of
+from executor.engine.batch_limits import Limits
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from executor.platform.ascend.hccl import buffer_mb
@@ -48,7 +48,8 @@ class Plan:
 
     case: Case
     sections: dict[str, list[Part]]
-    page_nbytes: int  # bytes of one KV page in all layers
+    page_nbytes: int  # bytes of one KV page of a set of layers
+    limits: Limits
     decode: list[Part]  # the parts that a decode step reads from memory
 
     @property
@@ -62,7 +63,8 @@ class Plan:
     @property
     def tokens_left(self) -> int:
         """Number of further tokens of KV cache, in whole pages, that fit into the memory that is left."""
-        return max(self.left, 0) // self.page_nbytes * self.case.cache_config.page_size
+        pages = max(self.left, 0) // self.page_nbytes
+        return pages // max(1, self.limits.windows.count(None)) * self.limits.page_size
 
     def of(self, section: str) -> int:
         """Bytes of all parts of a section."""
@@ -90,7 +92,7 @@ def make_plan(case: Case) -> Plan:
         REST: [ALLOWANCE, *_moving(case, sketch.model)],
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
-    return Plan(case, sections, page_nbytes, _decode(case, sketch, weights, page_nbytes))
+    return Plan(case, sections, page_nbytes, sketch.limits, _decode(case, sketch, weights, page_nbytes))
 
 
 def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
@@ -154,7 +156,7 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
-    limits, page_size = limits_of(case, sketch.config), case.cache_config.page_size
+    limits, page_size = sketch.limits, case.cache_config.page_size
     sets = len(limits.windows)
     return batch_of(sketch.build.ops, tokens, sequences, limits.table_width, page_size, groups, sets)
 
@@ -203,6 +205,9 @@ def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -
         size = sum(part.nbytes for part in weights if part.name in EXPERTS)
         how = f"{here * share:.1f} of {here} a layer: {here} x (1 - (1 - {chosen} / {experts}) ^ {batch})"
         parts.append(Part("experts hit", round(size * share), how))
-    tokens, page_size = own * case.max_sequence_length, case.cache_config.page_size
-    parts.append(product("KV of longest sequences", tokens=tokens, B_a_token=page_nbytes // page_size))
+    for window in dict.fromkeys(sketch.limits.windows):
+        name = "KV of longest sequences" if window is None else f"KV of windows of {window}"
+        seen = min(case.max_sequence_length, window or case.max_sequence_length)
+        a_token = sketch.limits.windows.count(window) * page_nbytes // case.cache_config.page_size
+        parts.append(product(name, tokens=own * seen, B_a_token=a_token))
     return parts

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
-from executor.engine.batch_limits import limits_of
+from executor.engine.batch_limits import Limits, limits_of
 from executor.engine.kv_caches import bind_caches, sharing
 from executor.engine.weight_formats import build_of
 from executor.run.activations import Part, counted
@@ -45,7 +45,12 @@ class Sketch:
     config: ModelConfig
     build: Build
     model: CausalLM
-    pages: int  # KV pages that sequences may hold
+    limits: Limits
+
+    @property
+    def pages(self) -> int:
+        """KV pages that sequences may hold."""
+        return self.limits.pages
 
 
 def sketch_of(
@@ -59,9 +64,9 @@ def sketch_of(
     parallel = counted(parallel_of(case.parallel_sizes, 0, {}))
     build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, shadows, exchange)
     model = model_class(case.model_name)(config, build)
-    pages = limits_of(case, config).pages
-    bind_caches(model, case, build, pages)
-    return Sketch(config, build, model, pages)
+    limits = limits_of(case, config)
+    bind_caches(model, case, build, limits.pages)
+    return Sketch(config, build, model, limits)
 
 
 def weights_of(model: nn.Module) -> list[Part]:
