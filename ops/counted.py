@@ -2,8 +2,8 @@
 
 *Memory*, as the Ascend ops use it. Each op makes its outputs and temporaries as tensors on meta, with the shapes, types
 and lifetimes that they have on the NPU; `tests/ascend/test_shapes.py` compares the two. Workspaces inside torch_npu's
-operators are not counted. With the kernels of ops/ascend/vector_core, and with `npu_qkv_rms_norm_rope_cache`, a step
-makes fewer temporaries than are counted here.
+operators are not counted, nor what attention with sinks makes in float16. With the kernels of ops/ascend/vector_core,
+and with `npu_qkv_rms_norm_rope_cache`, a step makes fewer temporaries than are counted here.
 
 *Work*, on any platform: kernels, bytes and products of each op, as `Notes` has them.
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 from ops import composed
 from ops.ascend import moe
 from ops.ascend.attention import attend
-from ops.ascend.cann import ALL_ABILITIES, Abilities
+from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls
@@ -38,6 +38,11 @@ TILED = "PA_NZ"  # cache_mode
 SOFTMAX, SIGMOID = 0, 1  # values of norm_type
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
+
+
+def installed(cann: str | None) -> Abilities:
+    """The abilities of this version of CANN with the installed torch_npu."""
+    return abilities(cann, *(hasattr(torch_npu, op) for op in ("npu_qkv_rms_norm_rope_cache", "npu_clipped_swiglu")))
 
 
 class AscendOps(AscendLayout):

@@ -258,7 +258,8 @@ def attention(work: Work) -> None:
     kwargs = {name: value for name, value in work.kwargs.items() if name not in ("out", "workspace")}
     op = getattr(torch.ops.npu, name_of(work.func)).default
     values = op(*tree_map(moved, work.args), **tree_map(moved, kwargs))
-    put(work.kwargs["out"][0] if "out" in work.kwargs else work.outs[0], values[0])
+    for out, value in zip(work.kwargs.get("out", work.outs), values, strict=True):
+        put(out, value)
 
 
 def submit(work: Work) -> None:

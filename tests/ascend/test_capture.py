@@ -56,6 +56,24 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -
     assert runner.engine.decode_step.compiles == 1
 
 
+def generated(rank: int, folder: Path, *overrides: str) -> list[list[int]]:
+    """Tokens of a gpt-oss on a device that computes."""
+    from tests.ascend import computing
+
+    computing.start()
+    case = ascend_case(folder, *overrides, "max_new_tokens=20", family=GPT_OSS)
+    return [sequence.generated for sequence in generate(ascend_runner(case, folder))]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # with sinks in the operator, and by its sums
+def test_every_mode_generates_the_same_tokens(tmp_path: Path, dtype: str) -> None:
+    modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
+    found = [run_ranks(generated, 1, tmp_path, f"exe_mode={m}", f"model_config.dtype={dtype}")[0] for m in modes]
+    assert all(tokens == found[0] for tokens in found)
+    assert {token for tokens in found[0] for token in tokens} != {0}
+
+
 def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> tuple[list[str], int]:
     """(what the compile cache said, compilations) of a process that decodes with graphs kept in `folder`."""
     case = ascend_case(folder, f"exe_mode={mode}", "enable_cache_compile=true", *overrides)

@@ -32,10 +32,9 @@ from executor.platform.settings import PlatformSettings
 from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from ops.ascend import vector_core
-from ops.ascend.cann import abilities
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.host_memory import pinned
-from ops.ascend.ops import AscendOps
+from ops.ascend.ops import AscendOps, installed
 from ops.interface import Exchange, Ops
 from umbra.errors import UserError
 
@@ -66,8 +65,7 @@ class AscendPlatform(Platform):
         if tokens:
             vector_core.load()
         ascend = settings.ascend
-        ops = "npu_qkv_rms_norm_rope_cache", "npu_clipped_swiglu"
-        self.can = abilities(self.cann, *(hasattr(torch_npu, op) for op in ops))
+        self.can = installed(self.cann)
         self.own = AscendOps(
             dtype,
             self.device,

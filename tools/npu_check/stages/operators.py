@@ -15,19 +15,19 @@ from torch_npu.npu.utils import get_cann_version
 from executor.config.env import cann_home
 from executor.platform.ascend.versions import read_versions
 from ops import reference
-from ops.ascend.cann import abilities
 from ops.ascend.layout import TILE
 from ops.ascend.moe import ROUTINGS
-from ops.ascend.ops import AscendOps
+from ops.ascend.ops import AscendOps, installed
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
-from ops.interface import Heads
+from ops.interface import SILU_EXPERTS, ExpertKind, Heads
 from tools.benchmarks.npu_layers import alternate
 from tools.npu_check.numbers import SIZES, Size, require
 from tools.npu_check.outcome import Check, Passed
 
 BF16, NPU, CPU = torch.bfloat16, torch.device("npu"), torch.device("cpu")
 FLOATS, FOUR_BITS = Format("bfloat16", tiled=True), Format("q4", 32, zeros=True)
+CLIPPED = ExpertKind(limit=1.0, alpha=1.702, biased=True)
 TOLERANCE = 0.01  # of bfloat16 results, relative to their norm: a rounding is up to 0.004
 PAGE, EPS, ROUNDS = 128, 1e-6, 10
 
@@ -63,7 +63,7 @@ def run(make: Callable[[Size], Pair], size: Size) -> Passed:
 @functools.cache
 def ops(routing: str = "fusion_v2") -> AscendOps:
     cann = read_versions(cann_home(), get_cann_version() or None).cann
-    return AscendOps(BF16, NPU, routing, can=abilities(cann, hasattr(torch_npu, "npu_qkv_rms_norm_rope_cache")))
+    return AscendOps(BF16, NPU, routing, can=installed(cann))
 
 
 def values(*shape: int) -> Tensor:
@@ -192,21 +192,24 @@ def norm_rope_write(size: Size) -> Pair:
     return Pair(call, [q, *map(stored, expected)])
 
 
-def attention(decode: bool, size: Size) -> Pair:
-    """Three sequences, the longest in three pages."""
+def attention(decode: bool, window: int | None, with_sinks: bool, size: Size) -> Pair:
+    """Three sequences, the longest in three pages. Pages before windows are full of large numbers."""
     lengths = [5, 130, 300]
     new = [1, 1, 1] if decode else [5, 20, 15]
     starts = [sum(new[:i]) for i in range(4)]
     tables = [[1, 0, 0], [2, 3, 0], [4, 6, 5]]
     q = values(sum(new), size.heads, size.head_dim)
     caches = [values(7, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
-    scale = size.head_dim**-0.5
+    scale, sinks = size.head_dim**-0.5, values(size.heads) if with_sinks else None
     numbers = array("q", [0] * sum(new)), torch.tensor(tables), array("q", starts), array("q", lengths)
-    expected = reference.attention(q, caches[0], caches[1], reference.paging(*numbers, PAGE), scale)
-    at, on = there(q), [there(stored(t)) for t in caches]
+    plain = reference.paging(*numbers, PAGE)
+    expected = reference.attention(q, caches[0], caches[1], plain, scale, window, sinks)
+    for cache in caches if window else ():
+        cache[4] = 1e3
+    at, on, by = there(q), [there(stored(t)) for t in caches], None if sinks is None else there(sinks)
     paged = ops().paging(*numbers, PAGE)
     paged = paged._replace(block_tables=paged.block_tables.to(NPU))
-    return Pair(lambda: [ops().attention(at, on[0], on[1], paged, scale)], [expected])
+    return Pair(lambda: [ops().attention(at, on[0], on[1], paged, scale, window, by)], [expected])
 
 
 def silu_mul(size: Size) -> Pair:
@@ -241,9 +244,9 @@ def argmax(size: Size) -> Pair:
     return Pair(lambda: [ops().argmax(at)], [torch.tensor([5, 17, 95])])
 
 
-def moe(format: Format, routing: str, size: Size) -> Pair:
+def moe(format: Format, routing: str, size: Size, kind: ExpertKind = SILU_EXPERTS) -> Pair:
     """Each expert is the first one, rolled, since random numbers for all of them would take long."""
-    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, NPU)
+    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, NPU, kind=kind)
     shapes = {"gate": (size.inner, size.hidden), "up": (size.inner, size.hidden), "down": (size.hidden, size.inner)}
     first = {which: values(*shape) / shape[1] ** 0.5 for which, shape in shapes.items()}
 
@@ -254,7 +257,7 @@ def moe(format: Format, routing: str, size: Size) -> Pair:
     ids = torch.stack([torch.randperm(size.experts)[: size.top_k] for _ in range(tokens)])
     weights = torch.rand(tokens, size.top_k).to(BF16).float()
     used = ids.unique()
-    plain = reference.expert_matrices(len(used), size.inner, size.hidden, Format("float32"), CPU)
+    plain = reference.expert_matrices(len(used), size.inner, size.hidden, Format("float32"), CPU, kind)
     for expert in range(size.experts):
         for which in shapes:
             experts.fill(expert, which, part(expert, which))
@@ -266,6 +269,10 @@ def moe(format: Format, routing: str, size: Size) -> Pair:
             parts = {which: part(expert, which) for which in shapes}
         for which, matrix in parts.items():
             plain.fill(number, which, matrix)
+            if kind.biased:
+                bias = values(len(matrix))
+                plain.fill_bias(number, which, bias)
+                experts.fill_bias(expert, which, bias)
     expected = reference.moe(x, weights, torch.searchsorted(used, ids), plain, None)
     at, by, chosen = there(x), there(weights), ids.int().to(NPU)
     return Pair(lambda: [ops(routing).moe(at, by, chosen, experts, None)], [expected])
@@ -286,8 +293,12 @@ OPERATORS: dict[str, Callable[[Size], Pair]] = {
     "linear, 4 bits": partial(linear, FOUR_BITS, 3),
     "write_kv": write_kv,
     "norm_rope_write": norm_rope_write,
-    "attention, decode": partial(attention, True),
-    "attention, prefill": partial(attention, False),
+    "attention, decode": partial(attention, True, None, False),
+    "attention, prefill": partial(attention, False, None, False),
+    "attention with sinks, decode": partial(attention, True, None, True),
+    "attention with sinks over windows, decode": partial(attention, True, 128, True),
+    "attention with sinks over windows, prefill": partial(attention, False, 128, True),
     **{f"moe {routing}, tiled bfloat16": partial(moe, FLOATS, routing) for routing in ROUTINGS},
     "moe fusion_v2, 4 bits": partial(moe, FOUR_BITS, "fusion_v2"),
+    "moe fusion_v2, biases and clipped SwiGLU": partial(moe, FLOATS, "fusion_v2", kind=CLIPPED),
 }
