@@ -309,8 +309,8 @@ def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Ten
     """Quantises (m, K) to nibbles (m, K) int32 in -8 .. 7, scales and offsets (m, K / group), such that
     w = (nibble + offset) * scale.
 
-    Without zero points the offset is 0 and the largest magnitude becomes 7; with them the range is spread over all 16
-    values, 0 always among them.
+    Without zero points the offset is 0, and the value of largest magnitude becomes -8, so that scales have signs; with
+    them the range is spread over all 16 values, 0 always among them.
     """
     groups = part.float().unflatten(1, (-1, group))  # (m, K / group, group)
     if zeros:
@@ -319,8 +319,8 @@ def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Ten
         step = torch.where(scale > 0, scale, 1)
         offset = (low / step).round() + 8  # so that the nibble -8 is `low`
     else:
-        scale = groups.abs().amax(-1) / 7
-        step, offset = torch.where(scale > 0, scale, 1), torch.zeros_like(scale)
+        scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1) / -8
+        step, offset = torch.where(scale != 0, scale, 1), torch.zeros_like(scale)
     nibbles = (groups / step[..., None]).round() - offset[..., None]
     return nibbles.clamp(-8, 7).to(torch.int32).flatten(1), scale, offset
 

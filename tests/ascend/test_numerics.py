@@ -218,7 +218,7 @@ def test_mxfp4_is_exact_in_floats(tmp_path: Path) -> None:
         assert_same(ours, expected, 0)
 
 
-@pytest.mark.parametrize(("zeros", "error"), [(False, 0.10), (True, 0.08)])
+@pytest.mark.parametrize(("zeros", "error"), [(False, 0.07), (True, 0.08)])
 def test_mxfp4_rounded_again(zeros: bool, error: float) -> None:
     """As executor/engine/weights.py says."""
     _, (weight,) = mxfp4(torch.randn(1, 256, 512))
@@ -230,15 +230,17 @@ def test_mxfp4_rounded_again(zeros: bool, error: float) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("group", [32, 64])
 def test_four_bits_come_back(group: int, zeros: bool) -> None:
-    """The plain implementation unpacks packed weights with an error of half a step at most."""
+    """The plain implementation unpacks packed weights with an error of half a step at most, or a whole one at the end
+    of the range where there is no value for it."""
     weight = torch.randn(24, 128) + 0.3
     nibbles, scale, offset = quantise(weight, group, zeros)
     assert nibbles.min() >= -8
     assert nibbles.max() <= 7
     back = dequantised(pack(nibbles.T), scale.T, offset.T if zeros else None).T
-    steps = (back - weight).abs().unflatten(1, (-1, group)).amax(-1) / scale
-    assert steps.max() < (1.01 if zeros else 0.51)  # a rounded zero point moves the ends by up to half a step more
-    assert len(nibbles.unique()) == (16 if zeros else 15)
+    steps = (back - weight).abs().unflatten(1, (-1, group)).amax(-1) / scale.abs()
+    assert steps.max() < 1.01  # a rounded zero point moves the ends by up to half a step more
+    assert steps.median() < 0.51
+    assert len(nibbles.unique()) == 16
 
 
 def tiny_stub() -> PlatformSettings:
