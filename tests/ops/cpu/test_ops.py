@@ -101,9 +101,13 @@ def activation_error(x: Tensor, w: Tensor) -> Tensor:
     return steps @ w.unflatten(-1, (-1, 32)).abs().sum(-1).T
 
 
+def rounds(instruction_set: str, format: Format) -> bool:
+    """Whether the set rounds activations to bfloat16, as it multiplies weights of bfloat16."""
+    return format.kind == "bfloat16" and instruction_set in ("avx512_bf16", "amx")
+
+
 @pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
-@pytest.mark.usefixtures("kernels")
-def test_linear(format: Format) -> None:
+def test_linear(format: Format, kernels: str) -> None:
     columns = 3 * format.group if format.quantised else 35  # float formats take any number of columns
     step = {
         "float32": 0,
@@ -124,7 +128,8 @@ def test_linear(format: Format) -> None:
         assert ((dense.data - w).abs() <= step[format.kind] * w.abs().amax() + 1e-6).all(), rows
         for tokens in (0, 1, 3, 8, 9, 70):
             x = torch.randn(tokens, columns)
-            actual, expected = cpu.linear(x, matrix, bias), reference.linear(x, dense, bias)
+            seen = x.bfloat16().float() if rounds(kernels, format) else x
+            actual, expected = cpu.linear(x, matrix, bias), reference.linear(seen, dense, bias)
             bound = activation_error(x, dense.data) if matrix.quantised else 0
             assert ((actual - expected).abs() <= bound + 1e-4).all(), f"{rows} rows, {tokens} tokens"
 
@@ -168,11 +173,10 @@ MIXTURES = [
 
 
 @pytest.mark.parametrize(("format", "kind"), MIXTURES, ids=str)
-@pytest.mark.usefixtures("kernels")
-def test_moe(format: Format, kind: ExpertKind) -> None:
+def test_moe(format: Format, kind: ExpertKind, kernels: str) -> None:
     inner, hidden = max(64, format.group), max(96, 2 * format.group)
     # Both products' activations are rounded to 8 bits in blocks: half a percent of the result's size, far below 3 %.
-    rounded = format.kind in ("q8", "q4", "mxfp4")
+    rounded = format.kind in ("q8", "q4", "mxfp4") or rounds(kernels, format)
     for count, routed in ROUTED.items():
         packed, dense = experts_of(format, count, inner, hidden, kind)
         for what, (tokens, top_k, first, skew) in routed.items():

@@ -13,7 +13,8 @@
 //              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
 //                                                                                       the zero point is 8
 //   mx4        as q4; a nibble is the code of an e2m1 float                             e8m0 u8 [k/32][16]
-//   w = (quant - zero) * scale; in f8 and mx4, w = value * scale. Activations of f8 stay floats, as those of float formats.
+//   w = (quant - zero) * scale; in f8 and mx4, w = value * scale. Activations of f8 stay floats, as those of float formats;
+//   sets with products of bfloat16 round those of bf16 to it.
 //   Any matrix may have a bias, float [n] in a plane of its own, which mixtures of experts add to their products.
 //
 // This is the order of q8 and q4 for x86; ARM's sets have their own (Order): signed quants, with the top bit of each
