@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import Heads, Paged, Slots
+from ops.interface import SILU_EXPERTS, Heads, Paged, Slots
 
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
@@ -38,6 +38,7 @@ class Done:
     macs: float = 0.0  # multiply-adds
     tokens: int = 0  # rows that are multiplied by the weights
     mixture: bool = False  # whether the weights are those of experts
+    few: bool = True  # whether Ascend's kernels for few rows by 4-bit weights compute it
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,8 @@ class CountedOps:
         pairs = tokens * top_k * experts.count / self.experts
         rows = self.dtype.itemsize * pairs * (4 * width + 4 * experts.inner)  # sorted, gate and up, product, result
         weights, macs = share * sum(t.nbytes for t in experts.storages), 3 * pairs * experts.inner * width
-        done = Done(name, self.notes.multiple, kernels, weights, 0.0, rows, macs, tokens, mixture=True)
+        few = experts.kind == SILU_EXPERTS
+        done = Done(name, self.notes.multiple, kernels, weights, 0.0, rows, macs, tokens, mixture=True, few=few)
         self.notes.done.append(done)
 
     def _tp(self, x: Tensor, ids: Tensor, experts: Any) -> Tensor:

@@ -81,7 +81,7 @@ def step_times(work: Work, placing: Placing, hardware: Hardware) -> Times:
                 product = few
             else:  # by kernels for few rows or by those that unpack, whichever is quicker
                 unpacked = here * done.weights / (hardware.need("device.unpack_gbps") * GIGA)
-                if max(few, weights) <= max(product, unpacked):
+                if done.few and max(few, weights) <= max(product, unpacked):
                     product = few
                 else:
                     weights = unpacked

@@ -23,7 +23,7 @@ from tests.ascend.log import device_log, violations
 from tests.ascend.ranks import join_hccl, run_ranks
 from tests.ascend.test_ge import casts
 from tests.ascend.test_hccl import started
-from tests.ascend.test_rules import SIZES, Size, tiled
+from tests.ascend.test_rules import SIZES, Size, kind_of, tiled
 from tests.variants import thorough_but
 from umbra.files import write_json
 
@@ -156,7 +156,7 @@ def real(rank: int, size: Size, format: Format, ranks: int, rows: int, window: i
     name = group._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
     torch_npu.npu.config.allow_internal_format = True
     npu = torch.device("npu")
-    experts = AscendExperts(size.experts // ranks, size.inner, size.hidden, format, BF16, npu)
+    experts = AscendExperts(size.experts // ranks, size.inner, size.hidden, format, BF16, npu, kind=kind_of(size))
     for plane in (experts.w13, experts.w2):
         tiled(plane)
     exchange = AscendExchange(AscendOps(BF16, npu, "fusion_v2"), name, rank, ranks, size.experts, rows)
@@ -173,6 +173,7 @@ def real(rank: int, size: Size, format: Format, ranks: int, rows: int, window: i
 WHOLE = {  # all experts of the real models
     "235b": dataclasses.replace(SIZES["235b_ep16"], experts=128),
     "m2": dataclasses.replace(SIZES["m2_tp8"], inner=1536),
+    "oss120": dataclasses.replace(SIZES["oss120_ep8"], experts=128),
 }
 
 

@@ -134,22 +134,27 @@ def test_exchanged_rows_equal_the_reference(tmp_path: Path, family: Family) -> N
         assert len(np.load(tmp_path / f"calls{rank}.npy")) == 2 * 5
 
 
-def placing_rank(rank: int, port: int, folder: Path, still: bool) -> None:
+def placing_rank(rank: int, port: int, folder: Path, ranks: int, slots: int, still: bool) -> None:
     """As above, with experts in slots; `still`: weights are not moved."""
     if still:
         Rebalancing._move = lambda *_: 0  # type: ignore[method-assign]
-    split = {"attn_tp_size": 1, "moe_tp_size": 1, "expert_slots": 5, "rebalance_steps": 1}
-    rank_logits(rank, port, folder, 2, split, "fusion_v2")
+    split = {"attn_tp_size": 1, "moe_tp_size": 1, "expert_slots": slots, "rebalance_steps": 1}
+    rank_logits(rank, port, folder, ranks, split, "fusion_v2")
 
 
-def test_placed_experts_equal_the_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks", "slots"),
+    [(QWEN3, 2, 5), pytest.param(GPT_OSS, 4, 3, marks=pytest.mark.thorough)],  # with biases
+    ids=str,
+)
+def test_placed_experts_equal_the_reference(tmp_path: Path, family: Family, ranks: int, slots: int) -> None:
     """While experts move, in exchanged decode steps and in a prefill whose rows are gathered."""
-    save(QWEN3, tmp_path)
-    run_gloo_ranks(placing_rank, 2, tmp_path, False)
-    assert_ranks(tmp_path, 2)
-    run_gloo_ranks(placing_rank, 2, tmp_path, True)
+    save(family, tmp_path)
+    run_gloo_ranks(placing_rank, ranks, tmp_path, ranks, slots, False)
+    assert_ranks(tmp_path, ranks)
+    run_gloo_ranks(placing_rank, ranks, tmp_path, ranks, slots, True)
     with pytest.raises(AssertionError, match="decode"):
-        assert_ranks(tmp_path, 2)
+        assert_ranks(tmp_path, ranks)
 
 
 TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "dp2": {"attn_tp_size": 1}}

@@ -47,6 +47,10 @@ NO_HEAD_NORMS = (SIGMOID, *OSS, *(SIZES[name] for name in ("qwen2_57b_tp4", "qwe
 CANN = sorted({f"{cann}.0" for row in ROWS for cann in row.cann})
 
 
+def kind_of(size: Size) -> ExpertKind:
+    return ExpertKind(7.0, 1.702, biased=True) if size.hidden == OSS[0].hidden else SILU_EXPERTS
+
+
 def tiled(plane: Matrices) -> None:
     if plane.scales is None:
         plane.data = torch_npu.npu_format_cast(input=plane.data, acl_format=FRACTAL_NZ, customize_dtype=None)
@@ -60,8 +64,7 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     width, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     qkv = AscendMatrix(width + 2 * kv, size.hidden, format, BF16, device)
     out = AscendMatrix(size.hidden, width, format, BF16, device)
-    kind = ExpertKind(7.0, 1.702, biased=True) if size in OSS else SILU_EXPERTS
-    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, device, kind=kind)
+    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, device, kind=kind_of(size))
     for plane in (qkv, out, experts.w13, experts.w2):
         tiled(plane)
     weight = torch.empty(size.head_dim, dtype=BF16, device=device)

@@ -85,7 +85,8 @@ def test_kernels_and_collectives_of_a_layer() -> None:
     ]
     assert {(m.kind, m.group) for m in ep.messages} == {("dispatch", "world"), ("combine", "world")}
     assert all(m.nbytes == 8 * 2 * 4096 * 2 for m in ep.messages)  # eight experts for each of two rows
-    m2 = Counted(load_case(*CASES[2])).decode(1, 100)
+    m2, oss = (Counted(load_case(name)).decode(1, 100) for name in (CASES[2][0], "gpt_oss_120b_bf16_tp8"))
+    assert [{one.few for one in work.done if one.mixture} for work in (m2, oss)] == [{True}, {False}]
     assert sum(m.times for m in m2.messages if m.kind == "all_reduce") == 3 * 62 + 1  # a third one for split norms
 
 
@@ -120,6 +121,8 @@ def test_the_formulas_of_kernels() -> None:
     few = times(busy, quantised=True)  # the kernels for few rows take a millisecond: it is quicker to unpack
     assert few["weights"] == pytest.approx(3e6 / 100e9)
     assert times(linear, quantised=True)["weights"] == pytest.approx(3e6 / read)
+    unknown = dataclasses.replace(linear, few=False)
+    assert times(unknown, quantised=True)["weights"] == pytest.approx(3e6 / 100e9)
     attention = Done("attention", 1, 1, cached=1e6)
     assert times(attention) == pytest.approx({"KV": 1e6 / read, "launches": 10e-6})
     moe = Done("moe", 1, 5, weights=1e6, macs=1e3, tokens=1, mixture=True)
