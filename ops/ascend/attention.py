@@ -3,7 +3,8 @@
 In a decode step the sequences, of one token each, form a batch. With more tokens, or over windows and with sinks, they
 are packed: the operator ignores windows of batches of single tokens and takes sinks of packed tokens only. Where it
 takes none, its outputs are those of a softmax without the sink, and the sum of that one's exponentials tells what the
-sink would have taken of them.
+sink would have taken of them. Packed tokens of 64 or 128 values go to kernels that take lengths on the device, as GE
+passes them, since CANN 8.5 (OT 8.5.0 fused_infer_attention_score/op_host/arch32/.._tiling_v3.cpp 860, info_parser 115).
 """
 
 from typing import Any, NamedTuple

@@ -8,9 +8,6 @@ TILED_CACHE_SINCE = (9, 0)  # the oldest version with npu_qkv_rms_norm_rope_cach
 OPTIONAL_OFFSETS_SINCE = (9, 0)  # npu_grouped_matmul by 4-bit weights refuses them without offsets before that
 SINKS_SINCE = (8, 5)  # npu_fused_infer_attention_score_v2 takes learnable_sink
 CLIPPED_SWIGLU_SINCE = (8, 5)  # npu_clipped_swiglu
-# Attention of packed tokens over windows or with sinks reads lengths on the device, as graphs of GE pass them; earlier
-# it refuses them (OT 8.5.0 attention/prompt_flash_attention/op_host/prompt_flash_attention_tiling.cpp 3577).
-PACKED_LENGTHS_SINCE = (9, 0)
 HOST_FUNC_SINCE = (8, 5)  # an unknown version may be an earlier one, which forbids aclrtLaunchHostFunc in captures
 
 

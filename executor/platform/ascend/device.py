@@ -21,7 +21,6 @@ from executor.platform.ascend.hccl import AI_CPU, group_options
 from executor.platform.ascend.kernels import (
     cache_line,
     check_offsets,
-    check_packed,
     chosen_kernels,
     gemv_tokens,
     prefetch_attention,
@@ -102,7 +101,6 @@ class AscendPlatform(Platform):
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
         check_offsets(model, self.settings, self.cann)
-        check_packed(model, self.settings, self.cann)
         built = bool(vector_core.built())
         return (
             chosen_kernels(model, self.settings, built)

@@ -11,11 +11,10 @@ from torch import nn
 
 from executor.platform.settings import PlatformSettings
 from models.causal_lm import CausalLM
-from models.layers.attention import GroupedAttention
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
-from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, PACKED_LENGTHS_SINCE, TILED_CACHE_SINCE, Abilities, since
+from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, TILED_CACHE_SINCE, Abilities, since
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from umbra.errors import UserError
@@ -73,17 +72,6 @@ def check_offsets(model: nn.Module, settings: PlatformSettings, cann: str | None
                 "needs a zero point for each group of 4-bit weights: set method: q4 and zero_points: true, or install "
                 f"CANN {'.'.join(map(str, OPTIONAL_OFFSETS_SINCE))} or later"
             )
-
-
-def check_packed(model: nn.Module, settings: PlatformSettings, cann: str | None) -> None:
-    """Refuses attention over windows or with sinks in graphs of GE where CANN cannot read its lengths on the device."""
-    if settings.exe_mode != "ge_graph" or cann is None or since(cann, PACKED_LENGTHS_SINCE):
-        return
-    if any(isinstance(m, GroupedAttention) and (m.sinks or m.attention.window) for m in model.modules()):
-        raise UserError(
-            f"case {settings.case}: exe_mode: ge_graph: attention over windows or with sinks needs CANN "
-            f"{'.'.join(map(str, PACKED_LENGTHS_SINCE))} or later, this is {cann}: choose acl_graph or npugraph_ex"
-        )
 
 
 def cache_line(can: Abilities) -> dict[str, str]:

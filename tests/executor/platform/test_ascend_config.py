@@ -17,7 +17,7 @@ from executor.launch.platform_settings import platform_settings
 from executor.platform import start_environment
 from executor.platform.ascend.exchange import why_gathered, why_refused
 from executor.platform.ascend.hccl import AI_CPU, AIV, HOST, group_options
-from executor.platform.ascend.kernels import check_offsets, check_packed, chosen_kernels, gemv_tokens
+from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gemv_tokens
 from executor.platform.settings import PlatformSettings
 from executor.run.model_sketch import sketch_of
 from models.qwen3_moe.config import Qwen3MoeConfig
@@ -195,15 +195,6 @@ def test_four_bits_without_zero_points_need_a_newer_cann() -> None:
     check_offsets(model, platform_settings(case), "8.5.0")  # these are unpacked before
     for other in (zeros, floats):
         check_offsets(sketch_of(other).model, platform_settings(other), "8.5.0")
-
-
-def test_windows_and_sinks_in_graphs_of_ge_need_a_newer_cann() -> None:
-    case = load_case("gpt_oss_120b_bf16_tp8")
-    model, captured = sketch_of(case).model, load_case("gpt_oss_120b_bf16_tp8", ["exe_mode=acl_graph"])
-    with pytest.raises(UserError, match=r"ge_graph: attention over windows or with sinks needs CANN 9\.0 or later"):
-        check_packed(model, platform_settings(case), "8.5.0")
-    check_packed(model, platform_settings(captured), "8.5.0")
-    check_packed(model, platform_settings(case), "9.0.0")
 
 
 SPLIT = ("world_size=8", *(f"{name}_tp_size=1" for name in ("attn", "moe", "embed", "lmhead")), "batch_size=64")

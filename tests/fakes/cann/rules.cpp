@@ -235,8 +235,8 @@ const Rule kRules[] = {
                 (size(query, 2) == 64 || size(query, 2) == 128);
      },
      "sinks are (heads) bfloat16, of packed queries of 64 or 128 values",
-     "OT 8.5.0 attention/prompt_flash_attention/op_host/prompt_flash_attention_tiling.cpp 3548; 9.0.0 "
-     "fused_infer_attention_score/op_host/arch32/.._tiling_check_feature.cpp 444; 9.1.0 op_host/arch22 506"},
+     "OT 8.5.0 attention/fused_infer_attention_score/op_host/arch32/.._tiling_check_feature.cpp 410, .._def.cpp 505, "
+     ".._tiling_v3.cpp 562; 9.0.0 444, .._tiling_v3.cpp 901; 9.1.0 op_host/arch22 506, 1084"},
     {"aclnnMoeDistributeDispatchV*", kAny, [](const Call& call) { return exchangeable(dispatched(call)); },
      "1 to 512 rows of 1,024 to 8,192 columns are sent to 1 to 16 of at most 1,024 experts",
      "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 542, 682, 737, "
