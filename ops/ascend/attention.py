@@ -62,6 +62,8 @@ def attend(
     if block_tables.dtype != torch.int32:
         raise TypeError(f"block_tables: {block_tables.dtype}: npu_fused_infer_attention_score takes int32")
     tokens, heads, width = q.shape
+    if not tokens:  # a data-parallel group that has no prompt in this step
+        return torch.empty_like(q)
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2] // width
     if tiled:
         page_size, kv_heads = k_cache.shape[2], k_cache.shape[1] * TILE // width
