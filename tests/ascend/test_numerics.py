@@ -75,9 +75,10 @@ def test_model_equals_reference(tmp_path: Path, routing: str, family: Family, op
     assert_same(logits(tmp_path, ascend_on_cpu(routing)), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
-def test_model_equals_reference_on_an_earlier_cann(tmp_path: Path) -> None:
-    save(QWEN3, tmp_path)
-    ours = logits(tmp_path, ascend_on_cpu("fusion_v2", can=abilities("8.5.0")))
+@pytest.mark.parametrize(("family", "cann"), [(QWEN3, "8.5.0"), (GPT_OSS, None)], ids=str)
+def test_model_equals_reference_on_an_earlier_cann(tmp_path: Path, family: Family, cann: str | None) -> None:
+    save(family, tmp_path)
+    ours = logits(tmp_path, ascend_on_cpu("fusion_v2", can=abilities(cann)))
     assert_same(ours, logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
