@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
 from models.hf_config import read_hf_config
-from umbra.errors import UserError, short
+from umbra.errors import UserError, listed, short
 from umbra.files import read_json
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def config_in(folder: Path) -> dict[str, Any]:
                 f"{folder}: holds a LoRA adapter, not a model: merge it into its base model (PEFT's "
                 "merge_and_unload), and give the folder of the result"
             )
-        if next(folder.glob("*.gguf"), None):
-            raise UserError(f"{folder}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
+        if files := sorted(path.name for path in folder.glob("*.gguf")):
+            raise UserError(f"{folder}: give one of its GGUF files by its path: {listed(files)}")
         raise UserError(f"{path} does not exist: give the folder of a checkpoint, which also has its *.safetensors")
     return read_json(path)
 

@@ -24,7 +24,7 @@ from umbra.errors import UserError, run_main
 from umbra.files import ROOT
 from umbra.flags import add_flags, given, unknown_flag
 
-CASE = "a case (umbra list), the path of a case file, or the folder of a checkpoint"
+CASE = "a case (umbra list), the path of a case file, or a checkpoint: its folder or GGUF file"
 QUANTIZE_TOKENS = 8192
 BENCHMARKS = ("tools/benchmarks", "planner/benchmarks")  # their folders
 
@@ -91,7 +91,7 @@ def make_parser() -> Parser:
     add.add_argument("--restarts", type=int, metavar="N", help="the same as --set serve_config.restarts=N")
 
     add = command("init", init, "write a case file for a checkpoint, to edit", "PATH/TO/MODEL --out my_model.yaml")
-    add.add_argument("folder", type=Path, help="the folder of a checkpoint")
+    add.add_argument("checkpoint", type=Path, help="its folder or GGUF file")
     add.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: NAME_OF_FOLDER.yaml here)")
     overrides(add)
     add_flags(add, server=True)
@@ -121,7 +121,7 @@ def make_parser() -> Parser:
         "show what is in a checkpoint, by its config and headers alone",
         "checkpoints/austen_moe_awq --case demo_awq",
     )
-    add.add_argument("checkpoint", type=Path, help="its folder")
+    add.add_argument("checkpoint", type=Path, help="its folder or GGUF file")
     add.add_argument("--case", help="also count what each rank of this case keeps of it")
     overrides(add)
     add.add_argument("--json", type=Path, metavar="FILE", help="also write the facts here")
@@ -236,11 +236,11 @@ def serve_case(args: argparse.Namespace) -> None:
 
 
 def init(args: argparse.Namespace) -> None:
-    folder = args.folder.expanduser()
-    if not folder.is_dir():
-        raise UserError(f"{args.folder}: there is no such folder: give that of a checkpoint")
-    out = args.out or Path(f"{folder.resolve().name}.yaml")
-    write_case(folder, out, args.set, given(args))
+    checkpoint = args.checkpoint.expanduser()
+    if not checkpoint.exists():
+        raise UserError(f"{args.checkpoint}: there is no such folder or file: give that of a checkpoint")
+    out = args.out or Path(f"{checkpoint.resolve().name.removesuffix('.gguf')}.yaml")
+    write_case(checkpoint, out, args.set, given(args))
     print(f"wrote {out}: edit it, then `umbra serve {out}`")
 
 

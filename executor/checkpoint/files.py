@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,16 +20,38 @@ NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 MAPPED = 256 << 20  # bytes read before all maps are dropped: mapped pages count as memory of this process
 
 
+class TensorFiles(Protocol):
+    """The tensors of the checkpoint in `folder` by the model's names; an instance called with a name and slices reads
+    that part."""
+
+    folder: Path
+    read: int  # bytes in total
+    file_of: dict[str, Path]  # the file that each tensor is in
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, name of the type) of a tensor"""
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of a tensor; 0 if there is none."""
+
+    def __call__(self, name: str, *part: slice) -> Tensor: ...
+
+    def relieve(self) -> None:
+        """Drops the maps if many bytes were read through them; called between tensors."""
+
+
 class CheckpointFiles:
-    """The tensors of the checkpoint in `folder`; an instance called with a name and slices reads that part. Names are
-    the model's: `aliases` has parts of names that differ from these, each with the model's part."""
+    """Those of safetensors files. `aliases` has parts of names that differ from the model's, each with the model's
+    part."""
 
     def __init__(self, folder: Path, aliases: Mapping[str, str] = NO_ALIASES):
         self.folder, self.aliases = folder, aliases
-        self.read = 0  # bytes in total
+        self.read = 0
         self._maps: dict[Path, safe_open] = {}
         self._mapped = 0
-        self.file_of: dict[str, Path] = {}  # the file that each tensor is in
+        self.file_of: dict[str, Path] = {}
         self._names: dict[str, str] = {}  # the name that each tensor has there
         single, index = folder / SINGLE, folder / INDEX
         if single.is_file():
@@ -42,12 +65,10 @@ class CheckpointFiles:
         return name in self.file_of
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """(shape, name of the type in safetensors) of a tensor"""
         header = self._map(self.file_of[name]).get_slice(self._names[name])
         return tuple(header.get_shape()), header.get_dtype()
 
     def nbytes(self, name: str) -> int:
-        """The bytes of a tensor; 0 if there is none."""
         if name not in self:
             return 0
         shape, kind = self.header(name)
@@ -63,7 +84,6 @@ class CheckpointFiles:
         return tensor
 
     def relieve(self) -> None:
-        """Drops the maps if many bytes were read through them; called between tensors."""
         if self._mapped > MAPPED:
             self._maps.clear()
             self._mapped = 0

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from executor.checkpoint.files import CheckpointFiles
+from executor.checkpoint.files import TensorFiles
 from executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
+from executor.checkpoint.gguf_files import open_files
 from executor.checkpoint.progress import loading_bar
 from models.layers.base import Piece, layers_of
 from ops.format import Quantised
@@ -35,7 +36,7 @@ Ignores = Callable[[str], bool]  # whether the model does not use the tensor of 
 def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ignores, progress: bool) -> int:
     """Fills every weight of `model`; returns the number of bytes read. Values that are not finite are a warning that
     names their tensors."""
-    wanted, files = wanted_by(model), CheckpointFiles(folder, scheme.aliases)
+    wanted, files = wanted_by(model), open_files(folder, scheme)
     stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
     for problem, names in problems_of(files, stored, scheme, ignores):
         raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
@@ -76,6 +77,8 @@ def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
     """Returns the storage of the weight that `pieces` are parts of."""
     first = pieces[0]
     module = first.name.removesuffix(".weight")
+    if stored := scheme.weight(first.name, first.shape, first.linear):
+        return stored
     if first.linear and (encoding := scheme.encoding(module)):
         if len(first.shape) == 2:
             return encoding.stored(module, *first.shape)
@@ -91,7 +94,7 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
     return sorted(module for module, piece in odd.items() if not piece.router or scheme.encoding(module))
 
 
-def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
+def _part(files: TensorFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
     sizes = zip(piece.part, piece.shape, strict=True)
     part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
     if len(stored.tensors) > 1 and not _finite(part.scales.float() if isinstance(part, Quantised) else part):
@@ -113,7 +116,7 @@ def ignorable(names: Iterable[str], ignores: Ignores) -> set[str]:
 
 
 def problems_of(
-    files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignores: Ignores
+    files: TensorFiles, stored: dict[str, Stored], scheme: Scheme, ignores: Ignores
 ) -> list[tuple[str, list[str]]]:
     """(problem, names of the tensors or modules that have it) for everything that the files' headers show to be wrong,
     the likeliest cause first; and biases that should be zeros."""

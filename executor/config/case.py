@@ -394,7 +394,7 @@ class Case:
     model_name: str = key(
         "qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(FAMILIES)
     )
-    model_path: str = key("", "folder of the checkpoint; a relative path starts at the project's root")
+    model_path: str = key("", "folder or GGUF file of the checkpoint; a relative path starts at the project's root")
     platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS), elsewhere=("device",))
     exe_mode: str = key(
         "eager", "how the decode step runs: op by op, or captured once for each batch size and replayed",

@@ -14,6 +14,7 @@ from executor.config.rules import check
 from executor.config.schema import override, read
 from executor.config.units import MB
 from models.config import ModelConfig
+from models.gguf.folder import checkpoint_folder
 from models.registry import read_config
 from umbra.errors import UserError, short
 from umbra.files import ROOT
@@ -126,8 +127,8 @@ def list_cases() -> list[tuple[str, str]]:
 
 
 def model_folder(case: Case) -> Path:
-    """The folder of the case's checkpoint."""
-    return ROOT / Path(case.model_path).expanduser()
+    """The folder of the case's checkpoint, which `model_path` names by itself or by its GGUF file."""
+    return checkpoint_folder(ROOT / Path(case.model_path).expanduser())
 
 
 def load_model_config(case: Case) -> ModelConfig:

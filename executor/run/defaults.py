@@ -19,6 +19,7 @@ from executor.config.units import GB, MB
 from executor.engine.batch_limits import limits_of
 from executor.run.host_memory import free_memory
 from models.config import ModelConfig
+from models.gguf.folder import SUFFIX, checkpoint_folder
 from models.registry import family_in, read_config
 from text.tokenizer_file import has_chat_template
 from umbra.errors import UserError
@@ -55,13 +56,13 @@ CALLING = Purpose("running", 4, chat=False)  # `LLM`, whose `generate` takes tex
 def open_case(
     model: str, purpose: Purpose, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None
 ) -> Case:
-    """The case for `model`: the name of a case, the path of a case file, or the folder of a checkpoint. A case's name
-    goes before a folder's, which ./NAME names as well."""
+    """The case for `model`: the name of a case, the path of a case file, or a checkpoint: its folder or GGUF file. A
+    case's name goes before a folder's, which ./NAME names as well."""
     path = Path(model).expanduser()
     if file := find_case(model):
         data = read_yaml(file, "a case")
         case = make_case(data, file.stem, file.name, overrides, settings)
-    elif path.is_dir():
+    elif path.is_dir() or (path.suffix == SUFFIX and path.is_file()):
         case, data = case_of_checkpoint(path, purpose, overrides, settings)
     else:
         raise _neither(model, path)
@@ -70,8 +71,8 @@ def open_case(
 
 def _neither(model: str, path: Path) -> UserError:
     """The error for what is neither a case nor a folder."""
-    if path.suffix == ".gguf":
-        return UserError(f"{model}: GGUF files are not read yet: give the folder of a checkpoint in safetensors")
+    if path.suffix == SUFFIX:
+        return UserError(f"{model}: there is no such file")
     if path.suffix == ".safetensors":
         return UserError(f"{model}: give the folder that it lies in, {path.parent}, which also has its config.json")
     if HUB.fullmatch(model) and not path.parent.is_dir():
@@ -109,10 +110,11 @@ def _followed(case: Case, data: Mapping[str, Any]) -> Case:
 
 
 def case_of_checkpoint(
-    folder: Path, purpose: Purpose, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None
+    checkpoint: Path, purpose: Purpose, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None
 ) -> tuple[Case, dict[str, Any]]:
-    """Chooses a case that runs the checkpoint in `folder`, and prints what was chosen in two lines. The user's settings
-    override it. -> the case, and the keys of a case file that says the same"""
+    """Chooses a case that runs `checkpoint`, a folder or a GGUF file, and prints what was chosen in two lines. The
+    user's settings override it. -> the case, and the keys of a case file that says the same"""
+    folder = checkpoint_folder(checkpoint)
     asked: dict[str, Any] = {}
     set_all(asked, overrides, settings)
     platform = str(asked.get("platform", "cpu"))
@@ -126,7 +128,7 @@ def case_of_checkpoint(
     def made(method: str, context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
         data: dict[str, Any] = {
             "model_name": name,
-            "model_path": str(folder.resolve()),
+            "model_path": str(checkpoint.resolve()),
             "platform": platform,
             "exe_mode": PLATFORMS[platform].exe_modes[1],
             "model_config": {"tokenizer_mode": "chat" if chat else "default"},
@@ -141,14 +143,16 @@ def case_of_checkpoint(
         }
         if "input_max_len" not in (asked.get("data_config") or {}):
             data["data_config"]["max_model_len"] = context
-        return make_case(data, folder.resolve().name, str(folder), overrides, settings), data
+        return make_case(
+            data, checkpoint.resolve().name.removesuffix(SUFFIX), str(checkpoint), overrides, settings
+        ), data
 
     case, data, counted, note = _fitting(folder, made, positions, purpose.sequences)
-    print(f"{purpose.what} {folder}: {case.model_name}, {_size(counted.weights)} of weights{note}")
+    print(f"{purpose.what} {checkpoint}: {case.model_name}, {_size(counted.weights)} of weights{note}")
     several = f"{case.data_config.batch_size} sequences" if case.data_config.batch_size > 1 else "one sequence"
     print(
         f"chosen for this machine: {several} of up to {case.max_sequence_length:,} tokens "
-        f"({_size(counted.cache(case))} of KV cache), {case.exe_mode} mode; `umbra init {folder}` writes all as a "
+        f"({_size(counted.cache(case))} of KV cache), {case.exe_mode} mode; `umbra init {checkpoint}` writes all as a "
         "case to edit",
         flush=True,
     )
@@ -223,11 +227,11 @@ def _room(case: Case) -> float:
     return SHARE * (free_memory() / case.world_size - PROGRAM)
 
 
-def write_case(folder: Path, out: Path, overrides: Sequence[str], settings: Mapping[str, object]) -> None:
-    """Writes a case file for the checkpoint in `folder` to `out`, which must not exist yet."""
+def write_case(checkpoint: Path, out: Path, overrides: Sequence[str], settings: Mapping[str, object]) -> None:
+    """Writes a case file for `checkpoint`, a folder or a GGUF file, to `out`, which must not exist yet."""
     if out.exists():
         raise UserError(f"{out}: is there already: give another name with --out")
-    case, data = case_of_checkpoint(folder, SERVING, overrides, settings)
+    case, data = case_of_checkpoint(checkpoint, SERVING, overrides, settings)
     text = yaml.safe_dump({"description": f"{case.name}, as `umbra init` chose", **data}, sort_keys=False)
     text = "# Every key and its meaning: docs/config.md\n" + text
     write_whole(out, lambda file: file.write(text.encode()))

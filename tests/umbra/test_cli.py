@@ -72,7 +72,7 @@ def test_flags_of_other_engines_set_keys(monkeypatch: pytest.MonkeyPatch) -> Non
         ("serve demo --max-model-len 1", "data_config.max_model_len: 1 must be at least 2"),
         ("run demo --port 3", "--set serve_config.port=VALUE"),
         ("run Qwen/Qwen3-30B-A3B", "names on the Hugging Face hub are not fetched yet"),
-        ("serve some.gguf", "GGUF files are not read yet"),
+        ("serve some.gguf", "some.gguf: there is no such file"),
         ("chat demo --model x", "give one of the two"),
         ("plan xyzzy", "no case 'xyzzy', and no folder of that name: give a case"),
     ],

@@ -13,10 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint.files import CheckpointFiles
+from executor.checkpoint.files import TensorFiles
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Scheme
-from executor.checkpoint.header import BITS
+from executor.checkpoint.gguf_files import open_files
 from executor.checkpoint.load import (
     CONTRADICTION,
     contradictions,
@@ -30,6 +30,7 @@ from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from executor.run.model_sketch import cache_of, kind_of, sketch_of, weights_of
+from models.gguf.folder import checkpoint_folder
 from models.layers.base import Piece, layers_of
 from models.registry import family_in
 from ops.format import Format
@@ -60,10 +61,12 @@ class Excluded:
     modules: list[str]
 
 
-def inspect(folder: Path) -> dict[str, Any]:
-    """Returns what the checkpoint in `folder` contains, as a dictionary that can be printed or written as JSON."""
+def inspect(checkpoint: Path) -> dict[str, Any]:
+    """Returns what a checkpoint, a folder or a GGUF file, contains, as a dictionary that can be printed or written as
+    JSON."""
+    folder = checkpoint_folder(checkpoint)
     sketch, scheme = sketch_of(plain_case(folder)), read_scheme(folder)
-    wanted, files = wanted_by(sketch.model), CheckpointFiles(folder, scheme.aliases)
+    wanted, files = wanted_by(sketch.model), open_files(folder, scheme)
     stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
     kinds = dict.fromkeys(ignorable(files.file_of, sketch.model.ignores), IGNORED)
     for path, layer in reversed(layers_of(sketch.model)):  # tied weights are listed under the embedding's name
@@ -75,7 +78,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     paths = set(files.file_of.values())
     parameters = sum(prod(pieces[0].shape) for pieces in wanted.values())
     return {
-        "checkpoint": str(folder),
+        "checkpoint": str(checkpoint),
         "architecture": {"model_type": model_type(folder), "parameters": parameters}
         | dataclasses.asdict(sketch.config),
         "quantization": {
@@ -127,14 +130,14 @@ def plain_case(folder: Path) -> Case:
     )
 
 
-def components_of(files: CheckpointFiles, kinds: dict[str, str]) -> list[Component]:
+def components_of(files: TensorFiles, kinds: dict[str, str]) -> list[Component]:
     """Tensors and bytes by component; `kinds` maps each tensor that the model has to its component."""
     components = {name: Component(name) for name in COMPONENTS}
     for name in files.file_of:
-        shape, stored_type = files.header(name)
+        _, stored_type = files.header(name)
         component = components[kinds.get(name, UNKNOWN)]
         component.tensors += 1
-        component.nbytes += prod(shape) * BITS[stored_type] // 8
+        component.nbytes += files.nbytes(name)
         component.types[stored_type] = component.types.get(stored_type, 0) + 1
     return [component for component in components.values() if component.tensors]
 
@@ -242,15 +245,15 @@ def flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield prefix + key, ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def inspect_checkpoint(folder: Path, case_name: str | None, overrides: list[str], json: Path | None) -> None:
-    """Print the facts about the checkpoint in `folder` and, with a case, what each of its ranks keeps. `json` is a file
+def inspect_checkpoint(checkpoint: Path, case_name: str | None, overrides: list[str], json: Path | None) -> None:
+    """Print the facts about `checkpoint` and, with a case, what each of its ranks keeps. `json` is a file
     to write the facts to."""
     if overrides and not case_name:
         raise UserError(f"--set {overrides[0]}: there is no case to set it in: give --case as well")
-    facts = inspect(folder)
+    facts = inspect(checkpoint)
     if case_name:
         case = load_case(case_name, overrides)
-        facts["rank"] = inspect_rank(dataclasses.replace(case, model_path=str(folder.resolve())))
+        facts["rank"] = inspect_rank(dataclasses.replace(case, model_path=str(checkpoint.resolve())))
     print_facts(facts)
     if json:
         write_json(json, facts)

@@ -6,10 +6,12 @@ from pathlib import Path
 from executor.checkpoint.formats.awq import Awq
 from executor.checkpoint.formats.compressed_tensors import CompressedTensors
 from executor.checkpoint.formats.fp8 import Fp8, Fp8Matrix
+from executor.checkpoint.formats.gguf import GgufScheme
 from executor.checkpoint.formats.gptq import Gptq
 from executor.checkpoint.formats.mxfp4 import Mxfp4
 from executor.checkpoint.formats.scheme import Scheme, Unquantised
 from executor.checkpoint.index import names_in
+from models.gguf.folder import INDEX, read_index
 from models.hf_config import HfConfig
 from models.registry import aliases_of
 from umbra.files import read_json
@@ -25,6 +27,8 @@ SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
 
 def read_scheme(folder: Path) -> Scheme:
     """The format of the checkpoint in `folder`, which need not hold weights."""
+    if (folder / INDEX).is_file():
+        return GgufScheme(read_index(folder))
     config = HfConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     scheme = _said(config)
     scheme.aliases = aliases_of(config.data)

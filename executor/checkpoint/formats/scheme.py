@@ -112,6 +112,11 @@ class Scheme(ABC):
                 return encoding
         return None if f"{module}.weight" in self.names or module in self.names else said
 
+    def weight(self, name: str, shape: tuple[int, ...], linear: bool) -> Stored | None:
+        """Returns the storage of any weight, not only of a linear module, where the files alone say it. None: those of
+        linear modules are stored as their encodings say, the others as floats."""
+        return None
+
     def contradicts(self, module: str) -> bool:
         """Whether the files store the module otherwise than the config says."""
         return self.encoding(module) is not self.said(self._spelt(module))

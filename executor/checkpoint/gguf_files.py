@@ -1,0 +1,78 @@
+"""The tensors of GGUF files, read as blocks through memory maps. `models/gguf` has checked where they lie."""
+
+import mmap
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.checkpoint.files import MAPPED, CheckpointFiles, TensorFiles
+from executor.checkpoint.formats.gguf import GgufScheme
+from executor.checkpoint.formats.scheme import Scheme
+from models.gguf.folder import Index
+from models.gguf.types import BY_NAME
+from umbra.errors import UserError
+
+
+def open_files(folder: Path, scheme: Scheme) -> TensorFiles:
+    """The tensors of the checkpoint in `folder`, which is of the format `scheme`."""
+    return (
+        GgufFiles(folder, scheme.index) if isinstance(scheme, GgufScheme) else CheckpointFiles(folder, scheme.aliases)
+    )
+
+
+class GgufFiles:
+    """A part of a tensor is read as bytes (..., rows, blocks, bytes of a block), of all blocks that have some of the
+    columns."""
+
+    def __init__(self, folder: Path, index: Index):
+        self.folder, self.read, self.index = folder, 0, index
+        self.file_of = {name: index.paths[index.tensors[view.tensor].part] for name, view in index.views.items()}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._mapped = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.index.views
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        view = self.index.views[name]
+        return view.shape, self.index.tensors[view.tensor].kind
+
+    def nbytes(self, name: str) -> int:
+        if name not in self:
+            return 0
+        shape, kind = self.header(name)
+        return prod(shape) // BY_NAME[kind].columns * BY_NAME[kind].nbytes
+
+    def __call__(self, name: str, *part: slice) -> Tensor:
+        view = self.index.views[name]
+        info, path = self.index.tensors[view.tensor], self.file_of[name]
+        _, columns, nbytes = BY_NAME[info.kind]
+        *rows, blocks = *info.shape[:-1], info.shape[-1] // columns
+        mapped = np.frombuffer(self._map(path), np.uint8, info.nbytes, info.offset).reshape(*rows, blocks, nbytes)
+        *outer, last = (slice(*cut.indices(size)) for cut, size in zip(part, view.shape, strict=True))
+        if view.expert is not None:
+            mapped = mapped[view.expert]
+            outer[:1] = [slice(cut.start + view.first_row, cut.stop + view.first_row) for cut in outer[:1]]
+        elif len(view.shape) > len(info.shape):  # a matrix of one row
+            mapped = mapped[None]
+        found = np.array(mapped[(*outer, slice(last.start // columns, -(-last.stop // columns)))])
+        self.read += found.nbytes
+        self._mapped += found.nbytes
+        return torch.from_numpy(found if len(view.shape) > 1 else found[None])
+
+    def relieve(self) -> None:
+        if self._mapped > MAPPED:
+            self._maps.clear()
+            self._mapped = 0
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            try:
+                with open(path, "rb") as file:
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be opened: {error.strerror}") from None
+        return self._maps[path]

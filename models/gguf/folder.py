@@ -1,0 +1,106 @@
+"""A GGUF file as the folder of a checkpoint: the files that its metadata stands for are written once, and `gguf.json`
+says where its tensors lie. So everything else reads, and checks, what it reads of any checkpoint."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from models.gguf.container import Gguf, TensorInfo, parts_of, read_gguf
+from models.gguf.metadata import ARCHITECTURES, architecture_of, config_of
+from models.gguf.names import View, views_of
+from models.gguf.vocabulary import AT, Vocabulary
+from models.hf_config import HfConfig
+from umbra.errors import UserError
+from umbra.files import ROOT, read_json
+
+FOLDERS = ROOT / "packed_cache" / "gguf"
+INDEX = "gguf.json"
+LAYOUT = 1  # raised whenever the files that are written change
+SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True)
+class Index:
+    """The tensors of a model in GGUF files."""
+
+    paths: list[Path]
+    tensors: dict[str, TensorInfo]
+    views: dict[str, View]  # of these, by the model's names
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The folder of the checkpoint at `path`, which is a folder or a GGUF file, the first part of a split one."""
+    if path.suffix != SUFFIX or path.is_dir():
+        return path
+    paths = parts_of(path.resolve())
+    try:
+        sizes = [(part.stat().st_size, part.stat().st_mtime_ns) for part in paths]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    same = f"{path.stem}-{_digest(str(paths[0]))}"
+    folder = FOLDERS / f"{same}-{_digest([LAYOUT, sizes])}"
+    if not (folder / INDEX).is_file():
+        gguf = read_gguf(paths[0])
+        files = files_of(gguf)  # what is wrong is said before anything is written
+        _write(folder, files)
+        for old in FOLDERS.glob(f"{escape(same)}-*"):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+        if assumed := architecture_of(gguf).assumed:
+            print(
+                f"{path}: what the file does not say is as in all of {gguf.metadata['general.architecture']}: {assumed}"
+            )
+    return folder
+
+
+def read_index(folder: Path) -> Index:
+    """The index in `folder`, which `checkpoint_folder` wrote."""
+    data = read_json(folder / INDEX)
+    tensors = {name: TensorInfo(kind, tuple(shape), *rest) for name, (kind, shape, *rest) in data["tensors"].items()}
+    views = views_of(tensors, ARCHITECTURES[data["architecture"]].names, data["layers"])
+    return Index([Path(path) for path in data["files"]], tensors, views)
+
+
+def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
+    """The contents of the files of the folder, by their names."""
+    config, meta = config_of(gguf), HfConfig(gguf.metadata, str(gguf.paths[0]))
+    found = {
+        INDEX: {
+            "files": [str(path) for path in gguf.paths],
+            "architecture": gguf.metadata["general.architecture"],
+            "layers": config["num_hidden_layers"],
+            "tensors": {name: list(vars(info).values()) for name, info in gguf.tensors.items()},
+        },
+        "config.json": config,
+    }
+    kind = meta.value(f"{AT}model", default="no_vocab")
+    if kind != "no_vocab":
+        meta.one_of(f"{AT}model", allowed=("gpt2",))
+        words = Vocabulary(meta)
+        found["tokenizer.json"], found["tokenizer_config.json"] = words.tokenizer(), words.settings()
+        found["generation_config.json"] = words.generation(architecture_of(gguf).stops)
+    return found
+
+
+def _write(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    new = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        new.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (new / name).write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+        with contextlib.suppress(OSError):  # another process was first
+            new.rename(folder)
+    except OSError as error:
+        raise UserError(f"{new}: cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]

@@ -1,0 +1,212 @@
+"""The config that a GGUF file's metadata stands for: the contents of the config.json that its model had."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.gguf.container import Gguf
+from models.gguf.names import Names
+from models.hf_config import HfConfig
+
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of llama.cpp's. `more` are the keys of config.json that other architectures do not have."""
+
+    family: str
+    names: Names
+    gating: int  # the one that is implemented
+    more: "Callable[[Keys], dict[str, Any]]"
+    assumed: str = ""  # what no file says, for a message
+    partial: bool = False  # whether part of a head may rotate
+    stops: tuple[str, ...] = ()  # tokens that end an answer, beside those that do in every model
+
+
+class Keys:
+    """The metadata of one architecture."""
+
+    def __init__(self, gguf: Gguf, name: str):
+        self.gguf, self.name = gguf, name
+        self.all = HfConfig(gguf.metadata, str(gguf.paths[0]))
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.gguf.tensors
+
+    def size(self, key: str, **options: Any) -> int:
+        return self.all.size(f"{self.name}.{key}", **options)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number as it was before it became a float32; without a default it must be there."""
+        name = f"{self.name}.{key}"
+        if default is None and self.all.value(name) is None:
+            raise self.all.error(name, "is missing")
+        return float(f"{self.all.number(name, default=default or 1.0):.7g}")
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.all.flag(f"{self.name}.{key}", default)
+
+    def rows(self, tensor: str, dimension: int = -2) -> int | None:
+        """The rows of a tensor, for keys that older files lack."""
+        info = self.gguf.tensors.get(tensor)
+        return info.shape[dimension] if info and len(info.shape) >= -dimension else None
+
+
+def config_of(gguf: Gguf) -> dict[str, Any]:
+    """Raises UserError for metadata that is wrong, or of an architecture that is not supported."""
+    found = architecture_of(gguf)
+    keys = Keys(gguf, gguf.metadata["general.architecture"])
+    keys.all.refuse("general.type", "model")
+    layers = keys.size("block_count") - keys.size("nextn_predict_layers", default=0, minimum=0)
+    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    head_dim = keys.size("attention.key_length", default=max(hidden // heads, 1))
+    keys.all.refuse(f"{keys.name}.attention.value_length", head_dim)
+    keys.all.refuse(f"{keys.name}.expert_gating_func", 0, found.gating)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        keys.all.refuse(f"{keys.name}.{key}", 0, 1)
+    rotating = keys.size("rope.dimension_count", default=head_dim)
+    if rotating != head_dim and not found.partial:
+        raise keys.all.error(f"{keys.name}.rope.dimension_count", f"is not the head's {head_dim}")
+    return {
+        "model_type": found.family,
+        "vocab_size": keys.rows("token_embd.weight"),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _kv_heads(keys, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.size("context_length"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(keys),
+        "tie_word_embeddings": not keys.has("output.weight"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        **({"rotary_dim": rotating} if found.partial else {}),
+        **found.more(keys),
+    }
+
+
+def architecture_of(gguf: Gguf) -> Architecture:
+    name = HfConfig(gguf.metadata, str(gguf.paths[0])).one_of("general.architecture", allowed=tuple(ARCHITECTURES))
+    return ARCHITECTURES[name]
+
+
+def _kv_heads(keys: Keys, heads: int) -> int:
+    name = f"{keys.name}.attention.head_count_kv"
+    each = keys.all.one_or_more(name)
+    if len(set(each)) > 1:
+        raise keys.all.error(name, "must be the same in every layer")
+    return each[0] if each else heads
+
+
+def _scaling(keys: Keys) -> dict[str, Any] | None:
+    kind = keys.all.value(f"{keys.name}.rope.scaling.type", default="none")
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind == "yarn":
+        factor = keys.number("rope.scaling.factor")
+        scaling["factor"] = factor
+        scaling["original_max_position_embeddings"] = keys.size("rope.scaling.original_context_length")
+        for key in ("beta_fast", "beta_slow"):
+            if keys.all.value(f"{keys.name}.rope.scaling.yarn_{key}") is not None:
+                scaling[key] = keys.number(f"rope.scaling.yarn_{key}")
+        times = keys.number("rope.scaling.attn_factor", keys.number("rope.scaling.yarn_attn_factor", 1.0))
+        if times != 1:
+            scaling["attention_factor"] = times * (0.1 * math.log(factor) + 1.0)
+    return scaling
+
+
+def _qwen3(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_experts": keys.size("expert_count"),
+        "intermediate_size": keys.size("feed_forward_length", default=1),
+        "moe_intermediate_size": _expert_width(keys),
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+    }
+
+
+def _qwen2(keys: Keys) -> dict[str, Any]:
+    shared = keys.rows("blk.0.ffn_gate_shexp.weight")
+    return {
+        "num_experts": keys.size("expert_count"),
+        "moe_intermediate_size": _expert_width(keys),
+        "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length", default=shared),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "qkv_bias": keys.has("blk.0.attn_q.bias"),
+    }
+
+
+def _minimax(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_local_experts": keys.size("expert_count"),
+        "intermediate_size": _expert_width(keys),
+        "use_routing_bias": keys.has("blk.0.exp_probs_b.bias"),
+        "num_mtp_modules": 0,  # no layers of these are left among the weights
+    }
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_local_experts": keys.size("expert_count"),
+        "intermediate_size": _expert_width(keys),
+        "sliding_window": keys.size("attention.sliding_window"),
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+    }
+    if scaling := _scaling(keys):
+        config["rope_scaling"] = scaling | {"truncate": False}
+    return config
+
+
+def _glm4(keys: Keys) -> dict[str, Any]:
+    return {
+        "n_routed_experts": keys.size("expert_count"),
+        "n_shared_experts": keys.size("expert_shared_count"),
+        "intermediate_size": keys.size("feed_forward_length"),
+        "moe_intermediate_size": _expert_width(keys),
+        "first_k_dense_replace": keys.size("leading_dense_block_count", default=0, minimum=0),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+        "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _expert_width(keys: Keys) -> int:
+    return keys.size("expert_feed_forward_length", default=keys.rows("blk.0.ffn_up_exps.weight"))
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "qwen3moe": Architecture("qwen3_moe", Names(), SOFTMAX, _qwen3, "norm_topk_prob true"),
+    "qwen2moe": Architecture("qwen2_moe", Names(), SOFTMAX, _qwen2, "norm_topk_prob false"),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        Names(
+            "block_sparse_moe", experts=("w1", "w3", "w2"), selection_bias="block_sparse_moe.e_score_correction_bias"
+        ),
+        SIGMOID,
+        _minimax,
+        "renormalised weights of experts",
+        partial=True,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        Names(router="router", fused=True),
+        SOFTMAX_OF_CHOSEN,
+        _gpt_oss,
+        "windows in layers 0, 2, 4 ..., swiglu_alpha 1.702, swiglu_limit 7, YaRN without truncation",
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        Names(shared="shared_experts"),
+        SIGMOID,
+        _glm4,
+        "<|user|> and <|observation|> end an answer",
+        partial=True,
+        stops=("<|user|>", "<|observation|>"),
+    ),
+}

@@ -1,0 +1,144 @@
+"""The tokenizer that a GGUF file's metadata stands for: the contents of tokenizer.json and of the files beside it."""
+
+from typing import Any
+
+from models.hf_config import HfConfig
+from text.formats import CALL, END, RETURN
+from text.tokenizer_sandbox import GPT_4, GPT_4O, QWEN
+from umbra.errors import UserError, short
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
+AT = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+# How each `pre` splits a text, and whether a part that is a token is taken whole, without merges.
+SPLITS = {
+    "qwen2": (QWEN, False),
+    "deepseek-r1-qwen": (QWEN, False),
+    "gpt-4o": (GPT_4O, False),
+    "minimax-m2": (GPT_4O, False),
+    "chatglm-bpe": (GPT_4, False),
+    "glm4": (GPT_4, True),
+    "llama-bpe": (GPT_4, True),
+}
+ADDS_BOS = ("llama-bpe",)  # unless the file says otherwise
+# Tokens that end an answer in any model that has them; END does only where it is not a mark between messages.
+STOPS = ("<|im_end|>", "<|endoftext|>", RETURN, CALL, "<|eot_id|>", "<|eom_id|>", "[e~[", "<｜end▁of▁sentence｜>")
+SAMPLING = {  # of generation_config.json, with the file's key
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+class Vocabulary:
+    """The tokens of `meta`, a file's metadata. Raises UserError for what is wrong or of an unknown kind."""
+
+    def __init__(self, meta: HfConfig):
+        self.meta = meta
+        self.pre = meta.one_of(f"{AT}pre", allowed=tuple(SPLITS))
+        self.tokens = self._texts("tokens")
+        self.kinds = meta.value(f"{AT}token_type", default=[NORMAL] * len(self.tokens))
+        if not isinstance(self.kinds, list) or len(self.kinds) != len(self.tokens):
+            raise meta.error(f"{AT}token_type", f"must have a number for each of {len(self.tokens)} tokens")
+        used = [
+            (text, id) for id, (text, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)) if kind != UNUSED
+        ]
+        self.ids = dict(used)
+        if len(self.ids) < len(used):
+            repeated = next(text for text, id in used if self.ids[text] != id)
+            raise UserError(f"{meta.where}: {AT}tokens: {short(repeated)} stands twice")
+
+    def _texts(self, name: str) -> list[str]:
+        texts = self.meta.value(AT + name)
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise self.meta.error(AT + name, "must be a list of texts")
+        return texts
+
+    def _token(self, name: str) -> str | None:
+        """The text of the token that has the part `name`."""
+        key = f"{AT}{name}_token_id"
+        if self.meta.value(key) is None:
+            return None
+        return self.tokens[self.meta.size(key, minimum=0, maximum=len(self.tokens) - 1)]
+
+    def tokenizer(self) -> dict[str, Any]:
+        """The contents of tokenizer.json. Every token is in the vocabulary, so that none changes its id."""
+        expression, whole = SPLITS[self.pre]
+        merges = [(merge, merge.find(" ", 1)) for merge in self._texts("merges")]
+        if wrong := next((merge for merge, at in merges if at < 0), None):
+            raise UserError(f"{self.meta.where}: {AT}merges: {short(wrong)} is not two tokens with a space between")
+        layout = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        return {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": id, "content": text, **layout, "special": self.kinds[id] == CONTROL}
+                for text, id in self.ids.items()
+                if self.kinds[id] in (CONTROL, USER_DEFINED) and text
+            ],
+            "normalizer": {"type": "NFC"} if self.pre == "qwen2" else None,  # as Qwen's own has it
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+                ],
+            },
+            "post_processor": self._around(),
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {
+                "type": "BPE",
+                "ignore_merges": whole,
+                "vocab": self.ids,
+                "merges": [[merge[:at], merge[at + 1 :]] for merge, at in merges],
+            },
+        }
+
+    def _around(self) -> dict[str, Any] | None:
+        """What adds the tokens that begin and end each text."""
+        adds = {
+            "bos": self.meta.flag(f"{AT}add_bos_token", self.pre in ADDS_BOS),
+            "eos": self.meta.flag(f"{AT}add_eos_token", False),
+        }
+        texts = {name: self._token(name) for name, added in adds.items() if added}
+        marks = {name: {"SpecialToken": {"id": text, "type_id": 0}} for name, text in texts.items() if text}
+        if not marks:
+            return None
+        single = [marks.get("bos"), {"Sequence": {"id": "A", "type_id": 0}}, marks.get("eos")]
+        return {
+            "type": "TemplateProcessing",
+            "single": [part for part in single if part],
+            "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+            "special_tokens": {
+                text: {"id": text, "ids": [self.ids[text]], "tokens": [text]} for text in texts.values() if text
+            },
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """The contents of tokenizer_config.json."""
+        names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        found = {ours: self._token(theirs) for theirs, ours in names.items()}
+        templates = {
+            key: text for key, text in self.meta.data.items() if key.startswith(TEMPLATE) and key != f"{TEMPLATE}s"
+        }
+        if not all(isinstance(text, str) for text in templates.values()):
+            raise self.meta.error(TEMPLATE, "must be text")
+        settings = {name: text for name, text in found.items() if text} | {"tokenizer_class": "TokenizersBackend"}
+        if set(templates) == {TEMPLATE}:
+            settings["chat_template"] = templates[TEMPLATE]
+        elif templates:
+            named = {key.removeprefix(TEMPLATE).lstrip(".") or "default": text for key, text in templates.items()}
+            return settings | {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
+        return settings
+
+    def generation(self, more_stops: tuple[str, ...]) -> dict[str, Any]:
+        """The contents of generation_config.json: sampling, and the ids of the tokens that end an answer."""
+        ends = {text for name in ("eos", "eot", "eom") if (text := self._token(name)) is not None}
+        marks = {text for text, id in self.ids.items() if self.kinds[id] in (CONTROL, USER_DEFINED)}
+        ends |= marks.intersection((*STOPS, *more_stops))
+        if END in marks and not {RETURN, CALL} <= marks:
+            ends.add(END)
+        found = {ours: self.meta.value(f"general.sampling.{theirs}") for ours, theirs in SAMPLING.items()}
+        numbers = {name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in found.items() if v is not None}
+        return {"eos_token_id": sorted(self.ids[text] for text in ends if text in self.ids), **numbers}

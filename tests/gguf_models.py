@@ -1,0 +1,136 @@
+"""Tiny checkpoints written as GGUF by llama.cpp's own package: its names, keys and quantisation."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+    get_tensor_name_map,
+)
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+from torch import Tensor
+
+ARCHITECTURES = {
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE, "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "gpt_oss": MODEL_ARCH.GPT_OSS, "glm4_moe": MODEL_ARCH.GLM4_MOE,
+}  # fmt: skip
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+EXPERT = re.compile(r"(.*\.experts\.)\d+\.(.*)")
+Kinds = Callable[[str], str]  # the type of the tensor of this name
+
+
+def stacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, with those of all experts in one and the gates apart from the ups."""
+    stacks: dict[str, list[Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
+        tensor = tensors[name]
+        if found := EXPERT.fullmatch(name):
+            stacks.setdefault(found[1] + found[2], []).append(tensor)
+        elif ".experts.gate_up_proj" in name:
+            rows = tensor if name.endswith("bias") else tensor.mT
+            for first, which in enumerate(("gate", "up")):
+                yield re.sub("gate_up_proj(_bias)?", _named(which), name), rows[:, first::2]
+        elif ".experts.down_proj" in name:
+            yield re.sub("down_proj(_bias)?", _named("down"), name), tensor if name.endswith("bias") else tensor.mT
+        else:
+            yield name, tensor
+    yield from ((name, torch.stack(experts)) for name, experts in stacks.items())
+
+
+def _named(which: str) -> Callable[[re.Match[str]], str]:
+    return lambda found: f"{which}_proj.{'bias' if found[1] else 'weight'}"
+
+
+def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name: "F32", **more: Any) -> Path:
+    """Writes the checkpoint in `folder` to `path`, and what its values mean in floats to another file, which is
+    returned. `more` are further keys of the metadata, each a value with its type."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    arch, means = ARCHITECTURES[family], path.with_name(f"means-{path.name}")
+    names = get_tensor_name_map(arch, config["num_hidden_layers"])
+    writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch]) for file in (path, means)]
+    for writer in writers:
+        describe(writer, config, family)
+        for key, value in more.items():
+            writer.add_key_value(key, *value)
+    for theirs, tensor in stacked(tensors):
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        if ours is None:
+            ours = names.get_name(f"{theirs.replace('_correction_bias', '_correction')}.bias", (".bias",))
+        assert ours, theirs
+        ours = f"{ours}.weight" if ours.endswith("attn_sinks") else ours
+        values = tensor.float().contiguous().numpy()
+        values = values[0] if ours.endswith("gate_inp_shexp.weight") else values
+        kind = GGMLQuantizationType[kinds(ours)]
+        data = in_type(values, kind)
+        writers[0].add_tensor(ours, data, raw_dtype=kind)
+        writers[1].add_tensor(ours, dequantize(data, kind).reshape(values.shape))
+    for writer in writers:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return means
+
+
+def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
+    """The rows quantised; to random levels with small scales where the package only reads the type."""
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        columns, nbytes = GGML_QUANT_SIZES[kind]
+        shape = *values.shape[:-1], values.shape[-1] // columns, nbytes
+        blocks = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        for at in HALVES[kind.name]:
+            blocks[..., at : at + 2] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
+        return blocks.reshape(*shape[:-2], -1)
+
+
+def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
+    rope = config.get("rope_parameters") or config
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    share = {"glm4_moe": 0.5, "minimax_m2": 0.5}.get(family, 1)
+    writer.add_rope_dimension_count(int(share * config["head_dim"]))
+    experts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    writer.add_expert_count(next(count for count in experts if count))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if family == "glm4_moe":
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    elif family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    elif family == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
