@@ -21,6 +21,8 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tools.benchmarks.gguf_file import describe_tokenizer
+
 ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE, "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "gpt_oss": MODEL_ARCH.GPT_OSS, "glm4_moe": MODEL_ARCH.GLM4_MOE,
@@ -60,17 +62,17 @@ def _named(which: str) -> Callable[[re.Match[str]], str]:
     return lambda found: f"{which}_proj.{'bias' if found[1] else 'weight'}"
 
 
-def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name: "F32", **more: Any) -> Path:
-    """Writes the checkpoint in `folder` to `path`, and what its values mean in floats to another file, which is
-    returned. `more` are further keys of the metadata, each a value with its type."""
+def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name: "F32", split: int = 0) -> Path:
+    """Writes the checkpoint in `folder`, with its tokenizer if it has one, to `path`, and what its values mean in
+    floats to another file, which is returned. A part has at most `split` tensors, if that is not 0."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     arch, means = ARCHITECTURES[family], path.with_name(f"means-{path.name}")
     names = get_tensor_name_map(arch, config["num_hidden_layers"])
-    writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch]) for file in (path, means)]
+    writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch], split_max_tensors=split) for file in (path, means)]
     for writer in writers:
         describe(writer, config, family)
-        for key, value in more.items():
-            writer.add_key_value(key, *value)
+        if (folder / "tokenizer.json").is_file():
+            describe_tokenizer(writer, folder)
     for theirs, tensor in stacked(tensors):
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         if ours is None:

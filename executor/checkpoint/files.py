@@ -24,7 +24,7 @@ class TensorFiles(Protocol):
     """The tensors of the checkpoint in `folder` by the model's names; an instance called with a name and slices reads
     that part."""
 
-    folder: Path
+    folder: Path  # or the file, for messages
     read: int  # bytes in total
     file_of: dict[str, Path]  # the file that each tensor is in
 

@@ -18,17 +18,15 @@ from umbra.errors import UserError
 
 def open_files(folder: Path, scheme: Scheme) -> TensorFiles:
     """The tensors of the checkpoint in `folder`, which is of the format `scheme`."""
-    return (
-        GgufFiles(folder, scheme.index) if isinstance(scheme, GgufScheme) else CheckpointFiles(folder, scheme.aliases)
-    )
+    return GgufFiles(scheme.index) if isinstance(scheme, GgufScheme) else CheckpointFiles(folder, scheme.aliases)
 
 
 class GgufFiles:
     """A part of a tensor is read as bytes (..., rows, blocks, bytes of a block), of all blocks that have some of the
     columns."""
 
-    def __init__(self, folder: Path, index: Index):
-        self.folder, self.read, self.index = folder, 0, index
+    def __init__(self, index: Index):
+        self.folder, self.read, self.index = index.paths[0], 0, index
         self.file_of = {name: index.paths[index.tensors[view.tensor].part] for name, view in index.views.items()}
         self._maps: dict[Path, mmap.mmap] = {}
         self._mapped = 0

@@ -39,9 +39,9 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
     wanted, files = wanted_by(model), open_files(folder, scheme)
     stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
     for problem, names in problems_of(files, stored, scheme, ignores):
-        raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+        raise UserError(f"{files.folder}: {len(names)} {problem}: {listed(names)}")
     if odd := contradictions(wanted, scheme):
-        print(f"warning: {folder}: {len(odd)} {CONTRADICTION}: {listed(odd)}")
+        print(f"warning: {files.folder}: {len(odd)} {CONTRADICTION}: {listed(odd)}")
     strange: list[str] = []  # tensors with values that are not finite
     mine = {name: sum(p.kept_elements for p in pieces) / prod(pieces[0].shape) for name, pieces in wanted.items()}
     total = sum(share * files.nbytes(tensor) for name, share in mine.items() for tensor in stored[name].tensors)
@@ -57,7 +57,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
             files.relieve()
             bar.update(files.read - bar.n)
     if strange:
-        print(f"warning: {folder}: {len(strange)} tensors hold NaN or infinite values: {listed(strange)}")
+        print(f"warning: {files.folder}: {len(strange)} tensors hold NaN or infinite values: {listed(strange)}")
     return files.read
 
 
@@ -97,7 +97,8 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
 def _part(files: TensorFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
     sizes = zip(piece.part, piece.shape, strict=True)
     part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
-    if len(stored.tensors) > 1 and not _finite(part.scales.float() if isinstance(part, Quantised) else part):
+    scaled = isinstance(part, Quantised) or len(stored.tensors) > 1
+    if scaled and not _finite(part.scales.float() if isinstance(part, Quantised) else part):
         raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
     return part
 

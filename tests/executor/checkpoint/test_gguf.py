@@ -1,19 +1,26 @@
 """GGUF files as checkpoints: the same logits as the model that they were written from, and what is refused."""
 
 import itertools
+import json
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.load import load_checkpoint
+from executor.checkpoint.stop_ids import stop_ids
 from executor.config.load import load_model_config, model_folder
 from executor.engine.weight_formats import build_of
 from models.gguf import folder as unpacked
 from models.gguf.types import BY_NAME
+from models.gguf.vocabulary import Vocabulary
+from models.hf_config import HfConfig
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
@@ -24,7 +31,12 @@ from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import parallel_of
 from tests.gguf_models import save_gguf
 from tests.tiny import TINY_OF, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
+from text.tokenizer import Tokenizer
+from umbra import LLM
+from umbra.commands.inspect_checkpoint import inspect_checkpoint
 from umbra.commands.logits import prefill_logits
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=256,
@@ -122,3 +134,115 @@ def built(folder: Path, checkpoint: Path, family: str, rank: int, ranks: int) ->
     model = cast(Any, model_class(family)(load_model_config(case), build))
     load_checkpoint(model, model_folder(case), read_scheme(model_folder(case)), model.ignores, progress=False)
     return cast(nn.Module, model)
+
+
+DEMO = ROOT / "checkpoints" / "austen_moe"
+TEXT = "def f(x):\n\treturn {'a': 12345.678}  # ünïcode 日本語\r\n\n   🙂 I'll can't <|im_end|>WE'RE <|im_start|>user\n"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("demo") / "demo.gguf"
+    save_gguf(DEMO, path, "qwen3_moe", lambda name: "F32" if "norm" in name or "gate_inp" in name else "Q8_0")
+    return path
+
+
+def test_the_tokenizer_is_the_original(demo: Path) -> None:
+    folder = unpacked.checkpoint_folder(demo)
+    ours, theirs = Tokenizer(folder), Tokenizer(DEMO)
+    for chat in (False, True):
+        ids = ours.encode(TEXT, chat)
+        assert ids == theirs.encode(TEXT, chat)
+        assert ours.decode(ids) == theirs.decode(ids)
+    assert stop_ids(folder, ()) == stop_ids(DEMO, ())
+
+
+@pytest.mark.parametrize("pre", ["gpt-4o", "llama-bpe", "qwen2"])
+def test_each_pre_splits_as_its_models(pre: str) -> None:
+    tokens = [*"abc 123", "12", "<eos>", "<bos>", "[PAD0]"]
+    tokens[3] = "\u0120"  # a space in the byte alphabet
+    data: dict[str, Any] = {
+        "pre": pre, "tokens": tokens, "token_type": [1] * 8 + [3, 3, 5], "merges": ["1 2"], "bos_token_id": 9,
+        "eos_token_id": 8,
+    }  # fmt: skip
+    words = Vocabulary(HfConfig({f"tokenizer.ggml.{key}": value for key, value in data.items()}, "x.gguf"))
+    backend = Backend.from_str(json.dumps(words.tokenizer()))
+    ids = backend.encode("ab 123<eos>").ids
+    digits = [4, 5, 6] if pre == "qwen2" else [7, 6]  # one by one, or three together
+    assert ids == [*([9] if pre == "llama-bpe" else []), 0, 1, 3, *digits, 8]
+
+
+def test_a_file_runs_as_it_is(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(demo, dtype="float32")
+    (reply,) = llm.generate(["It was"], llm.default_sampling())
+    assert reply.text
+    assert "norm_topk_prob true" in capsys.readouterr().out
+    inspect_checkpoint(demo, None, [], None)
+    said = capsys.readouterr().out
+    assert "500 modules in Q8_0: kept as they are on cpu" in said
+    assert "complete: every tensor is known" in said
+
+
+def info(data: bytes, tensor: str) -> int:
+    """Where the type of a matrix stands, before its offset."""
+    return data.index(struct.pack("<Q", len(tensor)) + tensor.encode()) + 8 + len(tensor) + 4 + 2 * 8
+
+
+def typed(tensor: str, kind: int) -> Callable[[bytes], bytes]:
+    """The file with another type of the tensor."""
+    return lambda data: data[: (at := info(data, tensor))] + struct.pack("<I", kind) + data[at + 4 :]
+
+
+def swapped(data: bytes) -> bytes:
+    one, other = (info(data, f"blk.0.attn_{x}.weight") + 4 for x in "kv")
+    return data[:one] + data[other : other + 8] + data[one + 8 : other] + data[one : one + 8] + data[other + 8 :]
+
+
+def renamed(old: str, new: str) -> Callable[[bytes], bytes]:
+    return lambda data: data.replace(old.encode(), new.encode())
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda data: data[:-4096], r"tensor \S+ ends at byte \d+ of \d+"),
+        (lambda data: data[:800], "the header ends within it"),
+        (lambda data: data + bytes(64), "bytes, but the header tells of"),
+        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
+        (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "its numbers are big-endian"),
+        (swapped, r"tensor blk.0.attn_k.weight has offset \d+, where \d+ was expected"),
+        (typed("blk.0.attn_q.weight", 22), "blk.0.attn_q.weight has type IQ2_S, which is not read, only F32"),
+        (typed("blk.0.attn_q.weight", 212), "has type 212, one of ik_llama.cpp's own"),
+        (typed("blk.0.attn_q.weight", 12), "32 columns are no multiple of Q4_K's 256"),
+        (typed("blk.0.attn_q.weight", 1), r"tensor \S+ has offset \d+, where \d+ was expected"),
+        (renamed("blk.0.attn_q.weight", "blk.0.attn_x.weight"), "1 tensors missing: .*0.self_attn.q_proj.weight"),
+        (renamed("blk.0.attn_q.weight", "blk.0.attn_k.weight"), "blk.0.attn_k.weight stands twice in the header"),
+        (renamed("qwen3moe", "qwen9moe"), "general.architecture: 'qwen9moe' must be one of qwen3moe, "),
+        (renamed("head_count_kv", "head_count_xx"), "num_key_value_heads|self_attn.k_proj.weight has shape"),
+        (renamed("moe.expert_count", "moe.expert_xount"), "model.gguf: key 'qwen3moe.expert_count' is missing"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, edit: Callable[[bytes], bytes], complaint: str) -> None:
+    save_tiny(tmp_path / "model")
+    path = tmp_path / "model.gguf"
+    save_gguf(tmp_path / "model", path, "qwen3_moe")
+    path.write_bytes(edit(path.read_bytes()))
+    with pytest.raises(UserError, match=complaint) as error:
+        logits(tmp_path, path, "qwen3_moe")
+    assert str(path) in str(error.value)
+
+
+def test_parts_are_one_checkpoint(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    save_gguf(tmp_path / "model", tmp_path / "model.gguf", "qwen3_moe", split=12)
+    first, second, third = sorted(tmp_path.glob("model-*.gguf"))
+    found, expected = (logits(tmp_path, path, "qwen3_moe") for path in (first, tmp_path / "model"))
+    assert all(map(torch.equal, found, expected))
+    with pytest.raises(UserError, match=r"give the first of its parts, model-00001-of-00003.gguf"):
+        logits(tmp_path, second, "qwen3_moe")
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(UserError, match=r"split.no and split.count say part 2 of 3, the name says 1 of 3"):
+        logits(tmp_path, first, "qwen3_moe")
+    third.unlink()
+    with pytest.raises(UserError, match=r"model-00003-of-00003.gguf: cannot be read: No such file"):
+        logits(tmp_path, first, "qwen3_moe")
