@@ -49,7 +49,10 @@ class GgufFiles:
         info, path = self.index.tensors[view.tensor], self.file_of[name]
         _, columns, nbytes = BY_NAME[info.kind]
         *rows, blocks = *info.shape[:-1], info.shape[-1] // columns
-        mapped = np.frombuffer(self._map(path), np.uint8, info.nbytes, info.offset).reshape(*rows, blocks, nbytes)
+        try:
+            mapped = np.frombuffer(self._map(path), np.uint8, info.nbytes, info.offset).reshape(*rows, blocks, nbytes)
+        except ValueError as error:  # it has become shorter since its header was read
+            raise UserError(f"{path}: {view.tensor}: truncated or corrupt: {error}") from None
         *outer, last = (slice(*cut.indices(size)) for cut, size in zip(part, view.shape, strict=True))
         if view.expert is not None:
             mapped = mapped[view.expert]

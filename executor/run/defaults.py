@@ -125,14 +125,14 @@ def case_of_checkpoint(
     own_template = bool((asked.get("model_config") or {}).get("chat_template"))
     chat = purpose.chat and (own_template or has_chat_template(folder))
 
-    def made(method: str, context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
+    def made(quantization: dict[str, str], context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
         data: dict[str, Any] = {
             "model_name": name,
             "model_path": str(checkpoint.resolve()),
             "platform": platform,
             "exe_mode": PLATFORMS[platform].exe_modes[1],
             "model_config": {"tokenizer_mode": "chat" if chat else "default"},
-            "quantization": {"method": method},
+            "quantization": quantization,
             "data_config": {
                 "prompts": ["Write a short story." if chat else "Once upon a time"],
                 "max_new_tokens": min(purpose.new_tokens, positions // 2 or 1),
@@ -147,7 +147,7 @@ def case_of_checkpoint(
             data, checkpoint.resolve().name.removesuffix(SUFFIX), str(checkpoint), overrides, settings
         ), data
 
-    case, data, counted, note = _fitting(folder, made, positions, purpose.sequences)
+    case, data, counted, note = _fitting(folder, platform, made, positions, purpose.sequences)
     print(f"{purpose.what} {checkpoint}: {case.model_name}, {_size(counted.weights)} of weights{note}")
     several = f"{case.data_config.batch_size} sequences" if case.data_config.batch_size > 1 else "one sequence"
     print(
@@ -176,16 +176,23 @@ class Counted:
 
 
 def _fitting(
-    folder: Path, made: Callable[[str, int, int], tuple[Case, dict[str, Any]]], positions: int, sequences: int
+    folder: Path,
+    platform: str,
+    made: Callable[[dict[str, str], int, int], tuple[Case, dict[str, Any]]],
+    positions: int,
+    sequences: int,
 ) -> tuple[Case, dict[str, Any], Counted, str]:
-    """The first of the methods, contexts and numbers of sequences that fits, or the smallest of them, with a note on
-    the method."""
+    """The first of the quantisations, contexts and numbers of sequences that fits, or the smallest of them, with a note
+    on the quantisation."""
     from executor.checkpoint.formats.detect import read_scheme
     from executor.run.model_sketch import cache_of, sketch_of, weights_of
 
-    quantised = any(encoding.format for encoding in read_scheme(folder).encodings)
-    for method in ("auto",) if quantised else ("auto", "q8", "q4"):
-        case, data = made(method, min(SHORTEST, positions), sequences)
+    formats = [encoding.format for encoding in read_scheme(folder).encodings]
+    ways = [{"method": method} for method in (("auto",) if any(formats) else ("auto", "q8", "q4"))]
+    if any(formats) and not formats[0] and "q8" in PLATFORMS[platform].quantised:  # the most of it is not kept
+        ways.append({"method": "auto", "rest": "q8"})
+    for way in ways:
+        case, data = made(way, min(SHORTEST, positions), sequences)
         sketch = sketch_of(case)
         cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
         weights = sum(part.nbytes for part in weights_of(sketch.model))
@@ -193,12 +200,13 @@ def _fitting(
         room = _room(case)
         if room >= counted.weights + counted.least(case):
             break
-    used = case.quantization.method
-    note = f" in {used}" if used in ("q8", "q4") else ""
-    if used == method != "auto":
+    used = case.quantization
+    note = f" in {used.method}" if used.method in ("q8", "q4") else ""
+    note += f", what is not kept in {used.rest}" if used.rest != "none" else ""
+    if way != ways[0] and way.items() <= vars(used).items():
         note += ", as more does not fit into the free memory"
     for context, count in _ladder(positions, sequences, case.attn_dp_size):
-        case, data = made(method, context, count)
+        case, data = made(way, context, count)
         if counted.weights + counted.cache(case) <= room:
             break
     return case, data, counted, note

@@ -17,7 +17,7 @@ from models.gguf.names import View, views_of
 from models.gguf.vocabulary import AT, Vocabulary
 from models.hf_config import HfConfig
 from umbra.errors import UserError
-from umbra.files import ROOT, read_json
+from umbra.files import ROOT, read_json, sync
 
 FOLDERS = ROOT / "packed_cache" / "gguf"
 INDEX = "gguf.json"
@@ -94,6 +94,8 @@ def _write(folder: Path, files: dict[str, dict[str, Any]]) -> None:
         new.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
             (new / name).write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+            sync(new / name)
+        sync(new)
         with contextlib.suppress(OSError):  # another process was first
             new.rename(folder)
     except OSError as error:

@@ -17,6 +17,7 @@ from executor.checkpoint.load import load_checkpoint
 from executor.checkpoint.stop_ids import stop_ids
 from executor.config.load import load_model_config, model_folder
 from executor.engine.weight_formats import build_of
+from executor.run.defaults import RUNNING, case_of_checkpoint
 from models.gguf import folder as unpacked
 from models.gguf.types import BY_NAME
 from models.gguf.vocabulary import Vocabulary
@@ -246,3 +247,16 @@ def test_parts_are_one_checkpoint(tmp_path: Path) -> None:
     third.unlink()
     with pytest.raises(UserError, match=r"model-00003-of-00003.gguf: cannot be read: No such file"):
         logits(tmp_path, first, "qwen3_moe")
+
+
+def test_what_has_no_planes_becomes_q8_where_floats_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "model", **SIZES | {"num_experts": 32, "moe_intermediate_size": 512})
+    path = tmp_path / "model.gguf"
+    save_gguf(tmp_path / "model", path, "qwen3_moe", lambda name: mixed(name) if "attn" in name else "Q4_K")
+    for megabytes, rest in ((2000, "none"), (765, "q8")):
+        monkeypatch.setattr("executor.run.defaults.free_memory", lambda size=megabytes: size << 20)
+        case, _ = case_of_checkpoint(path, RUNNING)
+        assert (case.quantization.method, case.quantization.rest) == ("auto", rest)
+    assert "what is not kept in q8, as more does not fit" in capsys.readouterr().out
