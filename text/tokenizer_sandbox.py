@@ -28,7 +28,14 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 QWEN = rf"{ENGLISH}|{WORD}\p{{L}}+|\p{{N}}|{OTHER}[\r\n]*{SPACES}"
 GPT_4 = rf"{ENGLISH}|{WORD}\p{{L}}+|\p{{N}}{{1,3}}|{OTHER}[\r\n]*{SPACES}"
 GPT_4O = rf"{WORD}{UPPER}*{LOWER}+{ENGLISH}?|{WORD}{UPPER}+{LOWER}*{ENGLISH}?|\p{{N}}{{1,3}}|{OTHER}[\r\n/]*{SPACES}"
-LINEAR = {QWEN, GPT_4, GPT_4O}
+QWEN_3_5 = rf"{ENGLISH}|{WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{SPACES}"
+DEEPSEEK = (  # in turn
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"{SPACES}",
+)
+LINEAR = {QWEN, GPT_4, GPT_4O, QWEN_3_5, *DEEPSEEK}
 
 
 def is_linear(backend: Any) -> bool:

@@ -4,22 +4,28 @@ from typing import Any
 
 from models.hf_config import HfConfig
 from text.formats import CALL, END, RETURN
-from text.tokenizer_sandbox import GPT_4, GPT_4O, QWEN
+from text.tokenizer_sandbox import DEEPSEEK, GPT_4, GPT_4O, QWEN, QWEN_3_5
 from umbra.errors import UserError, short
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 AT = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
-# How each `pre` splits a text, and whether a part that is a token is taken whole, without merges.
+# How each `pre` splits a text: expressions in turn, as the original tokenizers do; and whether a part that is a token
+# is taken whole, without merges. For gpt-4o llama.cpp has an approximation: of letters with marks, and of capital ones
+# beyond ASCII.
 SPLITS = {
-    "qwen2": (QWEN, False),
-    "deepseek-r1-qwen": (QWEN, False),
-    "gpt-4o": (GPT_4O, False),
-    "minimax-m2": (GPT_4O, False),
-    "chatglm-bpe": (GPT_4, False),
-    "glm4": (GPT_4, True),
-    "llama-bpe": (GPT_4, True),
+    "qwen2": ((QWEN,), False),
+    "qwen35": ((QWEN_3_5,), False),
+    "deepseek-r1-qwen": ((QWEN,), False),
+    "gpt-4o": ((GPT_4O,), False),
+    "minimax-m2": ((GPT_4O,), False),
+    "chatglm-bpe": ((GPT_4,), False),
+    "glm4": ((GPT_4,), True),
+    "glm5": ((GPT_4,), True),
+    "llama-bpe": ((GPT_4,), True),
+    "deepseek-v3": (DEEPSEEK, False),
 }
+COMPOSED = ("qwen2", "qwen35")  # whose models compose characters (NFC) first; llama.cpp does not
 ADDS_BOS = ("llama-bpe",)  # unless the file says otherwise
 # Tokens that end an answer in any model that has them; END does only where it is not a mark between messages.
 STOPS = ("<|im_end|>", "<|endoftext|>", RETURN, CALL, "<|eot_id|>", "<|eom_id|>", "[e~[", "<｜end▁of▁sentence｜>")
@@ -65,7 +71,7 @@ class Vocabulary:
 
     def tokenizer(self) -> dict[str, Any]:
         """The contents of tokenizer.json. Every token is in the vocabulary, so that none changes its id."""
-        expression, whole = SPLITS[self.pre]
+        expressions, whole = SPLITS[self.pre]
         merges = [(merge, merge.find(" ", 1)) for merge in self._texts("merges")]
         if wrong := next((merge for merge, at in merges if at < 0), None):
             raise UserError(f"{self.meta.where}: {AT}merges: {short(wrong)} is not two tokens with a space between")
@@ -77,11 +83,14 @@ class Vocabulary:
                 for text, id in self.ids.items()
                 if self.kinds[id] in (CONTROL, USER_DEFINED) and text
             ],
-            "normalizer": {"type": "NFC"} if self.pre == "qwen2" else None,  # as Qwen's own has it
+            "normalizer": {"type": "NFC"} if self.pre in COMPOSED else None,
             "pre_tokenizer": {
                 "type": "Sequence",
                 "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+                    *(
+                        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+                        for regex in expressions
+                    ),
                     {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
                 ],
             },
