@@ -19,6 +19,7 @@ from executor.config.resolved import read_resolved
 from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
 from executor.run.defaults import CHATTING, MEASURING, PLANNING, RUNNING, SERVING, Purpose, open_case, write_case
+from models.gguf.folder import name_of
 from ops.format import GROUP_SIZES
 from umbra.errors import UserError, run_main
 from umbra.files import ROOT
@@ -239,7 +240,7 @@ def init(args: argparse.Namespace) -> None:
     checkpoint = args.checkpoint.expanduser()
     if not checkpoint.exists():
         raise UserError(f"{args.checkpoint}: there is no such folder or file: give that of a checkpoint")
-    out = args.out or Path(f"{checkpoint.resolve().name.removesuffix('.gguf')}.yaml")
+    out = args.out or Path(f"{name_of(checkpoint)}.yaml")
     write_case(checkpoint, out, args.set, given(args))
     print(f"wrote {out}: edit it, then `umbra serve {out}`")
 

@@ -19,7 +19,7 @@ from executor.config.units import GB, MB
 from executor.engine.batch_limits import limits_of
 from executor.run.host_memory import free_memory
 from models.config import ModelConfig
-from models.gguf.folder import SUFFIX, checkpoint_folder
+from models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
 from models.registry import family_in, read_config
 from text.tokenizer_file import has_chat_template
 from umbra.errors import UserError
@@ -128,7 +128,7 @@ def case_of_checkpoint(
     def made(quantization: dict[str, str], context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
         data: dict[str, Any] = {
             "model_name": name,
-            "model_path": str(checkpoint.resolve()),
+            "model_path": str(whole_path(checkpoint)),
             "platform": platform,
             "exe_mode": PLATFORMS[platform].exe_modes[1],
             "model_config": {"tokenizer_mode": "chat" if chat else "default"},
@@ -143,9 +143,7 @@ def case_of_checkpoint(
         }
         if "input_max_len" not in (asked.get("data_config") or {}):
             data["data_config"]["max_model_len"] = context
-        return make_case(
-            data, checkpoint.resolve().name.removesuffix(SUFFIX), str(checkpoint), overrides, settings
-        ), data
+        return make_case(data, name_of(checkpoint), str(checkpoint), overrides, settings), data
 
     case, data, counted, note = _fitting(folder, platform, made, positions, purpose.sequences)
     print(f"{purpose.what} {checkpoint}: {case.model_name}, {_size(counted.weights)} of weights{note}")

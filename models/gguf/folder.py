@@ -11,7 +11,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from models.gguf.container import Gguf, TensorInfo, parts_of, read_gguf
+from models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_gguf
 from models.gguf.metadata import ARCHITECTURES, architecture_of, config_of
 from models.gguf.names import View, views_of
 from models.gguf.vocabulary import AT, Vocabulary
@@ -38,12 +38,12 @@ def checkpoint_folder(path: Path) -> Path:
     """The folder of the checkpoint at `path`, which is a folder or a GGUF file, the first part of a split one."""
     if path.suffix != SUFFIX or path.is_dir():
         return path
-    paths = parts_of(path.resolve())
+    paths = parts_of(path.absolute())
     try:
         sizes = [(part.stat().st_size, part.stat().st_mtime_ns) for part in paths]
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    same = f"{path.stem}-{_digest(str(paths[0]))}"
+    same = f"{name_of(path)}-{_digest(str(paths[0]))}"
     folder = FOLDERS / f"{same}-{_digest([LAYOUT, sizes])}"
     if not (folder / INDEX).is_file():
         gguf = read_gguf(paths[0])
@@ -57,6 +57,19 @@ def checkpoint_folder(path: Path) -> Path:
                 f"{path}: what the file does not say is as in all of {gguf.metadata['general.architecture']}: {assumed}"
             )
     return folder
+
+
+def whole_path(checkpoint: Path) -> Path:
+    """The absolute path of a checkpoint. A link to a file is not followed: behind it the file may have a name that says
+    nothing, as in the hub's cache."""
+    return checkpoint.resolve() if checkpoint.is_dir() else checkpoint.absolute()
+
+
+def name_of(checkpoint: Path) -> str:
+    """The name of its folder, or of its file without the number of a part."""
+    name = whole_path(checkpoint).name
+    found = SPLIT.fullmatch(name)
+    return found[1] if found else name.removesuffix(SUFFIX)
 
 
 def read_index(folder: Path) -> Index:

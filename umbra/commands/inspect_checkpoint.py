@@ -30,7 +30,7 @@ from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from executor.run.model_sketch import cache_of, kind_of, sketch_of, weights_of
-from models.gguf.folder import checkpoint_folder
+from models.gguf.folder import checkpoint_folder, whole_path
 from models.layers.base import Piece, layers_of
 from models.registry import family_in
 from ops.format import Format
@@ -253,7 +253,7 @@ def inspect_checkpoint(checkpoint: Path, case_name: str | None, overrides: list[
     facts = inspect(checkpoint)
     if case_name:
         case = load_case(case_name, overrides)
-        facts["rank"] = inspect_rank(dataclasses.replace(case, model_path=str(checkpoint.resolve())))
+        facts["rank"] = inspect_rank(dataclasses.replace(case, model_path=str(whole_path(checkpoint))))
     print_facts(facts)
     if json:
         write_json(json, facts)

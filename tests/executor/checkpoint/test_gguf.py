@@ -237,6 +237,11 @@ def test_parts_are_one_checkpoint(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     save_gguf(tmp_path / "model", tmp_path / "model.gguf", "qwen3_moe", split=12)
     first, second, third = sorted(tmp_path.glob("model-*.gguf"))
+    for number, part in enumerate((first, second, third)):  # as in the hub's cache
+        part.rename(tmp_path / f"blob{number}")
+        part.symlink_to(f"blob{number}")
+    case, _ = case_of_checkpoint(first, RUNNING)
+    assert (case.name, case.model_path) == ("model", str(first))
     found, expected = (logits(tmp_path, path, "qwen3_moe") for path in (first, tmp_path / "model"))
     assert all(map(torch.equal, found, expected))
     with pytest.raises(UserError, match=r"give the first of its parts, model-00001-of-00003.gguf"):
