@@ -76,7 +76,7 @@ def read_index(folder: Path) -> Index:
     """The index in `folder`, which `checkpoint_folder` wrote."""
     data = read_json(folder / INDEX)
     tensors = {name: TensorInfo(kind, tuple(shape), *rest) for name, (kind, shape, *rest) in data["tensors"].items()}
-    views = views_of(tensors, ARCHITECTURES[data["architecture"]].names, data["layers"])
+    views = views_of(tensors, ARCHITECTURES[data["architecture"]].names, data["layers"], data["files"][0])
     return Index([Path(path) for path in data["files"]], tensors, views)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from models.gguf.container import TensorInfo
 from umbra.errors import UserError
 
-MOST_NAMES = 1 << 21
+MOST_NAMES = 1 << 18  # several times those of the largest models
 WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-LAYER = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
 # The module of a layer's tensors `NAME.weight` and `NAME.bias`; MOE is its mixture of experts.
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -53,18 +53,20 @@ class View:
     first_row: int = 0
 
 
-def views_of(tensors: Mapping[str, TensorInfo], names: Names, layers: int) -> dict[str, View]:
+def views_of(tensors: Mapping[str, TensorInfo], names: Names, layers: int, where: str) -> dict[str, View]:
     """The view of each weight, by the model's name. Tensors of layers from `layers` on are left out, which predict
-    further tokens; one that is unknown keeps its name. Raises UserError for two tensors of one weight."""
+    further tokens; one that is unknown keeps its name. Raises UserError, which `where` begins, for two tensors of one
+    weight."""
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
         found = LAYER.fullmatch(tensor)
         if found and int(found[1]) >= layers:
             continue
         for ours, view in _views(tensor, info.shape, names, found):
-            if ours in views or len(views) >= MOST_NAMES:
-                raise UserError(f"{tensor}: is {ours} of the model, as {views[ours].tensor} is" if ours in views else
-                                f"{tensor}: more than {MOST_NAMES} matrices of experts")  # fmt: skip
+            if ours in views:
+                raise UserError(f"{where}: {tensor} and {views[ours].tensor} are two tensors of one weight, {ours}")
+            if len(views) >= MOST_NAMES:
+                raise UserError(f"{where}: {tensor}: more than {MOST_NAMES} weights")
             views[ours] = view
     return views
 

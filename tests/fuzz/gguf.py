@@ -1,6 +1,5 @@
 """GGUF files: their header, and the config, names and tokenizer that it stands for."""
 
-import itertools
 import struct
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def gguf(folder: Path) -> Target:
         found = read_gguf(path)
         config = files_of(found)["config.json"]
         architecture = ARCHITECTURES[found.metadata["general.architecture"]]
-        list(itertools.islice(views_of(found.tensors, architecture.names, config["num_hidden_layers"]), 8))
+        views_of(found.tensors, architecture.names, config["num_hidden_layers"], str(path))
 
     words: dict[str, object] = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": ["a", "b", "ab", "<x>"],
