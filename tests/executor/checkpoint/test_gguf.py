@@ -265,3 +265,23 @@ def test_what_has_no_planes_becomes_q8_where_floats_do_not_fit(
         case, _ = case_of_checkpoint(path, RUNNING)
         assert (case.quantization.method, case.quantization.rest) == ("auto", rest)
     assert "what is not kept in q8, as more does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("marks", "stops"),
+    [
+        ("<|im_end|> <|end|> <|x|>", "<e> <|im_end|> <|end|>"),
+        ("<|end|> <|return|> <|call|>", "<e> <|return|> <|call|>"),  # harmony's end of a message, not of an answer
+        ("<|user|> <|observation|>", "<e> <|user|>"),
+    ],
+)
+def test_what_ends_an_answer_and_how_it_is_sampled(marks: str, stops: str) -> None:
+    tokens = ["<e>", *marks.split()]
+    data = {"ggml.pre": "qwen2", "ggml.tokens": tokens, "ggml.token_type": [3] * len(tokens), "ggml.eos_token_id": 0}
+    data |= {"chat_template": "one", "chat_template.tool_use": "two"}
+    metadata = {f"tokenizer.{key}": value for key, value in data.items()} | {"general.sampling.temp": 0.6000000238}
+    words = Vocabulary(HfConfig(metadata | {"general.sampling.top_k": 20}, "x.gguf"))
+    found = words.generation(("<|user|>",))
+    assert [tokens[id] for id in found.pop("eos_token_id")] == stops.split()
+    assert found == {"temperature": 0.6, "top_k": 20}
+    assert words.settings()["chat_template"][1] == {"name": "tool_use", "template": "two"}
