@@ -41,5 +41,10 @@ def fill_weights(
     print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
     if settings.method == "q4" and any(encoding.format == MXFP4 for encoding in scheme.encodings):
         print(f"quantization.method: q4: {ROUNDED_AGAIN}")
+    kinds, dtype = PLATFORMS[case.platform].quantised, case.model_config.dtype
+    others = [e.title for e in scheme.encodings if not (e.format and e.format.kind in kinds)]
+    if others and (settings.method, settings.rest) == ("auto", "none") and "q8" in kinds:
+        key = "rest" if len(others) < len(scheme.encodings) else "method"
+        print(f"{', '.join(others)}: kept by no format, so in {dtype}; quantization.{key}: q8 takes half of that")
     if cache:
         cache.save()
