@@ -3,7 +3,8 @@
 The launcher reads GROUP_SIZES and must start quickly, so this file does not import torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ GROUP_SIZES = (32, 64, 128)  # columns of a row that may share a scale: the size
 class Format:
     """The storage format of a matrix: a float type, or quantised (`q8`, `q4`) as integers with one float16 scale for
     every `group` columns of a row and, with `zeros`, a zero point with each scale, or quantised as floats: of eight
-    bits (`f8`, e4m3) with a float32 scale, or of four bits (`mxfp4`, e2m1) with a power of two (e8m0). With `tiled` the
-    device may store a float matrix in its own tile order (Ascend's FRACTAL_NZ)."""
+    bits (`f8`, e4m3) with a float32 scale, or of four bits (`mxfp4`, e2m1) with a power of two (e8m0). GGUF's `q4_k`,
+    `q5_k`, `q6_k` and `iq4` have scales of scales, for every `group` columns (`Nested`). With `tiled` the device may
+    store a float matrix in its own tile order (Ascend's FRACTAL_NZ)."""
 
     kind: str
     group: int = 0
@@ -36,8 +38,10 @@ FORMATS |= {kind: Format(kind, group=32) for kind in ("q8", "q4")}
 F8 = Format("f8", group=128)
 LARGEST_F8 = 448.0
 MXFP4 = Format("mxfp4", group=32)
-# The value of each code of four bits.
+NESTED = {kind: Format(kind, group=256) for kind in ("q4_k", "q5_k", "q6_k", "iq4")}
+# The value of each code of four bits, and of iq4's.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,74 @@ class Quantised:
         return ((groups - points) * self.scales.float()[..., None]).flatten(1)
 
 
+@dataclass(frozen=True)
+class Nested(Quantised):
+    """m rows in one of GGUF's formats whose scales have scales: w = (d * scale) * level - dmin * minimum in q4_k and
+    q5_k, d * scale * (level - 32) in q6_k, and d * scale * IQ4[level] in iq4, all in float32. `levels` are uint8 of 4,
+    5, 6 and 4 `bits`. `scales` are bytes (m, K / 32), int8 in iq4 and in q6_k, where they are (m, K / 16). `zeros` are
+    the minimums, uint8 (m, K / 32). d and dmin are the same for `group` columns, which `columns` makes smaller where it
+    cuts.
+
+    Of GGUF's types Q4_K, Q5_K, Q6_K and IQ4_XS are such, with groups of 256. With groups of 32 so are IQ4_NL, with
+    scales of 1; Q4_1 as q4_k and Q5_1 as q5_k, with scales and minimums of 1 and dmin = -m; Q5_0 as q5_k, with scales
+    of 1, minimums of 16 and dmin = d."""
+
+    d: "Tensor"  # (m, K / group) float16
+    dmin: "Tensor | None" = None
+
+    @property
+    def kind(self) -> str:
+        if self.dmin is not None:
+            return "q4_k" if self.bits == 4 else "q5_k"
+        return "q6_k" if self.bits == 6 else "iq4"
+
+    @property
+    def group(self) -> int:
+        return self.levels.shape[1] // self.d.shape[1]
+
+    def fits(self, format: Format) -> bool:
+        return format.kind == self.kind and self.group % format.group == 0
+
+    def floats(self) -> "Tensor":
+        values = self.plain_levels.float()
+        if self.kind == "iq4":
+            values = values.new_tensor(IQ4)[self.plain_levels.int()]
+        elif self.kind == "q6_k":
+            values -= 32
+        groups = values.unflatten(1, (self.scales.shape[1], -1)) * _times(self.d, self.scales)[..., None]
+        if self.dmin is not None and self.plain_zeros is not None:
+            groups -= _times(self.dmin, self.plain_zeros)[..., None]
+        return groups.flatten(1)
+
+    def rows(self, rows: "slice | list[int]") -> "Nested":
+        zeros, dmin = (None if x is None else x[rows] for x in (self.plain_zeros, self.dmin))
+        return replace(
+            self, levels=self.plain_levels[rows], scales=self.scales[rows], zeros=zeros, d=self.d[rows], dmin=dmin
+        )
+
+    def columns(self, first: int, end: int) -> "Nested":
+        """Those of a rank, from a multiple of 32 to another, in the largest groups that divide all three."""
+        group = gcd(self.group, first, end)
+
+        def cut(x: "Tensor", each: int) -> "Tensor":  # an element for each so many columns
+            times = self.levels.shape[1] // x.shape[1] // each
+            return x.repeat_interleave(times, 1)[:, first // each : end // each]
+
+        zeros, dmin = self.plain_zeros, self.dmin
+        return replace(
+            self,
+            levels=cut(self.plain_levels, 1),
+            scales=cut(self.scales, self.levels.shape[1] // self.scales.shape[1]),
+            zeros=None if zeros is None else cut(zeros, 32),
+            d=cut(self.d, group),
+            dmin=None if dmin is None else cut(dmin, group),
+        )
+
+
 def every_other(part: "Tensor | Quantised") -> "tuple[Tensor | Quantised, Tensor | Quantised]":
     """The rows 0, 2, 4 ... and the rows 1, 3, 5 ... of `part` (m, ...), in its memory."""
+    if isinstance(part, Nested):
+        return part.rows(slice(0, None, 2)), part.rows(slice(1, None, 2))
     if not isinstance(part, Quantised):
         return part[::2], part[1::2]
     if part.zeros is not None:
@@ -114,6 +184,8 @@ def every_other(part: "Tensor | Quantised") -> "tuple[Tensor | Quantised, Tensor
 
 def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantised":
     """The rows of `part` (m, ...) in the order `order`, m row numbers."""
+    if isinstance(part, Nested):
+        return part.rows(order)
     if not isinstance(part, Quantised):
         return part[order]
     zeros = part.plain_zeros
@@ -123,6 +195,11 @@ def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantise
 def floats(part: "Tensor | Quantised") -> "Tensor":
     """`part` as a float tensor: dequantised if it is quantised, otherwise unchanged."""
     return part.floats() if isinstance(part, Quantised) else part
+
+
+def _times(halves: "Tensor", bytes_: "Tensor") -> "Tensor":
+    """Each byte times the half of its group."""
+    return halves.float().repeat_interleave(bytes_.shape[1] // halves.shape[1], 1) * bytes_.float()
 
 
 def _plain(levels: "Tensor | Words") -> "Tensor":

@@ -13,7 +13,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ops.format import E2M1
+from ops.format import E2M1, Nested
 
 AWQ_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]
 Written = tuple[dict[str, Tensor], Tensor]  # a module's tensors by their last name, and what they mean (N, K)
@@ -208,3 +208,16 @@ def mxfp4_tiny(model: Path, to: Path) -> Path:
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": excluded}
     (to / "config.json").write_text(json.dumps(config))
     return floats
+
+
+def nested(kind: str, rows: int, columns: int, group: int = 256) -> Nested:
+    """Random rows in one of GGUF's formats whose scales have scales, of weights below 4."""
+    bits = {"q5_k": 5, "q6_k": 6}.get(kind, 4)
+    lowest, each, top = (0, 32, 64) if kind in ("q4_k", "q5_k") else (-128, 16, 128) if bits == 6 else (-32, 32, 32)
+    scales = torch.randint(lowest, top, (rows, columns // each)).to(torch.int8)
+    d = torch.rand(rows, columns // group).half() / (1024 if bits > 4 else 512)
+    levels = torch.randint(1 << bits, (rows, columns), dtype=torch.uint8)
+    if lowest:
+        return Nested(bits, levels, scales, None, d)
+    minimums = torch.randint(64, (rows, columns // 32), dtype=torch.uint8)
+    return Nested(bits, levels, scales.view(torch.uint8), minimums, d, d * 10)

@@ -70,6 +70,8 @@ def pack_rows(
     values: Table,
     scales: Table,
     zeros: Table,
+    of_scales: Table,
+    of_zeros: Table,
     group: int,
     middle: int,
     keep: bool,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.cpu.engine import TYPES, module, native, pointer
 from ops.cpu.memory import allocate
-from ops.format import LARGEST_F8, Format, Quantised, floats
+from ops.format import LARGEST_F8, Format, Nested, Quantised, floats
 from ops.interface import SILU_EXPERTS, ExpertKind
 from ops.words import Words
 from umbra.errors import UserError
@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from ops.cpu._native import SplitMatrix, Table
 
 ROWS, BLOCK = 16, 32
-CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4, "f8": 5, "mxfp4": 6}
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8, "mxfp4": 4}
+BITS = {
+    "float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8, "mxfp4": 4, "q4_k": 4, "q5_k": 5,
+    "q6_k": 6, "iq4": 4,
+}  # fmt: skip
+CODES = {kind: code for code, kind in enumerate(BITS)}
+# Of nested scales: bytes for each group, and for each 32 columns.
+NESTED_BYTES = {"q4_k": (4, 2), "q5_k": (4, 2), "q6_k": (2, 2), "iq4": (2, 1)}
 SCALES = {"f8": torch.float32, "mxfp4": torch.uint8}  # of other formats float16
 ALIGNMENT = 64
 KINDS = {
@@ -38,8 +43,12 @@ def plane_bytes(rows: int, columns: int, format: Format, biased: bool) -> list[i
     """Sizes of the planes of (rows, columns) values: quants, scales, zero points, bias."""
     weights = rows * columns
     scales = weights // format.group if format.group else 0
-    scale_bytes = SCALES.get(format.kind, torch.float16).itemsize
-    return [weights * BITS[format.kind] // 8, scales * scale_bytes, scales * format.zeros, 4 * rows * biased]
+    scales *= SCALES.get(format.kind, torch.float16).itemsize
+    if format.kind in NESTED_BYTES:
+        of_group, of_block = NESTED_BYTES[format.kind]
+        scales = weights // format.group * of_group + weights // BLOCK * of_block
+    zeros = weights // format.group if format.zeros else 0
+    return [weights * BITS[format.kind] // 8, scales, zeros, 4 * rows * biased]
 
 
 def rows_of(x: "Tensor | Words") -> "Table":
@@ -86,10 +95,16 @@ class MatrixView:
         keep = isinstance(part, Quantised) and part.fits(self.format)
         if self.format.kind == "f8" and not keep:
             part, keep = as_f8(floats(part), self.format.group), True
-        if isinstance(part, Quantised) and (part.group % BLOCK or (part.float4 and not keep)):
+        if not keep and self.format.kind in NESTED_BYTES:
+            raise AssertionError(f"{self.format} holds rows of that format only")
+        if isinstance(part, Quantised) and (part.group % BLOCK or (_only_kept(part) and not keep)):
             part = part.floats()
-        scales, zeros, group, middle = elements(None), elements(None), 0, 0
-        if isinstance(part, Quantised):
+        scales, zeros, of_scales, of_zeros, group, middle = *(elements(None) for _ in range(4)), 0, 0
+        if isinstance(part, Nested):
+            given, group = part.levels, part.group
+            of_scales, of_zeros = elements(part.d), elements(part.dmin)
+            scales, zeros = elements(part.scales), elements(part.zeros)
+        elif isinstance(part, Quantised):
             given, group, middle = part.levels, part.group, part.middle
             if part.scales.shape != (given.shape[0], given.shape[1] // group):
                 raise AssertionError(f"scales of shape {part.scales.shape} for levels of shape {given.shape}")
@@ -100,8 +115,8 @@ class MatrixView:
             raise AssertionError(f"{given.shape[1]} columns for a matrix of {self.columns}")
         flags = native.pack_rows(
             w=self.handle, index=index, first=row, step=step, count=given.shape[0], columns=given.shape[1],
-            values=rows_of(given), scales=scales, zeros=zeros, group=group, middle=middle,
-            keep=keep,
+            values=rows_of(given), scales=scales, zeros=zeros, of_scales=of_scales, of_zeros=of_zeros, group=group,
+            middle=middle, keep=keep,
         )  # fmt: skip
         if flags & LARGE_SCALE:
             raise UserError("quantization: a scale is beyond float16's range: set quantization.method: none")
@@ -112,6 +127,11 @@ class MatrixView:
         out = torch.empty(rows, self.columns)
         native.unpack_rows(w=self.handle, index=index, first=row, step=step, count=rows, rows=pointer(out))
         return out
+
+
+def _only_kept(part: Quantised) -> bool:
+    """Whether rows in another format are packed as floats."""
+    return part.float4 or isinstance(part, Nested)
 
 
 def as_f8(part: Tensor, group: int) -> Quantised:
@@ -199,7 +219,7 @@ class NativeMatrix:
         self.rows, self.columns = rows, columns
         self.packed = PackedMatrices(1, rows, columns, format, device)
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
-        self.quantised = format.kind in ("q8", "q4", "mxfp4")  # whether its products quantise activations
+        self.quantised = format.quantised and format.kind != "f8"  # whether its products quantise activations
 
     def fill(self, row: int, part: Tensor | Quantised) -> bool:
         return self.packed.fill(0, row, part)

@@ -1,6 +1,7 @@
 """Every op of the native module against the reference, on every instruction set and several thread counts."""
 
 import inspect
+import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ from ops import IMPLEMENTATIONS, load_ops, reference
 from ops.cpu import engine
 from ops.cpu import ops as cpu
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.format import FORMATS, GROUP_SIZES, MXFP4, Format
+from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format
 from ops.interface import SILU_EXPERTS, ExpertKind, Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
+from tests.quantised import nested
 from tools.native_stub import STUB, native_stub
 from umbra.errors import UserError
 
@@ -132,6 +134,30 @@ def test_linear(format: Format, kernels: str) -> None:
             actual, expected = cpu.linear(x, matrix, bias), reference.linear(seen, dense, bias)
             bound = activation_error(x, dense.data) if matrix.quantised else 0
             assert ((actual - expected).abs() <= bound + 1e-4).all(), f"{rows} rows, {tokens} tokens"
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.usefixtures("kernels")
+def test_scales_of_scales(kind: str) -> None:
+    for group in (32, 256):
+        part = nested(kind, 37, 512)
+        matrix = NativeMatrix(37, 512, Format(kind, group), CPU)
+        matrix.fill(0, part)
+        for tokens in (0, 1, 3, 8, 9, 70):
+            x = torch.randn(tokens, 512)
+            actual, expected = cpu.linear(x, matrix, None), x @ part.floats().T
+            assert ((actual - expected).abs() <= activation_error(x, part.floats()) + 1e-3).all(), tokens
+        packed = NativeExperts(4, 64, 512, Format(kind, 32), CPU)
+        dense = DenseExperts(4, 64, 512, FORMATS["float32"], CPU)
+        for e, which in itertools.product(range(4), ("gate", "up", "down")):
+            shape = (512, 64) if which == "down" else (64, 512)
+            for experts in (packed, dense):
+                torch.manual_seed(e)
+                experts.fill(e, which, nested(kind, *shape, group=32))
+        weights, ids = reference.route_softmax(torch.randn(40, 4), 2, True)
+        x = torch.randn(40, 512) / 512
+        expected = reference.moe(x, weights, ids, dense, 0)
+        assert ((cpu.moe(x, weights, ids, packed, 0) - expected).abs() <= 0.12 * expected.std()).all()
 
 
 def experts_of(

@@ -1,5 +1,6 @@
 """Rows of every kind that checkpoints store, packed into every format: bit for bit what PyTorch gives."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from executor.checkpoint.formats.awq import ORDER
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.cpu.memory import table
 from ops.cpu.ops import fill_table
-from ops.format import FORMATS, GROUP_SIZES, MXFP4, Format, Quantised, every_other
+from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format, Quantised, every_other
 from ops.words import Words
+from tests.quantised import nested
 from umbra.errors import UserError
 
 CPU = torch.device("cpu")
@@ -184,6 +186,32 @@ def test_mxfp4_is_kept_bit_for_bit() -> None:
         assert torch.equal(matrix.packed.dequantised(0, (ROWS + 1 - first) // 2, 3), expected[first::2])
     exponents[-1, -1] = 255
     assert NativeMatrix(ROWS, COLUMNS, MXFP4, CPU).fill(0, part) is False
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_scales_of_scales_are_kept_bit_for_bit(kind: str) -> None:
+    """In pieces that begin anywhere, in parts of ranks, and in rows of two matrices in turn."""
+    torch.manual_seed(9)
+    part = nested(kind, ROWS, 512)
+    assert part.kind == kind
+    for first, end, group in ((0, 512, 256), (0, 512, 32), (64, 192, 64), (224, 512, 32), (256, 512, 256)):
+        ours = part.columns(first, end)
+        assert torch.equal(ours.floats(), part.floats()[:, first:end])
+        matrix = NativeMatrix(ROWS, end - first, Format(kind, group), CPU)
+        for row in range(0, ROWS, 7):
+            assert matrix.fill(row, ours.rows(slice(row, row + 7))) is True
+        assert torch.equal(matrix.packed.dequantised(0, ROWS), ours.floats())
+    for rows, first in zip(every_other(part), (0, 1), strict=True):
+        matrix = NativeMatrix(ROWS, 512, NESTED[kind], CPU)
+        matrix.fill(3, rows)
+        assert torch.equal(matrix.packed.dequantised(0, (ROWS + 1 - first) // 2, 3), part.floats()[first::2])
+    floats = NativeMatrix(ROWS, 512, FORMATS["float32"], CPU)
+    floats.fill(0, part)
+    assert torch.equal(floats.packed.dequantised(0, ROWS), part.floats())
+    part.d[-1, -1] = math.inf
+    assert NativeMatrix(ROWS, 512, NESTED[kind], CPU).fill(0, part) is False
+    with pytest.raises(AssertionError, match="holds rows of that format only"):
+        NativeMatrix(ROWS, 512, NESTED[kind], CPU).fill(0, torch.zeros(ROWS, 512))
 
 
 def test_floats_become_the_nearest_e2m1_floats() -> None:

@@ -47,14 +47,16 @@ void bind_weights(py::module_& m) {
     m.def(
         "pack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, int64_t columns,
-           const Table& values, const Table& scales, const Table& zeros, int64_t group, int middle, bool keep) {
+           const Table& values, const Table& scales, const Table& zeros, const Table& of_scales, const Table& of_zeros,
+           int64_t group, int middle, bool keep) {
             py::gil_scoped_release release;
             Context context = engine.context();
-            return pack_rows(context, w, {index, first, step}, count, columns, {values, scales, zeros, group, middle},
-                             keep);
+            const Given given{values, scales, zeros, group, middle, of_scales, of_zeros};
+            return pack_rows(context, w, {index, first, step}, count, columns, given, keep);
         },
         py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("columns"),
-        py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("group"), py::arg("middle"), py::arg("keep"));
+        py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("of_scales"), py::arg("of_zeros"),
+        py::arg("group"), py::arg("middle"), py::arg("keep"));
     m.def(
         "fill_table",
         [](uintptr_t to, int type, int64_t rows, int64_t columns, const Table& from) {

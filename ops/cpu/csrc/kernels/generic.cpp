@@ -62,6 +62,42 @@ void product_mx4(const Matrix& w, int block, const Rows& rows, const int32_t* in
     }
 }
 
+template <Format F>
+void product_nested(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                    size_t stride) {
+    const int blocks = w.k / kBlock;
+    for (int t = 0; t < count; t++) {
+        const size_t row = index ? index[t] : t;
+        float sums[kRows] = {};
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t* plane = w.quants + block * w.quant_stride() + b * w.block_bytes();
+            const Block& x = rows.blocks[row * blocks + b];
+            const int c = b * kBlock;
+            for (int r = 0; r < kRows; r++) {
+                int32_t dots[2] = {};  // of 16 columns each
+                for (int i = 0; i < kBlock; i++)
+                    dots[i / 16] += level_of(F, quant_at(F, w.order, plane, r, i)) * x.q[i];
+                const uint16_t* scales = w.scales + block * w.scale_count();
+                const float d = half_to_float(w.nested_halves(scales, c, 0)[r]);
+                const auto scale = [&](int which) {
+                    const uint8_t byte = w.nested_bytes(scales, c, which)[r];
+                    return lowered(F) ? static_cast<float>(byte) : static_cast<float>(static_cast<int8_t>(byte));
+                };
+                float sum;
+                if (F == Format::q6k) {
+                    sum = d * scale(0) * static_cast<float>(dots[0]) + d * scale(1) * static_cast<float>(dots[1]);
+                } else {
+                    sum = d * scale(0) * static_cast<float>(dots[0] + dots[1]);
+                    if (lowered(F))
+                        sum -= half_to_float(w.nested_halves(scales, c, 1)[r]) * scale(1) * static_cast<float>(x.sum());
+                }
+                sums[r] += sum * x.scale;
+            }
+        }
+        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
+    }
+}
+
 void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                 size_t stride) {
     const uint8_t* plane = w.quants + block * w.quant_stride();
@@ -85,14 +121,16 @@ void quantise(const float* x, int count, Block* to) {
         float most = 0;
         for (int i = 0; i < kBlock; i++) most = std::fmax(most, std::fabs(x[i]));
         const float inverse = most > 0 ? 127.0f / most : 0.0f;
-        int32_t total = 0;
+        int32_t total = 0, first = 0;
         for (int i = 0; i < kBlock; i++) {
             const float level = std::nearbyint(x[i] * inverse);
             block->q[i] = std::fabs(level) < 128 ? static_cast<int8_t>(level) : 0;  // NaN and infinity have no level
             total += block->q[i];
+            if (i < kBlock / 2) first = total;
         }
         block->scale = most / 127.0f;
         block->start = -8 * total;
+        block->first = -8 * first;
     }
 }
 
@@ -102,7 +140,8 @@ const Kernels& kernels_generic() {
     static const Kernels kernels{"generic",
                                  {product_float<float>, product_float<Bf16>, product_float<F16>,
                                   product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8,
-                                  product_mx4},
+                                  product_mx4, product_nested<Format::q4k>, product_nested<Format::q5k>,
+                                  product_nested<Format::q6k>, product_nested<Format::iq4>},
                                  quantise};
     return kernels;
 }

@@ -13,8 +13,17 @@
 //              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
 //                                                                                       the zero point is 8
 //   mx4        as q4; a nibble is the code of an e2m1 float                             e8m0 u8 [k/32][16]
+//   q4k        as q4                                                                   [k/group] of d, dmin fp16 [16] and
+//                                                                                      [group/32] of scale, minimum u8 [16]
+//   q5k        as q4, then a vector whose byte 4r + c % 4 has the fifth bit of row r,   the same
+//              column c as its bit c / 4
+//   q6k        as q4, then two vectors, of 16 columns each, whose byte 4r + c % 4 has   [k/group] of d fp16 [16] and
+//              bits 4 and 5 of row r, column c, the lower as its bit 2(c / 4 % 4)       [group/32] of two scales i8 [16]
+//   iq4        as q4; a nibble is the code of one of 16 levels                          the same with one scale
 //   w = (quant - zero) * scale; in f8 and mx4, w = value * scale. Activations of f8 stay floats, as those of float formats;
 //   sets with products of bfloat16 round those of bf16 to it.
+//   In the last four, GGUF's, whose `group` are the columns that share d: w = d * scale * quant - dmin * minimum in q4k
+//   and q5k, d * scale * (quant - 32) with a scale for each 16 columns in q6k, d * scale * level in iq4.
 //   Any matrix may have a bias, float [n] in a plane of its own, which mixtures of experts add to their products.
 //
 // This is the order of q8 and q4 for x86; ARM's sets have their own (Order): signed quants, with the top bit of each
@@ -40,16 +49,31 @@ namespace umbra {
 constexpr int kRows = 16;   // rows of a block
 constexpr int kBlock = 32;  // columns of an activation block
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4, f8 = 5, mx4 = 6 };
-constexpr int kFormats = 7;
+enum class Format : int32_t {
+    f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4, f8 = 5, mx4 = 6, q4k = 7, q5k = 8, q6k = 9, iq4 = 10
+};
+constexpr int kFormats = 11;
 
-// Formats of four bits a weight.
-constexpr bool nibbles(Format format) { return format == Format::q4 || format == Format::mx4; }
+// Formats with scales of scales (GGUF's).
+constexpr bool nested(Format format) { return format >= Format::q4k; }
+// Those with minimums.
+constexpr bool lowered(Format format) { return format == Format::q4k || format == Format::q5k; }
+// Their vectors of 16 halves for each group, and of 16 bytes for each 32 columns.
+constexpr int halves_of(Format format) { return lowered(format) ? 2 : nested(format) ? 1 : 0; }
+constexpr int bytes_of(Format format) { return format == Format::iq4 ? 1 : nested(format) ? 2 : 0; }
+
+// Formats whose quants are nibbles, and the bits that they have beyond these.
+constexpr bool nibbles(Format format) { return format == Format::q4 || format == Format::mx4 || nested(format); }
+constexpr int high_bits(Format format) { return format == Format::q5k ? 1 : format == Format::q6k ? 2 : 0; }
+// Bytes of a block of 32 columns; quantised formats.
+constexpr int block_bytes_of(Format format) { return format == Format::q8 ? 512 : 256 + 64 * high_bits(format); }
 
 // Twice the value of each e2m1 code, plus 12: products of mx4 multiply these bytes as they do the levels of q4, with the
 // zero point 12, and their sums are twice too large.
 constexpr int kMx4Zero = 12;
 constexpr uint8_t kMx4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// The levels of iq4, plus 128, so that they multiply as the bytes of q8 do.
+constexpr uint8_t kIq4Levels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 // 2^(e - 127) for an e8m0 scale; 255 is NaN and never stored. The smallest is a subnormal float.
 inline float mx4_scale(uint8_t e) {
     const uint32_t bits = e ? static_cast<uint32_t>(e) << 23 : 1u << 22;
@@ -58,7 +82,7 @@ inline float mx4_scale(uint8_t e) {
     return scale;
 }
 
-// The order of q8, q4 and mx4 in memory. A matrix has that of the kernels it was packed for, and only they can read it; the
+// The order of q8's bytes and of nibbles in memory. A matrix has that of the kernels it was packed for, and only they can read it; the
 // generic kernels read all.
 enum class Order : int32_t { fours = 0, signed_fours = 1, signed_eights = 2 };
 
@@ -76,7 +100,7 @@ struct Matrix {
     int32_t k = 0;
     int32_t group = 0;                 // columns that share a scale; formats with scales only
     const uint8_t* quants = nullptr;   // 64-byte aligned
-    const uint16_t* scales = nullptr;  // halves; floats in f8, bytes in mx4
+    const uint16_t* scales = nullptr;  // halves; floats in f8, bytes in mx4, halves and bytes where scales are nested
     const uint8_t* zeros = nullptr;
     const float* bias = nullptr;  // (n), or null
 
@@ -89,16 +113,28 @@ struct Matrix {
             case Format::f16: return weights * 2;
             case Format::q8:
             case Format::f8: return weights;
-            case Format::q4:
-            case Format::mx4: return weights / 2;
+            default: return weights / (kRows * kBlock) * block_bytes();
         }
-        return 0;
     }
-    size_t block_bytes() const { return format == Format::q8 ? 512 : 256; }  // of 32 columns; quantised formats
+    size_t block_bytes() const { return block_bytes_of(format); }
     // Of one row block, in units of two bytes.
     size_t scale_count() const {
         const size_t scales_of_block = group ? static_cast<size_t>(k) / group * kRows : 0;
+        if (nested(format)) {
+            const size_t bytes = static_cast<size_t>(k) / kBlock * bytes_of(format) * kRows;
+            return scales_of_block * halves_of(format) + bytes / 2;
+        }
         return format == Format::f8 ? scales_of_block * 2 : format == Format::mx4 ? scales_of_block / 2 : scales_of_block;
+    }
+    // Of a row block's nested scales: the 16 halves of number `which` of the group that column c is in, and the bytes
+    // of its 32 columns.
+    const uint16_t* nested_halves(const uint16_t* of_block, int64_t c, int which) const {
+        const int of_group = halves_of(format) * kRows + group / kBlock * bytes_of(format) * kRows / 2;
+        return of_block + c / group * of_group + which * kRows;
+    }
+    const uint8_t* nested_bytes(const uint16_t* of_block, int64_t c, int which) const {
+        const uint8_t* first = reinterpret_cast<const uint8_t*>(nested_halves(of_block, c, halves_of(format)));
+        return first + (c % group / kBlock * bytes_of(format) + which) * kRows;
     }
     const float* f8_scales(int64_t block) const {
         return reinterpret_cast<const float*>(scales + block * scale_count());
@@ -157,6 +193,7 @@ struct Block {
     int8_t q[kBlock];
     float scale;
     int32_t start;  // -8 * sum of q: the start of q4 sums, whose zero point is 8 unless the matrix has zero points
+    int32_t first;  // the same of the first 16
 
     int32_t sum() const { return -(start >> 3); }
 };
@@ -199,15 +236,21 @@ struct Kernels {
 
 // What each byte is changed by where quants are signed.
 inline uint8_t sign_bits(Format format, Order order) {
-    return order == Order::fours || format == Format::mx4 ? 0 : format == Format::q8 ? 0x80 : 0x88;
+    if (order == Order::fours) return 0;
+    return format == Format::q8 ? 0x80 : format == Format::q4 || format == Format::q4k ? 0x88 : 0;
 }
 
-// The quant of row r, column c in a block of 32 columns, as x86 has it: 0 .. 15 or 0 .. 255; the code in mx4.
+// The quant of row r, column c in a block of 32 columns, as x86 has it: a code in mx4 and iq4.
 inline int quant_at(Format format, Order order, const uint8_t* block, int r, int c) {
     const int shift = order == Order::signed_eights ? 3 : 2;  // 8 or 4 columns side by side
     const int column = format == Format::q8 ? c : c % 16, within = column & ((1 << shift) - 1);
     const int byte = block[(column - within) * kRows + (r << shift) + within] ^ sign_bits(format, order);
-    return format == Format::q8 ? byte : c < 16 ? byte & 15 : byte >> 4;
+    if (format == Format::q8) return byte;
+    const int low = c < 16 ? byte & 15 : byte >> 4, bits = high_bits(format);
+    if (!bits) return low;
+    const int four = c / 4, each = 8 / bits;  // columns of a byte
+    const int high = block[256 + four / each * 64 + 4 * r + c % 4] >> four % each * bits & ((1 << bits) - 1);
+    return high << 4 | low;
 }
 
 inline float half_to_float(uint16_t h) {
@@ -232,6 +275,11 @@ inline float bf16_to_float(uint16_t b) {
         float f;
     } v{static_cast<uint32_t>(b) << 16};
     return v.f;
+}
+
+// What a quant of nested scales stands for.
+inline int level_of(Format format, int quant) {
+    return format == Format::iq4 ? kIq4Levels[quant] - 128 : format == Format::q6k ? quant - 32 : quant;
 }
 
 // The bits of an e4m3 float stand in those of a half with the bias 15 in place of 7: the half is 2^-8 of the value.

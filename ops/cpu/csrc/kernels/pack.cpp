@@ -24,9 +24,26 @@ Place place_of(const Matrix& w, int64_t block) {
             w.zeros ? const_cast<uint8_t*>(w.zeros) + block * w.scale_count() : nullptr};
 }
 
+// 32 columns from c on. Scales are multiplied by theirs first, as by GGUF's other readers.
+void unpack_nested(const Matrix& w, const Place& from, int64_t c, int lane, float* to) {
+    const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
+    const auto half = [&](int which) { return half_to_float(w.nested_halves(from.scales, c, which)[lane]); };
+    const auto byte = [&](int which) { return w.nested_bytes(from.scales, c, which)[lane]; };
+    const auto scale = [&](int which) { return half(0) * static_cast<float>(static_cast<int8_t>(byte(which))); };
+    const float lowest = lowered(w.format) ? half(1) * static_cast<float>(byte(1)) : 0;
+    for (int i = 0; i < kBlock; i++) {
+        const int level = level_of(w.format, quant_at(w.format, w.order, block, lane, i));
+        to[i] = scale(w.format == Format::q6k && i >= 16) * static_cast<float>(level) - lowest;
+    }
+}
+
 void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
     for (int64_t c = 0; c < w.k; c += kBlock) {
         const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
+        if (nested(w.format)) {
+            unpack_nested(w, from, c, lane, to + c);
+            continue;
+        }
         const int64_t at = c / w.group * kRows + lane;
         if (w.format == Format::mx4) {
             const float scale = mx4_scale(reinterpret_cast<const uint8_t*>(from.scales)[at]) * 0.5f;
@@ -88,12 +105,33 @@ void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, i
     });
 }
 
+// The scales of 32 columns from `c` on, and at the beginning of a group their own.
+int pack_nested(const RowBlock& to, const Given& from, int64_t c) {
+    const Matrix& w = to.w;
+    const auto halves = [&](int which) { return const_cast<uint16_t*>(w.nested_halves(to.place.scales, c, which)); };
+    const auto bytes = [&](int which) { return const_cast<uint8_t*>(w.nested_bytes(to.place.scales, c, which)); };
+    int flags = 0;
+    for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {
+        const int64_t row = to.rows.row(l), each = w.format == Format::q6k ? kBlock / 2 : kBlock;
+        bytes(0)[l] = byte_at(from.scales, row, c / each);
+        if (lowered(w.format)) bytes(1)[l] = byte_at(from.zeros, row, c / each);
+        if (w.format == Format::q6k) bytes(1)[l] = byte_at(from.scales, row, c / each + 1);
+        for (int which = 0; which < halves_of(w.format) && c % w.group == 0; which++) {
+            const uint16_t half = half_at(which ? from.of_zeros : from.of_scales, row, c / from.group);
+            if ((half & 0x7c00) == 0x7c00) flags = kStrange;
+            halves(which)[l] = half;
+        }
+    }
+    return flags;
+}
+
 // The levels of 32 columns from `c` on, and at the beginning of a group its scales and zero points.
 int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
     const Matrix& w = to.w;
     Panel panel;
     read_levels(from.values, to.rows, c, kBlock, panel);
     write_levels(w.format, w.order, panel, to.rows, to.place.quants + c / kBlock * w.block_bytes());
+    if (nested(w.format)) return pack_nested(to, from, c);
     if (c % w.group) return 0;
     int flags = 0;
     for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {

@@ -18,7 +18,7 @@ constexpr int kLargeScale = 2;  // a scale is beyond the range of halves
 // Writes the first `columns` columns of `count` rows; columns beyond are left as they are. Returns a sum of the flags
 // above. With `keep` levels, codes and e4m3 floats are written unchanged into a matrix of their format, whose groups are parts
 // of theirs; if the matrix has zero points but the rows have none, every zero point is the middle of the levels. Without
-// `keep` the values are written, rounded to the nearest level in quantised formats (not f8). With zero points, scale and
+// `keep` the values are written, rounded to the nearest level in quantised formats (not f8, nor with nested scales). With zero points, scale and
 // zero point cover the range from the group's least to its largest value, 0 included. Without, the scale is max|w| / 127
 // for q8; for q4 it maps the element of largest magnitude to -8, which uses all sixteen levels. In mx4 it is a power of
 // two that the largest is 4 to 8 times.

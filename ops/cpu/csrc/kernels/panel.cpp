@@ -133,6 +133,12 @@ uint8_t byte_at(const Table& bytes, int64_t row, int64_t group) {
     return bytes.at[row * bytes.row + group * bytes.step];
 }
 
+uint16_t half_at(const Table& halves, int64_t row, int64_t group) {
+    uint16_t half;
+    std::memcpy(&half, halves.at + row * halves.row + group * halves.step, 2);
+    return half;
+}
+
 uint8_t zero_at(const Table& zeros, int64_t row, int64_t group) {
     if (zeros.kind != Kind::awq) return byte_at(zeros, row, group);
     return word_at(zeros.at + row / kNibbles * zeros.row + group * zeros.step) >> 4 * kOrder[row % kNibbles] & 15;
@@ -283,16 +289,30 @@ CLONES void write_levels(Format format, Order order, const Panel& from, const La
         for (int j = 0; j < 4; j++) {
             Bits level;
             load(from.levels[4 * i + j], level);
-            out |= level << 8 * j;
-            if (format == Format::q8) continue;
+            if (format == Format::q8) {
+                out |= level << 8 * j;
+                continue;
+            }
+            out |= (level & 15) << 8 * j;
             load(from.levels[16 + 4 * i + j], level);
-            out |= level << (8 * j + 4);
+            out |= (level & 15) << (8 * j + 4);
         }
         out ^= flip;
         if (order == Order::signed_eights)
             put_apart(out, rows, to + i / 2 * 128 + i % 2 * 4);
         else
             put(out, rows, to + i * 64);
+    }
+    const int bits = high_bits(format);
+    for (int vector = 0; vector < bits; vector++) {
+        Bits out{};
+        for (int i = 0; i < 8 / bits; i++)
+            for (int j = 0; j < 4; j++) {
+                Bits level;
+                load(from.levels[(8 / bits * vector + i) * 4 + j], level);
+                out |= (level >> 4 & ((1u << bits) - 1)) << (8 * j + i * bits);
+            }
+        put(out, rows, to + 256 + 64 * vector);
     }
 }
 

@@ -28,6 +28,8 @@ struct Given {
     Table values, scales, zeros;
     int64_t group = 0;  // a multiple of 32; 0: values are not scaled
     int middle = 0;     // every zero point, if there are none
+    // Of nested scales: `scales` and `zeros` (minimums) are bytes, and these halves for every `group` columns.
+    Table of_scales{}, of_zeros{};
 };
 
 // Lanes lane .. lane + count - 1 are the given rows from `first` on. The other lanes repeat the nearest of these.
@@ -62,6 +64,9 @@ void quantise_group(Format format, Panel* panels, int count, uint16_t* scales, u
 
 // The same of one panel in mx4; its levels become codes.
 void quantise_mx4(Panel& panel, uint8_t* scales);
+
+// The half at an element.
+uint16_t half_at(const Table& halves, int64_t row, int64_t group);
 
 // Write a panel to the 32 columns at `to`, in the layout of matrix.h, only the lanes of `rows`.
 void write_levels(Format format, Order order, const Panel& from, const LaneRows& rows, uint8_t* to);

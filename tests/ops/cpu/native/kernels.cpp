@@ -17,7 +17,7 @@ using namespace umbra;
 
 namespace {
 
-const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4", "f8", "mx4"};
+const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4", "f8", "mx4", "q4k", "q5k", "q6k", "iq4"};
 
 // The e4m3 float nearest to v, which is 448 at most: they grow with their bits up to 0x7e.
 uint8_t nearest_f8(float v) {
@@ -29,12 +29,40 @@ uint8_t nearest_f8(float v) {
     return static_cast<uint8_t>((above - below) | (v < 0) << 7);
 }
 
+uint32_t bits_of(float v) {
+    uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    return bits;
+}
+
 void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const float* from) {
     Pool pool(1);
     Context context{pool, kernels_generic()};
     const auto table = [](const auto* at, Kind kind, int64_t columns, int64_t step) {
         return Table{reinterpret_cast<const uint8_t*>(at), kind, columns * static_cast<int64_t>(sizeof *at), step};
     };
+    if (nested(w.format)) {  // any levels and scales, the same of the same floats, of weights below 1
+        const int64_t all = count * w.k, each = w.format == Format::q6k ? 16 : 32;
+        const auto bits = [&](int64_t i) { return bits_of(from[i]) >> 4; };
+        std::vector<uint8_t> levels(all), scales(all / each), lowest(all / 32);
+        std::vector<uint16_t> d(all / w.group), dmin(d.size());
+        for (int64_t i = 0; i < all; i++) levels[i] = bits(i) & ((16 << high_bits(w.format)) - 1);
+        for (size_t i = 0; i < scales.size(); i++) scales[i] = bits(i * each) >> 6 & (lowered(w.format) ? 63 : 255);
+        for (size_t i = 0; i < lowest.size(); i++) lowest[i] = bits(i * 32) >> 12 & 63;
+        for (size_t i = 0; i < d.size(); i++) {
+            d[i] = float_to_half(from[i * w.group] / (w.format == Format::iq4 ? 1 << 14 : 1 << 11));
+            dmin[i] = float_to_half(from[i * w.group + 1] / 64);
+        }
+        const Given given{table(levels.data(), Kind::u8, w.k, 4),
+                          table(scales.data(), Kind::u8, w.k / each, 1),
+                          table(lowest.data(), Kind::u8, w.k / 32, 1),
+                          w.group,
+                          0,
+                          table(d.data(), Kind::f16, w.k / w.group, 2),
+                          table(dmin.data(), Kind::f16, w.k / w.group, 2)};
+        pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
+        return;
+    }
     if (w.format != Format::f8) {
         pack_rows(context, w, {index, first, 1}, count, w.k, {table(from, Kind::f32, w.k, 4), {}, {}}, false);
         return;
@@ -86,6 +114,19 @@ struct Weights {
         if (matrix.format == Format::mx4) {
             uint8_t* bytes = reinterpret_cast<uint8_t*>(scales.data());
             for (size_t i = 0; i < 2 * scales.size(); i++) bytes[i] = static_cast<uint8_t>(unit ? 127 : 115 + below(8));
+            return;
+        }
+        if (nested(matrix.format)) {
+            for (int64_t b = 0; b < matrix.n / kRows; b++)
+                for (int64_t c = 0; c < matrix.k; c += kBlock) {
+                    uint16_t* of_block = scales.data() + b * matrix.scale_count();
+                    for (int i = 0; i < halves_of(matrix.format) * kRows; i++)
+                        const_cast<uint16_t*>(matrix.nested_halves(of_block, c, 0))[i] =
+                            float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
+                    for (int i = 0; i < bytes_of(matrix.format) * kRows; i++)
+                        const_cast<uint8_t*>(matrix.nested_bytes(of_block, c, 0))[i] =
+                            static_cast<uint8_t>(below(unit ? 4 : lowered(matrix.format) ? 64 : 256));
+                }
             return;
         }
         for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
@@ -216,7 +257,7 @@ void check_pack(Format format, Order order, int group) {
         pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
     std::vector<float> back = w.dequantised();
     back.resize(from.size());                                                                     // padding is left out
-    const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16, 1.0f / 4};  // up to 1
+    const float steps[] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16, 1.0f / 4};  // up to 1
     close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
 }
 
@@ -334,6 +375,10 @@ void check_format(const Kernels& kernels, Format format) {
     } else if (format == Format::f8) {
         for (int group : {32, 64, 128}) check_products(kernels, format, 384, group, false, false);
         check_products(kernels, format, 96, 96, false, false);
+    } else if (nested(format)) {
+        for (int group : {32, 128})
+            for (bool unit : {true, false}) check_products(kernels, format, 384, group, false, unit);
+        check_several(kernels, format, 512, 256, false);
     } else if (format == Format::mx4) {
         for (bool unit : {true, false}) check_products(kernels, format, 384, 32, false, unit);
         check_several(kernels, format, 320, 32, false);
@@ -344,7 +389,8 @@ void check_format(const Kernels& kernels, Format format) {
         check_products(kernels, format, 96, 96, true, true);  // a single group
         for (bool zeros : {false, true}) check_several(kernels, format, 320, 64, zeros);
     }
-    for (int group : {32, 128}) check_pack(format, kernels.order, group);
+    for (int group : {32, 128})
+        if (!nested(format)) check_pack(format, kernels.order, group);
     for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
     for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
     check_moe(kernels, format, 30, true);
@@ -363,10 +409,11 @@ void check_all(const Kernels& kernels) {
     Context context{pool, kernels};
     if (mac_probe(context, 1) <= 0) fail("multiply-adds of the probe", 0, 0, 1);
     // Late: attention's check of int8 caches depends on the numbers drawn before.
-    for (Format format : {Format::f8, Format::mx4}) check_format(kernels, format);
+    for (Format format : {Format::f8, Format::mx4, Format::q4k, Format::q5k, Format::q6k, Format::iq4})
+        check_format(kernels, format);
     for (Format format : {Format::q8, Format::q4})
         for (bool zeros : {false, true}) check_orders(format, zeros);
-    check_orders(Format::mx4, false);
+    for (Format format : {Format::mx4, Format::q4k, Format::q5k, Format::q6k, Format::iq4}) check_orders(format, false);
     std::puts("ok");
 }
 

@@ -13,8 +13,7 @@ constexpr int kEights = 4;  // of columns in a block
 // Weights of columns 8c .. 8c+7 of rows 0 and 1 of row group `four`, or with `second` of rows 2 and 3.
 template <int C, class Stream>
 INLINE int8x16_t weights_of(const Stream& stream, int four, int second) {
-    constexpr int kStored = Stream::kBytes / 128;  // eights of columns; with q4 the others are the upper nibbles
-    return stream.template weights<C / kStored != 0>(128 * (C % kStored) + 32 * four + 16 * second);
+    return stream.template weights<C, 8>(32 * four + 16 * second);
 }
 
 // Lanes (0, 0, 1, 1) of x, or with Second (2, 2, 3, 3).
@@ -25,24 +24,41 @@ INLINE int32x4_t spread(int32x4_t x) {
 
 template <Format F, bool Zeros>
 TARGET void row_pass(const Matrix& w, int block, const Block* row, float* y) {
-    Stream<F, Zeros> stream(w, block);
+    using Reader = Stream<F, Zeros>;
+    Reader stream(w, block);
     float32x4_t sums[kFours];
     repeat<kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
     const int blocks = w.k / kBlock;
     for (int b = 0; b < blocks; b++, row++, stream.quants += stream.kBytes) {
         stream.enter();
-        int32x4_t dots[2 * kFours];  // of each two rows
-        repeat<2 * kFours>([&](auto i) LAMBDA { dots[i] = nothing(); });
+        constexpr int kPairs = 2 * kFours;  // of rows
+        int32x4_t dots[Reader::kSums * kPairs];
+        repeat<Reader::kSums * kPairs>([&](auto i) LAMBDA { dots[i] = nothing(); });
         repeat<kEights>([&](auto c) LAMBDA {
             const int64_t* at = reinterpret_cast<const int64_t*>(row->q + 8 * c);
             const int8x16_t twice = vreinterpretq_s8_s64(vld1q_dup_s64(at));
-            repeat<2 * kFours>(
-                [&](auto i) LAMBDA { dots[i] = vdotq_s32(dots[i], weights_of<c>(stream, i / 2, i % 2), twice); });
+            repeat<kPairs>([&](auto i) LAMBDA {
+                int32x4_t& dot = dots[c / 2 * (Reader::kSums - 1) * kPairs + i];
+                dot = vdotq_s32(dot, weights_of<c>(stream, i / 2, i % 2), twice);
+            });
         });
         repeat<kFours>([&](auto four) LAMBDA {
             int32x4_t dot = vpaddq_s32(dots[2 * four], dots[2 * four + 1]);
             if constexpr (Zeros) dot = vmlaq_n_s32(dot, stream.zero[four], stream.totals(row->start));
-            sums[four] = vfmaq_f32(sums[four], vmulq_n_f32(stream.scale(four), row->scale), stream.to_float(dot));
+            if constexpr (F == Format::q4k) dot = vaddq_s32(dot, vdupq_n_s32(stream.totals(row->start)));
+            if constexpr (F == Format::q6k) dot = vaddq_s32(dot, vdupq_n_s32(4 * row->first));
+            if constexpr (Reader::kTwo) {
+                float32x4_t sum = vmulq_f32(stream.template factor<0>(four), stream.to_float(dot));
+                float32x4_t other = vcvtq_n_f32_s32(vdupq_n_s32(row->start), 1);
+                if constexpr (F == Format::q6k) {
+                    dot = vpaddq_s32(dots[kPairs + 2 * four], dots[kPairs + 2 * four + 1]);
+                    other = stream.to_float(vaddq_s32(dot, vdupq_n_s32(4 * (row->start - row->first))));
+                }
+                sum = vfmaq_f32(sum, stream.template factor<1>(four), other);
+                sums[four] = vfmaq_n_f32(sums[four], sum, row->scale);
+            } else {
+                sums[four] = vfmaq_f32(sums[four], vmulq_n_f32(stream.scale(four), row->scale), stream.to_float(dot));
+            }
         });
     }
     repeat<kFours>([&](auto i) LAMBDA { vst1q_f32(y + i * kFour, stream.result(sums[i])); });
@@ -53,7 +69,8 @@ template <Format F, bool Zeros, int Pairs>
 TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     constexpr int kHalves = 2;  // two rows of a row group
     constexpr int kSums = Pairs * kHalves;
-    Stream<F, Zeros> stream(w, block);
+    using Reader = Stream<F, Zeros>;
+    Reader stream(w, block);
     float32x4_t sums[kSums * kFours];  // [row group][pair][half]
     repeat<kSums * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
     const Block* row[2 * Pairs];
@@ -63,7 +80,8 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
         stream.enter();
         int8x16_t activations[Pairs * kEights];  // columns 8c .. 8c+7 of both rows of a pair
         float32x4_t scales[Pairs];               // (first, second, first, second)
-        int32x4_t totals[Pairs];                 // likewise; used only with Zeros
+        int32x4_t totals[Pairs];                 // likewise; used only where sums need them
+        int32x4_t starts[Pairs], firsts[Pairs];  // likewise
         repeat<Pairs>([&](auto p) LAMBDA {
             const Block *&first = row[2 * p], *&second = row[2 * p + 1];
             repeat<2>([&](auto i) LAMBDA {
@@ -74,31 +92,54 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
             });
             const float32x2_t both = vld1_lane_f32(&second->scale, vld1_dup_f32(&first->scale), 1);
             scales[p] = vcombine_f32(both, both);
-            const int32x2_t starts = vld1_lane_s32(&second->start, vld1_dup_s32(&first->start), 1);
-            totals[p] = stream.totals(vcombine_s32(starts, starts));
+            const auto of_both = [&](const int32_t Block::* which) LAMBDA {
+                const int32x2_t two = vld1_lane_s32(&(second->*which), vld1_dup_s32(&(first->*which)), 1);
+                return vcombine_s32(two, two);
+            };
+            starts[p] = of_both(&Block::start);
+            totals[p] = stream.totals(starts[p]);
+            if constexpr (F == Format::q6k) firsts[p] = of_both(&Block::first) * 4;
             first++, second++;
         });
         repeat<kFours>([&](auto four) LAMBDA {
             if constexpr (Pairs > 1) asm("" : "+m"(scales));  // a load is cheaper than a register
-            int32x4_t dots[kSums];
-            repeat<kSums>([&](auto i) LAMBDA {
-                dots[i] = Zeros ? vmulq_s32(spread<i % kHalves>(stream.zero[four]), totals[i / kHalves]) : nothing();
+            int32x4_t dots[Reader::kSums * kSums];
+            repeat<Reader::kSums * kSums>([&](auto i) LAMBDA {
+                constexpr int p = i % kSums / kHalves;
+                if constexpr (Zeros)
+                    dots[i] = vmulq_s32(spread<i % kHalves>(stream.zero[four]), totals[p]);
+                else if constexpr (F == Format::q4k)
+                    dots[i] = totals[p];
+                else if constexpr (F == Format::q6k)
+                    dots[i] = i < kSums ? firsts[p] : starts[p] * 4 - firsts[p];
+                else
+                    dots[i] = nothing();
             });
             repeat<kEights * kHalves>([&](auto i) LAMBDA {
                 constexpr int c = i / kHalves, half = i % kHalves;
                 const int8x16_t weights = weights_of<c>(stream, four, half);
                 repeat<Pairs>([&](auto p) LAMBDA {
-                    int32x4_t& dot = dots[p * kHalves + half];
+                    int32x4_t& dot = dots[c / 2 * (Reader::kSums - 1) * kSums + p * kHalves + half];
                     dot = vmmlaq_s32(dot, weights, activations[p * kEights + c]);
                 });
             });
             const float32x4_t scale = stream.scale(four);
+            float32x4_t other = scale;
+            if constexpr (Reader::kTwo) other = stream.template factor<1>(four);
             repeat<kHalves>([&](auto half) LAMBDA {
                 const float32x4_t of_rows = vreinterpretq_f32_s32(spread<half>(vreinterpretq_s32_f32(scale)));
+                const float32x4_t others = vreinterpretq_f32_s32(spread<half>(vreinterpretq_s32_f32(other)));
                 repeat<Pairs>([&](auto p) LAMBDA {
                     int32x4_t& dot = dots[p * kHalves + half];
                     float32x4_t& to = sums[four * kSums + p * kHalves + half];
-                    to = vfmaq_f32(to, vmulq_f32(of_rows, scales[p]), stream.to_float(dot));
+                    if constexpr (Reader::kTwo) {
+                        float32x4_t second = vcvtq_n_f32_s32(starts[p], 1);
+                        if constexpr (F == Format::q6k) second = stream.to_float(dots[kSums + p * kHalves + half]);
+                        const float32x4_t sum = vmulq_f32(of_rows, stream.to_float(dot));
+                        to = vfmaq_f32(to, vfmaq_f32(sum, others, second), scales[p]);
+                    } else {
+                        to = vfmaq_f32(to, vmulq_f32(of_rows, scales[p]), stream.to_float(dot));
+                    }
                 });
             });
         });
@@ -144,6 +185,10 @@ const Kernels& kernels_i8mm() {
         all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
         all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
         all.product[static_cast<int>(Format::mx4)] = product_quantised<Format::mx4>;
+        all.product[static_cast<int>(Format::q4k)] = product_quantised<Format::q4k>;
+        all.product[static_cast<int>(Format::q5k)] = product_quantised<Format::q5k>;
+        all.product[static_cast<int>(Format::q6k)] = product_quantised<Format::q6k>;
+        all.product[static_cast<int>(Format::iq4)] = product_quantised<Format::iq4>;
         return all;
     }();
     return kernels;

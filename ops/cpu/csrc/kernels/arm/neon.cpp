@@ -13,8 +13,8 @@ template <Format F, bool Zeros, int M>
 TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     constexpr int kGroups = M == 1 ? kFours : 1;       // of four rows at a time
     constexpr int kChains = kGroups * M;               // independent sums: each addition waits for the one before
-    constexpr int kVectors = nibbles(F) ? 4 : 8;  // of 64 bytes in a block
-    Stream<F, Zeros> stream(w, block);
+    using Reader = Stream<F, Zeros>;
+    Reader stream(w, block);
     float32x4_t sums[M * kFours];
     repeat<M * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
     const Block* row[M];
@@ -22,13 +22,26 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
     const int blocks = w.k / kBlock;
     for (int b = 0; b < blocks; b++, stream.quants += stream.kBytes) {
         stream.enter();
-        const int32x4_t totals = stream.totals(starts_of<M>(row));  // used only with Zeros
+        const int32x4_t starts = starts_of<M>(row), totals = stream.totals(starts);  // used only where sums need them
+        const float32x4_t half_starts = vcvtq_n_f32_s32(starts, 1);
+        int32x4_t of_halves[2];
+        if constexpr (F == Format::q6k) {
+            of_halves[0] = starts_of<M>(row, &Block::first) * 4;
+            of_halves[1] = starts * 4 - of_halves[0];
+        }
         repeat<kFours / kGroups>([&](auto step) LAMBDA {
             constexpr int first = step * kGroups;
-            int32x4_t dots[kChains];
-            repeat<kChains>([&](auto j) LAMBDA {
-                constexpr int four = first + j % kGroups;
-                dots[j] = Zeros ? vmulq_laneq_s32(stream.zero[four], totals, j / kGroups) : nothing();
+            int32x4_t dots[Reader::kSums * kChains];
+            repeat<Reader::kSums * kChains>([&](auto i) LAMBDA {
+                constexpr int four = first + i % kGroups, t = i % kChains / kGroups;
+                if constexpr (Zeros)
+                    dots[i] = vmulq_laneq_s32(stream.zero[four], totals, t);
+                else if constexpr (F == Format::q4k)
+                    dots[i] = vdupq_laneq_s32(totals, t);
+                else if constexpr (F == Format::q6k)
+                    dots[i] = vdupq_laneq_s32(of_halves[i / kChains], t);
+                else
+                    dots[i] = nothing();
             });
             repeat<2>([&](auto half) LAMBDA {
                 int8x16_t activations[M];
@@ -41,17 +54,28 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
                     constexpr int column = 4 * half + i;
                     int8x16_t weights[kGroups];
                     repeat<kGroups>([&](auto c) LAMBDA {
-                        weights[c] = stream.template weights<half>(64 * (column % kVectors) + 16 * (first + c));
+                        weights[c] = stream.template weights<column, 4>(16 * (first + c));
                     });
                     repeat<kChains>([&](auto j) LAMBDA {
-                        dots[j] = vdotq_laneq_s32(dots[j], weights[j % kGroups], activations[j / kGroups], i);
+                        int32x4_t& dot = dots[half * (Reader::kSums - 1) * kChains + j];
+                        dot = vdotq_laneq_s32(dot, weights[j % kGroups], activations[j / kGroups], i);
                     });
                 });
             });
             repeat<kChains>([&](auto j) LAMBDA {
                 constexpr int four = first + j % kGroups, t = j / kGroups;
                 float32x4_t& to = sums[t * kFours + four];
-                to = vfmaq_f32(to, vmulq_n_f32(stream.scale(four), row[t]->scale), stream.to_float(dots[j]));
+                if constexpr (Reader::kTwo) {
+                    float32x4_t sum = vmulq_f32(stream.template factor<0>(four), stream.to_float(dots[j]));
+                    const float32x4_t other = stream.template factor<1>(four);
+                    if constexpr (lowered(F))
+                        sum = vfmaq_laneq_f32(sum, other, half_starts, t);
+                    else
+                        sum = vfmaq_f32(sum, other, stream.to_float(dots[kChains + j]));
+                    to = vfmaq_n_f32(to, sum, row[t]->scale);
+                } else {
+                    to = vfmaq_f32(to, vmulq_n_f32(stream.scale(four), row[t]->scale), stream.to_float(dots[j]));
+                }
             });
         });
         repeat<M>([&](auto t) LAMBDA { row[t]++; });
@@ -160,7 +184,7 @@ TARGET void quantise(const float* x, int count, Block* to) {
         }
         const float most = vmaxnmvq_f32(largest);
         const float inverse = most > 0 ? 127.0f / most : 0.0f;
-        int32_t total = 0;
+        int32_t totals[2];
         for (int i = 0; i < 2; i++) {  // to nearest even, as nearbyint
             int16x8_t words[2];
             for (int j = 0; j < 2; j++) {
@@ -170,10 +194,11 @@ TARGET void quantise(const float* x, int count, Block* to) {
             }
             const int8x16_t bytes = vqmovn_high_s16(vqmovn_s16(words[0]), words[1]);
             vst1q_s8(block->q + 16 * i, bytes);
-            total += vaddlvq_s8(bytes);
+            totals[i] = vaddlvq_s8(bytes);
         }
         block->scale = most / 127.0f;
-        block->start = -8 * total;
+        block->start = -8 * (totals[0] + totals[1]);
+        block->first = -8 * totals[0];
     }
 }
 
@@ -183,7 +208,9 @@ const Kernels& kernels_neon() {
     static const Kernels kernels = [] {
         Kernels all{"neon_dotprod",
                     {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>},
+                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
+                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
+                     product_quantised<Format::iq4>},
                     quantise};
         all.order = Order::signed_fours;
         return all;

@@ -52,13 +52,17 @@ INLINE int32x4_t nothing() {
 // One row block, read from its first column to its last.
 template <Format F, bool Zeros>
 struct Stream {
-    static constexpr int kBytes = nibbles(F) ? 256 : 512;  // of a block of 32 columns
+    static constexpr int kBytes = block_bytes_of(F);  // of a block of 32 columns
+    static constexpr bool kTwo = bytes_of(F) == 2;    // factors
+    static constexpr int kSums = F == Format::q6k ? 2 : 1;  // of a block, with factors of their own
+    static constexpr bool kSixteenths = F == Format::q4 || F == Format::q4k;
 
     const uint8_t* quants;
     const uint16_t* scales;
     const uint8_t* zeros;
     int per_group, left = 0;  // blocks
     const float16_t* halves;  // the scales of the group that is being read
+    const uint8_t* bytes;     // those of the block, where scales are nested
     int32x4_t zero[kFours];   // the group's zero points, less the middle of the levels; set only with Zeros
 
     INLINE Stream(const Matrix& w, int block)
@@ -69,11 +73,15 @@ struct Stream {
     // points.
     INLINE void enter() {
         for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(quants + kAhead + i);
-        if (left-- > 0) return;
+        if (left-- > 0) {
+            if (nested(F)) next();
+            return;
+        }
         left = per_group - 1;
         __builtin_prefetch(scales + kAhead / 4);
         halves = reinterpret_cast<const float16_t*>(scales);
-        scales += F == Format::mx4 ? kRows / 2 : kRows;
+        scales += nested(F) ? halves_of(F) * kRows : F == Format::mx4 ? kRows / 2 : kRows;
+        if (nested(F)) next();
         if constexpr (Zeros) {
             const uint8x16_t bytes = vld1q_u8(zeros);
             const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
@@ -86,8 +94,29 @@ struct Stream {
         }
     }
 
+    INLINE void next() {
+        bytes = reinterpret_cast<const uint8_t*>(scales);
+        scales += bytes_of(F) * kRows / 2;
+    }
+
+    // Nested scales of row group `four`: number `Which` of the block times its own.
+    template <int Which>
+    INLINE float32x4_t factor(int four) const {
+        uint32_t word;
+        __builtin_memcpy(&word, bytes + Which * kRows + kFour * four, 4);
+        const uint8x8_t of_rows = vcreate_u8(word);
+        const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(of_rows));
+        const float32x4_t scale = lowered(F) ? vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(of_rows))))
+                                             : vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+        const float32x4_t own = vcvt_f32_f16(vld1_f16(halves + (lowered(F) ? Which * kRows : 0) + kFour * four));
+        // A minimum meets half of Block::start, which is -8 * total, and in q5k sums that are halves.
+        if (lowered(F) && Which) return vmulq_f32(vmulq_n_f32(own, F == Format::q4k ? 0.25f : 0.125f), scale);
+        return vmulq_f32(own, scale);
+    }
+
     // Of row group `four`, read anew at each use: registers are scarcer than loads.
     INLINE float32x4_t scale(int four) const {
+        if constexpr (nested(F)) return factor<0>(four);
         if constexpr (F == Format::mx4) {  // mx4_scale
             uint32_t word;
             __builtin_memcpy(&word, reinterpret_cast<const uint8_t*>(halves) + kFour * four, 4);
@@ -98,36 +127,67 @@ struct Stream {
         return vcvt_f32_f16(vld1_f16(halves + kFour * four));
     }
 
-    // The 16 bytes at `at` of this block, or with nibbles and Upper the other 16 values there: in units of 1/16; in mx4, twice the values.
-    template <bool Upper>
-    INLINE int8x16_t weights(int at) const {
-        const int8x16_t raw = vld1q_s8(reinterpret_cast<const int8_t*>(quants + at));
+    // The 16 bytes that are `within` bytes into columns Width * I .. Width * I + Width - 1 of the block, Width being 4 or 8
+    // by the order: values of q4 and q4k in units of 1/16, of mx4 twice the values; quants of q5k and q6k.
+    template <int I, int Width>
+    INLINE int8x16_t weights(int within) const {
+        constexpr int kStored = (nibbles(F) ? kBlock / 2 : kBlock) / Width;  // the others are the upper nibbles
+        constexpr bool Upper = I / kStored;
+        const uint8_t* at = quants + Width * kRows * (I % kStored) + within;
+        const int8x16_t raw = vld1q_s8(reinterpret_cast<const int8_t*>(at));
         if constexpr (F == Format::q8) return raw;
-        if constexpr (F == Format::mx4) {  // twice the value of each code
-            const int8x16_t table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-            const uint8x16_t codes = vreinterpretq_u8_s8(raw);
-            return vqtbl1q_s8(table, Upper ? vshrq_n_u8(codes, 4) : vandq_u8(codes, vdupq_n_u8(15)));
+        if constexpr (nibbles(F) && !kSixteenths) {
+            const uint8x16_t pairs = vreinterpretq_u8_s8(raw);
+            const uint8x16_t codes = Upper ? vshrq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(15));
+            if constexpr (high_bits(F) > 0) return vreinterpretq_s8_u8(with_high<I, Width>(codes, within));
+            const int8x16_t doubled = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+            const int8x16_t iq4 = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+            return vqtbl1q_s8(F == Format::mx4 ? doubled : iq4, codes);
         }
         // Kunpeng 920 is modelled to need both its vector units for an AND, and one for a shift that inserts zeros.
         return Upper ? vsriq_n_s8(raw, vdupq_n_s8(0), 4) : vshlq_n_s8(raw, 4);
     }
 
-    // What a zero point is multiplied by, of Block::start, which is -8 * total: -total in the units of the sums.
+    // `codes` with bits 4 and up, which lie four columns to a byte (matrix.h).
+    template <int I, int Width>
+    INLINE uint8x16_t with_high(uint8x16_t codes, int within) const {
+        constexpr int kBits = high_bits(F), kAt = I * Width / 4 * kBits;
+        const uint8_t* from = quants + 256 + 64 * (kAt / 8) + within * 4 / Width;
+        uint8x16_t high;
+        if constexpr (Width == 4) {
+            constexpr int kShift = kAt % 8 - 4;
+            high = vld1q_u8(from);
+            if constexpr (kShift > 0) high = vshrq_n_u8(high, kShift);
+            if constexpr (kShift < 0) high = vshlq_n_u8(high, -kShift);
+        } else {
+            constexpr int8_t kShift = 4 - kAt % 8, kNext = kShift - kBits;
+            const uint32x4_t two = vreinterpretq_u32_u8(vcombine_u8(vld1_u8(from), vcreate_u8(0)));
+            const int8x16_t shifts = {kShift, kShift, kShift, kShift, kNext, kNext, kNext, kNext,
+                                      kShift, kShift, kShift, kShift, kNext, kNext, kNext, kNext};
+            high = vshlq_u8(vreinterpretq_u8_u32(vzip1q_u32(two, two)), shifts);
+        }
+        return vbslq_u8(vdupq_n_u8(kBits == 1 ? 16 : 48), high, codes);
+    }
+
+    // What a zero point is multiplied by, of Block::start, which is -8 * total: -total in the units of the sums. In q4k,
+    // whose stored levels are less by 8, what that takes from the sums.
     template <class T>
     static INLINE T totals(T start) {
-        return F == Format::q4 ? start * 2 : start >> 3;
+        return F == Format::q4k ? start * -16 : F == Format::q4 ? start * 2 : start >> 3;
     }
 
     // Sums of integers as floats, and the last thing that is done to the sums of those.
-    static INLINE float32x4_t to_float(int32x4_t dots) { return vcvtq_n_f32_s32(dots, F == Format::q4 ? 4 : 1); }
-    static INLINE float32x4_t result(float32x4_t sum) { return F == Format::q8 ? vaddq_f32(sum, sum) : sum; }
+    static INLINE float32x4_t to_float(int32x4_t dots) { return vcvtq_n_f32_s32(dots, kSixteenths ? 4 : 1); }
+    static INLINE float32x4_t result(float32x4_t sum) {
+        return kSixteenths || F == Format::mx4 ? sum : vaddq_f32(sum, sum);
+    }
 };
 
-// Lane t: the start of activation row t in its block.
+// Lane t: the start of activation row t in its block, or that of its first 16 columns.
 template <int M>
-INLINE int32x4_t starts_of(const Block* const* row) {
-    int32x4_t starts{row[0]->start};
-    repeat<M - 1>([&](auto t) LAMBDA { starts = vld1q_lane_s32(&row[t + 1]->start, starts, t + 1); });
+INLINE int32x4_t starts_of(const Block* const* row, const int32_t Block::* which = &Block::start) {
+    int32x4_t starts{row[0]->*which};
+    repeat<M - 1>([&](auto t) LAMBDA { starts = vld1q_lane_s32(&(row[t + 1]->*which), starts, t + 1); });
     return starts;
 }
 

@@ -7,7 +7,8 @@
 // same bits.
 //
 // Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mx4, -128 .. 127 of q8 (q8 with
-// zero points of its own can be more, and stays with avx512.cpp). One chunk of columns of some row blocks is unpacked,
+// zero points of its own can be more, and stays with avx512.cpp). Of GGUF's formats, minimums are added to the scaled
+// sums; q6k, whose scales are for 16 columns, stays with avx512.cpp. One chunk of columns of some row blocks is unpacked,
 // then meets all activation rows: 9 KB of weights, 5 of activations and 8 of sums stay in the first cache. The tiles of
 // one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
 //
@@ -21,6 +22,7 @@
 
 #include "kernels/x86/bf16.h"
 #include "kernels/x86/tiles.h"
+#include "kernels/x86/unpack.h"
 
 namespace umbra {
 namespace {
@@ -40,58 +42,67 @@ constexpr TileShapes kProducts{1,
 struct alignas(64) Weights {  // a chunk of one row block
     int8_t q[kSteps][kBlock / 4][kRows][4];
     float scales[kSteps][kRows];
+    float lowest[kSteps][kRows];  // of q4k and q5k: an eighth of minimums
 };
 
 struct alignas(64) Activations {  // a chunk of kTokens rows
     int8_t q[kSteps][kTokens][kBlock];
     float scales[kSteps][kTokens];
+    float starts[kSteps][kTokens];
 };
 
 struct alignas(64) Sums {
     int32_t of[kSteps][kTokens][kRows];
 };
 
+INLINE __m512 halves(const uint16_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+INLINE __m512i bytes(const uint8_t* at) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+
 template <Format F>
 __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to) {
-    constexpr int kVectors = nibbles(F) ? 4 : 8, kBytes = 64 * kVectors;
+    constexpr int kBytes = block_bytes_of(F);
     const uint8_t* plane = w.quants + block * w.quant_stride() + static_cast<size_t>(first) * kBytes;
     const int per_group = w.group / kBlock;
     size_t group = (static_cast<size_t>(block) * (w.k / w.group) + first / per_group) * kRows;
     int left = per_group - first % per_group;
-    const __m512i low = _mm512_set1_epi8(15);
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kMx4Levels)));
-    const auto level = [&](__m512i code) TARGET { return F == Format::mx4 ? _mm512_shuffle_epi8(table, code) : code; };
     for (int s = 0; s < steps; s++, plane += kBytes) {
         if (left == 0) left = per_group, group += kRows;
         left--;
-        if (F == Format::mx4) {  // halves of mx4_scale: sums are twice too large
-            const __m512i e = _mm512_cvtepu8_epi32(
-                _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.mx4_scales(0) + group)));
+        if (nested(F)) {
+            const uint16_t* of_block = w.scales + block * w.scale_count();
+            const int64_t c = static_cast<int64_t>(first + s) * kBlock;
+            for (int which = 0; which < bytes_of(F); which++) {
+                __m512i scale = bytes(w.nested_bytes(of_block, c, which));
+                if (!lowered(F)) scale = _mm512_srai_epi32(_mm512_slli_epi32(scale, 24), 24);
+                __m512 own = halves(w.nested_halves(of_block, c, which));
+                if (which) own = _mm512_mul_ps(own, _mm512_set1_ps(0.125f));
+                _mm512_store_ps(which ? to.lowest[s] : to.scales[s], _mm512_mul_ps(own, _mm512_cvtepi32_ps(scale)));
+            }
+        } else if (F == Format::mx4) {  // halves of mx4_scale: sums are twice too large
+            const __m512i e = bytes(w.mx4_scales(0) + group);
             const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
             _mm512_store_ps(to.scales[s], _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0.5f)));
         } else {
-            const __m256i scales = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w.scales + group));
-            _mm512_store_ps(to.scales[s], _mm512_cvtph_ps(scales));
+            _mm512_store_ps(to.scales[s], halves(w.scales + group));
         }
-        __m512i zero = _mm512_set1_epi8(F == Format::mx4 ? kMx4Zero : F == Format::q4 ? 8 : -128);
-        if (F == Format::q4 && w.zeros) {
-            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.zeros + group));
-            zero = _mm512_mullo_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(0x01010101));
-        }
-        for (int i = 0; i < kVectors; i++) {
-            _mm_prefetch(reinterpret_cast<const char*>(plane + kSteps * kBytes + 64 * i), _MM_HINT_T0);
-            const __m512i bytes = _mm512_load_si512(plane + 64 * i);
-            if (nibbles(F)) {
-                const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
-                _mm512_store_si512(to.q[s][i], _mm512_sub_epi8(level(_mm512_and_si512(bytes, low)), zero));
-                _mm512_store_si512(to.q[s][4 + i], _mm512_sub_epi8(level(high), zero));
-            } else {
-                _mm512_store_si512(to.q[s][i], _mm512_sub_epi8(bytes, zero));
-            }
-        }
+        constexpr int kZero = F == Format::mx4 ? kMx4Zero : F == Format::q4 ? 8 : lowered(F) ? 0 : -128;
+        __m512i zero = _mm512_set1_epi8(kZero);
+        if (F == Format::q4 && w.zeros)
+            zero = _mm512_mullo_epi32(bytes(w.zeros + group), _mm512_set1_epi32(0x01010101));
+        for (int i = 0; i < kBytes; i += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(plane + kSteps * kBytes + i), _MM_HINT_T0);
+        __m512i v[8];
+        unpack<F>(plane, v);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) _mm512_store_si512(to.q[s][i], kZero ? _mm512_sub_epi8(v[i], zero) : v[i]);
     }
     std::memset(to.q + steps, 0, (kSteps - steps) * sizeof *to.q);  // what a last chunk lacks adds nothing
     std::memset(to.scales + steps, 0, (kSteps - steps) * sizeof *to.scales);
+    std::memset(to.lowest + steps, 0, (kSteps - steps) * sizeof *to.lowest);
 }
 
 __attribute__((noinline)) TARGET void gather(const Block* const* rows, int steps, Activations& to) {
@@ -101,9 +112,11 @@ __attribute__((noinline)) TARGET void gather(const Block* const* rows, int steps
             const Block* from = rows[t] + s;
             std::memcpy(to.q[s][t], from->q, kBlock);
             to.scales[s][t] = from->scale;
+            to.starts[s][t] = static_cast<float>(from->start);
         }
     std::memset(to.q + steps, 0, (kSteps - steps) * sizeof *to.q);
     std::memset(to.scales + steps, 0, (kSteps - steps) * sizeof *to.scales);
+    std::memset(to.starts + steps, 0, (kSteps - steps) * sizeof *to.starts);
 }
 
 template <int Step>
@@ -115,12 +128,21 @@ inline void multiply(const Weights& weights, Sums& to) {
     tile_store<kSum>(to.of[Step], 64);
 }
 
-INLINE void add(const int32_t (&dots)[kTokens][kRows], const float* scales, const float* factors, __m512* sums) {
-    const __m512 scale = _mm512_load_ps(scales);
+template <Format F>
+INLINE void add(const int32_t (&dots)[kTokens][kRows], const Weights& weights, const Activations& activations, int step,
+                __m512* sums) {
+    const __m512 scale = _mm512_load_ps(weights.scales[step]);
+    const __m512 lowest = lowered(F) ? _mm512_load_ps(weights.lowest[step]) : scale;
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; t++) {
-        const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(factors[t]));
-        sums[t] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(_mm512_load_si512(dots[t])), sums[t]);
+        const __m512 factor = _mm512_set1_ps(activations.scales[step][t]);
+        const __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[t]));
+        if (lowered(F)) {
+            const __m512 start = _mm512_set1_ps(activations.starts[step][t]);
+            sums[t] = _mm512_fmadd_ps(_mm512_fmadd_ps(lowest, start, _mm512_mul_ps(scale, dot)), factor, sums[t]);
+        } else {
+            sums[t] = _mm512_fmadd_ps(_mm512_mul_ps(scale, factor), dot, sums[t]);
+        }
     }
 }
 
@@ -135,11 +157,11 @@ inline void multiply(std::integer_sequence<int, Step...>, const Weights& weights
 }
 
 // Adds a unit's products, in turn with the multiplication of the next unit's, if there is one.
-template <int... Step>
+template <Format F, int... Step>
 INLINE void add(std::integer_sequence<int, Step...>, const Sums& dots, const Weights& weights,
                 const Activations& activations, const Weights* next, Sums& next_dots, __m512* sums) {
     ((next ? multiply<Step>(*next, next_dots) : void(),
-      add(dots.of[Step], weights.scales[Step], activations.scales[Step], sums)),
+      add<F>(dots.of[Step], weights, activations, Step, sums)),
      ...);
 }
 
@@ -183,7 +205,7 @@ TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows,
 #pragma GCC unroll 16
                 for (int t = 0; t < kTokens; t++)
                     sums[t] = first ? _mm512_loadu_ps(out + t * step + b * kRows) : _mm512_setzero_ps();
-                add(steps, dots[unit % 2], weights[b], activations[tile % 2], next, dots[(unit + 1) % 2], sums);
+                add<F>(steps, dots[unit % 2], weights[b], activations[tile % 2], next, dots[(unit + 1) % 2], sums);
 #pragma GCC unroll 16
                 for (int t = 0; t < kTokens; t++) _mm512_storeu_ps(out + t * step + b * kRows, sums[t]);
             }
@@ -300,9 +322,15 @@ const Kernels& kernels_amx() {
         all.product[static_cast<int>(Format::q8)] = product<Format::q8>;
         all.product[static_cast<int>(Format::q4)] = product<Format::q4>;
         all.product[static_cast<int>(Format::mx4)] = product<Format::mx4>;
+        all.product[static_cast<int>(Format::q4k)] = product<Format::q4k>;
+        all.product[static_cast<int>(Format::q5k)] = product<Format::q5k>;
+        all.product[static_cast<int>(Format::iq4)] = product<Format::iq4>;
         all.several[static_cast<int>(Format::q8)] = several<Format::q8>;
         all.several[static_cast<int>(Format::q4)] = several<Format::q4>;
         all.several[static_cast<int>(Format::mx4)] = several<Format::mx4>;
+        all.several[static_cast<int>(Format::q4k)] = several<Format::q4k>;
+        all.several[static_cast<int>(Format::q5k)] = several<Format::q5k>;
+        all.several[static_cast<int>(Format::iq4)] = several<Format::iq4>;
         all.attend[static_cast<int>(Type::bf16)] = attend_tiles<Bf16>;
         all.attend[static_cast<int>(Type::i8)] = attend_tiles<int8_t>;
         return all;

@@ -8,6 +8,7 @@
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
 #define INLINE TARGET inline __attribute__((always_inline))
+#include "kernels/x86/unpack.h"
 
 namespace umbra {
 namespace {
@@ -18,30 +19,82 @@ constexpr int kMostOfPair = 4;  // of one with two row blocks
 // Two row blocks at once are faster than one after the other where passes are full, or activation rows many.
 constexpr int kMostUnpaired = 12;
 
-// Adjusts the vectors of a block: what a nibble stands for.
-template <Format F>
-INLINE __m512i level(__m512i nibbles) {
-    if (F != Format::mx4) return nibbles;
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMx4Levels));
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
-}
+// The scales of a row block, and what products need with them, from the first column to the last.
+template <Format F, bool Zeros>
+struct Scales {
+    static constexpr bool kTwo = bytes_of(F) == 2;  // factors
 
-// What sums start at, of Block::start, without zero points.
-template <Format F>
-INLINE __m512i started(__m512i start) {
-    if (F == Format::q8) return _mm512_slli_epi32(start, 4);
-    return F == Format::mx4 ? _mm512_add_epi32(start, _mm512_srai_epi32(start, 1)) : start;  // 12 = 8 + 4
-}
+    const uint8_t* at;
+    const uint8_t* zeros;
+    __m512 of_group[2];  // of nested scales
+    __m512 factor[2];
+    __m512i zero;
 
-// The scales of 16 rows.
-template <Format F>
-INLINE __m512 scales_at(const uint16_t* at) {
-    if (F != Format::mx4) return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-    const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-    const __m512i least = _mm512_set1_epi32(1 << 22);  // mx4_scale
-    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(e, 23), least));
-}
-constexpr int scale_step(Format f) { return f == Format::mx4 ? kRows / 2 : kRows; }
+    INLINE Scales(const Matrix& w, int block)
+        : at(reinterpret_cast<const uint8_t*>(w.scales + block * w.scale_count())),
+          zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr), zero(_mm512_setzero_si512()) {
+        of_group[0] = of_group[1] = factor[0] = factor[1] = _mm512_setzero_ps();
+    }
+
+    INLINE __m512i bytes() {
+        const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        at += kRows;
+        return lowered(F) || F == Format::mx4 ? _mm512_cvtepu8_epi32(sixteen) : _mm512_cvtepi8_epi32(sixteen);
+    }
+    INLINE __m512 halves() {
+        const __m256i sixteen = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        at += 2 * kRows;
+        return _mm512_cvtph_ps(sixteen);
+    }
+
+    // Where a group begins.
+    INLINE void enter() {
+        if (F == Format::mx4) {  // mx4_scale
+            const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(bytes(), 23), _mm512_set1_epi32(1 << 22));
+            factor[0] = _mm512_castsi512_ps(bits);
+        } else if (nested(F)) {
+            of_group[0] = halves();
+            if (lowered(F)) of_group[1] = _mm512_mul_ps(halves(), _mm512_set1_ps(0.125f));  // of Block::start
+        } else {
+            factor[0] = halves();
+        }
+        if (Zeros) {
+            zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+            zeros += kRows;
+        }
+    }
+    // At each block.
+    INLINE void next() {
+        if (!nested(F)) return;
+        factor[0] = _mm512_mul_ps(of_group[0], _mm512_cvtepi32_ps(bytes()));
+        if (kTwo) factor[1] = _mm512_mul_ps(of_group[lowered(F)], _mm512_cvtepi32_ps(bytes()));
+    }
+
+    // What sums of products start at: all of them, or of the first and the last 16 columns.
+    INLINE void start(const Block& x, __m512i& first, __m512i& second) const {
+        const __m512i all = _mm512_set1_epi32(x.start);
+        second = _mm512_setzero_si512();
+        if (lowered(F))
+            first = second;
+        else if (F == Format::q6k)
+            first = _mm512_slli_epi32(_mm512_set1_epi32(x.first), 2),
+            second = _mm512_sub_epi32(_mm512_slli_epi32(all, 2), first);
+        else if (Zeros)
+            first = _mm512_srai_epi32(_mm512_mullo_epi32(zero, all), 3);
+        else if (F == Format::mx4)
+            first = _mm512_add_epi32(all, _mm512_srai_epi32(all, 1));  // 12 = 8 + 4
+        else
+            first = F == Format::q4 ? all : _mm512_slli_epi32(all, 4);
+    }
+    // Adds those sums, as they are or scaled.
+    INLINE __m512 add(__m512i first, __m512i second, const Block& x, __m512 to) const {
+        const __m512 scale = _mm512_set1_ps(x.scale);
+        if (!kTwo) return _mm512_fmadd_ps(_mm512_mul_ps(factor[0], scale), _mm512_cvtepi32_ps(first), to);
+        const __m512 other = _mm512_cvtepi32_ps(lowered(F) ? _mm512_set1_epi32(x.start) : second);
+        const __m512 sum = _mm512_fmadd_ps(factor[1], other, _mm512_mul_ps(factor[0], _mm512_cvtepi32_ps(first)));
+        return _mm512_fmadd_ps(sum, scale, to);
+    }
+};
 
 template <Format F>
 INLINE __m512 result(__m512 sum) {
@@ -54,59 +107,40 @@ INLINE void prefetch(const uint8_t* at, int lines) {
 
 template <Format F, bool Zeros, int M>
 TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
-    constexpr int kVectors = nibbles(F) ? 4 : 8, kBytes = 64 * kVectors;
+    constexpr int kBytes = block_bytes_of(F);
     const uint8_t* plane = w.quants + block * w.quant_stride();
-    const uint16_t* scales = w.scales + block * w.scale_count();
-    const uint8_t* zeros = Zeros ? w.zeros + block * w.scale_count() : nullptr;
+    Scales<F, Zeros> scales(w, block);
     const int per_group = w.group / kBlock;
-    const __m512i low = _mm512_set1_epi8(15);
     __m512 sums[M];
     for (int t = 0; t < M; t++) sums[t] = _mm512_setzero_ps();
     int left = 0;
-    __m512 scale = _mm512_setzero_ps();
-    __m512i zero = _mm512_setzero_si512();
     const char* base[M];  // one register each; all advance by the same offset
     for (int t = 0; t < M; t++) base[t] = reinterpret_cast<const char*>(rows[t]);
     const size_t end = w.k / kBlock * sizeof(Block);
     for (size_t offset = 0; offset < end; offset += sizeof(Block), plane += kBytes) {
-        prefetch(plane, kVectors);
+        prefetch(plane, kBytes / 64);
         if (left == 0) {
             left = per_group;
-            scale = scales_at<F>(scales);
-            _mm_prefetch(reinterpret_cast<const char*>(scales) + 1024, _MM_HINT_T0);
-            scales += scale_step(F);
-            if (Zeros) {
-                zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
-                zeros += kRows;
-            }
+            scales.enter();
+            _mm_prefetch(reinterpret_cast<const char*>(scales.at) + 2048, _MM_HINT_T0);
         }
+        scales.next();
         left--;
-        __m512i v[8];  // v[i] = columns 4i .. 4i+3, four bytes for each of 16 rows
-        for (int i = 0; i < kVectors; i++) {
-            const __m512i bytes = _mm512_load_si512(plane + 64 * i);
-            if (nibbles(F)) {
-                v[i] = level<F>(_mm512_and_si512(bytes, low));
-                v[4 + i] = level<F>(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), low));
-            } else {
-                v[i] = bytes;
-            }
-        }
+        __m512i v[8];
+        unpack<F>(plane, v);
 #pragma GCC unroll 8
         for (int t = 0; t < M; t++) {
             const Block& x = *reinterpret_cast<const Block*>(base[t] + offset);
-            // Two chains of additions, so that none waits for the one before; one starts where the zero points leave
-            // it.
-            const __m512i start = _mm512_set1_epi32(x.start);
-            __m512i even = started<F>(start), odd = _mm512_setzero_si512();
-            if (Zeros) even = _mm512_srai_epi32(_mm512_mullo_epi32(zero, start), 3);
+            // Two chains of additions, so that none waits for the one before.
+            __m512i first, second;
+            scales.start(x, first, second);
 #pragma GCC unroll 4
-            for (int i = 0; i < 8; i += 2) {
-                even = _mm512_dpbusd_epi32(even, v[i], _mm512_set1_epi32(four(x, i)));
-                odd = _mm512_dpbusd_epi32(odd, v[i + 1], _mm512_set1_epi32(four(x, i + 1)));
+            for (int i = 0; i < 4; i++) {
+                first = _mm512_dpbusd_epi32(first, v[i], _mm512_set1_epi32(four(x, i)));
+                second = _mm512_dpbusd_epi32(second, v[4 + i], _mm512_set1_epi32(four(x, 4 + i)));
             }
-            const __m512i dot = _mm512_add_epi32(even, odd);
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale));
-            sums[t] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), sums[t]);
+            if (F != Format::q6k) first = _mm512_add_epi32(first, second);
+            sums[t] = scales.add(first, second, x, sums[t]);
         }
     }
     for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], result<F>(sums[t]));
@@ -118,70 +152,48 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
 template <Format F, bool Zeros, int M, int Lines>
 TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows, float* const* y,
                            const uint8_t* ahead) {
-    constexpr int kVectors = nibbles(F) ? 4 : 8, kBytes = 64 * kVectors;
-    const uint8_t* plane[2];
-    const uint16_t* scales[2];
-    const uint8_t* zeros[2];
-    for (int b = 0; b < 2; b++) {
-        plane[b] = w.quants + (block + b) * w.quant_stride();
-        scales[b] = w.scales + (block + b) * w.scale_count();
-        zeros[b] = Zeros ? w.zeros + (block + b) * w.scale_count() : nullptr;
-    }
+    constexpr int kBytes = block_bytes_of(F);
+    constexpr bool kHalves = F == Format::q6k;  // sums of 16 columns
+    const uint8_t* plane[2] = {w.quants + block * w.quant_stride(), w.quants + (block + 1) * w.quant_stride()};
+    Scales<F, Zeros> scales[2] = {{w, block}, {w, block + 1}};
     const int per_group = w.group / kBlock;
-    const __m512i low = _mm512_set1_epi8(15);
-    __m512 sums[M][2], scale[2];
-    __m512i zero[2];
+    __m512 sums[M][2];
     for (int t = 0; t < M; t++) sums[t][0] = sums[t][1] = _mm512_setzero_ps();
     int left = 0;
     const size_t end = w.k / kBlock * sizeof(Block);
     for (size_t offset = 0; offset < end; offset += sizeof(Block)) {
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int i = 0; i < Lines; i++, ahead += 64) _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
         __m512i v[2][8];
 #pragma GCC unroll 2
         for (int b = 0; b < 2; b++) {
             if (left == 0) {
-                scale[b] = scales_at<F>(scales[b]);
-                _mm_prefetch(reinterpret_cast<const char*>(scales[b] + 2 * w.scale_count()), _MM_HINT_T1);
-                scales[b] += scale_step(F);
-                if (Zeros) {
-                    zero[b] = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros[b])));
-                    zeros[b] += kRows;
-                }
+                scales[b].enter();
+                _mm_prefetch(reinterpret_cast<const char*>(scales[b].at + 4 * w.scale_count()), _MM_HINT_T1);
             }
-#pragma GCC unroll 8
-            for (int i = 0; i < kVectors; i++) {
-                const __m512i bytes = _mm512_load_si512(plane[b] + 64 * i);
-                v[b][i] = bytes;
-                if (nibbles(F)) {
-                    v[b][i] = level<F>(_mm512_and_si512(bytes, low));
-                    v[b][4 + i] = level<F>(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), low));
-                }
-            }
+            scales[b].next();
+            unpack<F>(plane[b], v[b]);
             plane[b] += kBytes;
         }
         left = (left == 0 ? per_group : left) - 1;
 #pragma GCC unroll 4
         for (int t = 0; t < M; t++) {
             const Block& x = *reinterpret_cast<const Block*>(reinterpret_cast<const char*>(rows[t]) + offset);
-            const __m512i start = _mm512_set1_epi32(x.start);
-            __m512i dot[2];
+            __m512i first[2], second[2];
 #pragma GCC unroll 2
-            for (int b = 0; b < 2; b++) {
-                dot[b] = started<F>(start);
-                if (Zeros) dot[b] = _mm512_srai_epi32(_mm512_mullo_epi32(zero[b], start), 3);
-            }
+            for (int b = 0; b < 2; b++) scales[b].start(x, first[b], second[b]);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
                 __m512i four_of_x = _mm512_set1_epi32(four(x, i));
                 asm("" : "+v"(four_of_x));  // one load, not an operand in memory of each
-                dot[0] = _mm512_dpbusd_epi32(dot[0], v[0][i], four_of_x);
-                dot[1] = _mm512_dpbusd_epi32(dot[1], v[1][i], four_of_x);
-            }
-            const __m512 factor = _mm512_set1_ps(x.scale);
 #pragma GCC unroll 2
-            for (int b = 0; b < 2; b++)
-                sums[t][b] = _mm512_fmadd_ps(_mm512_mul_ps(scale[b], factor), _mm512_cvtepi32_ps(dot[b]), sums[t][b]);
+                for (int b = 0; b < 2; b++) {
+                    __m512i& dot = kHalves && i >= 4 ? second[b] : first[b];
+                    dot = _mm512_dpbusd_epi32(dot, v[b][i], four_of_x);
+                }
+            }
+#pragma GCC unroll 2
+            for (int b = 0; b < 2; b++) sums[t][b] = scales[b].add(first[b], second[b], x, sums[t][b]);
         }
     }
     for (int t = 0; t < M; t++)
@@ -284,7 +296,7 @@ void several_quantised(const Matrix& w, int block, int blocks, const Rows& rows,
                                               });
         }
     };
-    constexpr int kLines = nibbles(F) ? 8 : 16;  // of a pair, for 32 columns
+    constexpr int kLines = block_bytes_of(F) / 32;  // of a pair, for 32 columns
     if (count == kMostOfPair)
         pairs(std::integral_constant<int, kLines>{});
     else if (count == 2 * kMostOfPair)
@@ -313,8 +325,9 @@ TARGET void quantise(const float* x, int count, Block* to) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(block->q + 16), _mm512_cvtepi32_epi8(c));
         block->scale = most / 127.0f;
         // Of NaN and infinite activations the sum may be any number.
-        block->start =
-            static_cast<int32_t>(-8u * static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(a, c))));
+        const uint32_t first_sum = _mm512_reduce_add_epi32(a), second_sum = _mm512_reduce_add_epi32(c);
+        block->first = static_cast<int32_t>(-8u * first_sum);
+        block->start = static_cast<int32_t>(-8u * (first_sum + second_sum));
     }
 }
 
@@ -324,10 +337,12 @@ const Kernels& kernels_avx512() {
     static const Kernels kernels{
         "avx512_vnni",
         {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>},
+         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
+         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
         quantise,
         {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>, nullptr,
-         several_quantised<Format::mx4>}};
+         several_quantised<Format::mx4>, several_quantised<Format::q4k>, several_quantised<Format::q5k>,
+         several_quantised<Format::q6k>, several_quantised<Format::iq4>}};
     return kernels;
 }
 

@@ -13,6 +13,10 @@ const Kernels& kernels_avx_vnni() {
         all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
         all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
         all.product[static_cast<int>(Format::mx4)] = product_quantised<Format::mx4>;
+        all.product[static_cast<int>(Format::q4k)] = product_quantised<Format::q4k>;
+        all.product[static_cast<int>(Format::q5k)] = product_quantised<Format::q5k>;
+        all.product[static_cast<int>(Format::q6k)] = product_quantised<Format::q6k>;
+        all.product[static_cast<int>(Format::iq4)] = product_quantised<Format::iq4>;
         return all;
     }();
     return kernels;
