@@ -35,6 +35,7 @@ from ops import load_ops
 from ops.ascend.vector_core.planes import Planes, planes_of
 from ops.ascend.weights import signed
 from ops.format import Format, Quantised, floats
+from ops.interface import SILU_EXPERTS, ExpertKind
 from text.tokenizer import Tokenizer
 from tools.benchmarks.output import printed, write_rows
 from umbra.commands.logits import prefill_logits, sized_for
@@ -118,7 +119,11 @@ class Matrix:
 
 
 class Experts:
-    def __init__(self, count: int, inner: int, hidden: int, format: Format, device: torch.device):
+    def __init__(
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
+    ):
+        if kind != SILU_EXPERTS:
+            raise NotImplementedError("the kernels of the vector cores know no other experts")
         self.count, self.inner = count, inner
         self.w13 = [Matrix.of(2 * inner, hidden, format, device) for _ in range(count)]
         self.w2 = [Matrix.of(hidden, inner, format, device) for _ in range(count)]
