@@ -106,7 +106,7 @@ def test_without_a_selection_bias(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_rounds_matrices_alone(tmp_path: Path, dtype: str) -> None:
-    """The router, its bias and the norms stay as they are, so that a rounding changes no choice of experts. With kernels
+    """The router, its bias and the norms stay as they are, so that a rounding changes no choice of experts. Kernels
     that leave activations as they are."""
 
     def rounded(tensors: dict[str, Tensor]) -> None:

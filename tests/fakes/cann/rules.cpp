@@ -143,12 +143,11 @@ const Rule kRules[] = {
                 size(call.first(2), 1) == columns(call.first(1));
      },
      "biases are (experts, columns), float32 beside bfloat16 and else of the type of the rows",
-     "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 709, 1111, 1459; 9.0.0 739, 1340, 1691; 9.1.0 "
+     "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 709, 1111, 1459; 9.0.0 739, 1340, 1691; "
+     "9.1.0 "
      "op_api 828, 1581, 2142"},
     {"aclnnClippedSwiglu", kAny,
-     [](const Call& call) {
-         return one_type(call, {-1}) && 2 * size(call.at(-1), -1) == size(call.at(0), -1);
-     },
+     [](const Call& call) { return one_type(call, {-1}) && 2 * size(call.at(-1), -1) == size(call.at(0), -1); },
      "the result has the type of the input, and half of its columns",
      "ops-nn master activation/clipped_swiglu/docs/aclnnClippedSwiglu.md"},
     {"aclnnMoeInitRoutingV2", kAny,

@@ -182,8 +182,8 @@ private:
             seen_[r] = first < count ? std::clamp<int64_t>(seen(r) - start, 0, count) : 0;
             skipped_[r] = seen_[r] ? first : 0;
         }
-        Dot::soften(Softened<E>{scores_, skipped_, seen_, kScaled ? key_scales_ : nullptr, kScaled ? value_scales_ : nullptr,
-                                most_, total_, sums_, rows_, wide_, weights_});
+        Dot::soften(Softened<E>{scores_, skipped_, seen_, kScaled ? key_scales_ : nullptr,
+                                kScaled ? value_scales_ : nullptr, most_, total_, sums_, rows_, wide_, weights_});
         add_values(start, count);
     }
 

@@ -72,7 +72,8 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
-CLONES void clipped_swiglu_row(const float* gate, const float* up, float limit, float alpha, float* out, int64_t width) {
+CLONES void clipped_swiglu_row(const float* gate, const float* up, float limit, float alpha, float* out,
+                               int64_t width) {
     for (int64_t i = 0; i < width; i++) {
         const float g = gate[i] > limit ? limit : gate[i];
         float u = up[i] > limit ? limit : up[i];

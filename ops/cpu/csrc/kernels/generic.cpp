@@ -137,12 +137,12 @@ void quantise(const float* x, int count, Block* to) {
 }  // namespace
 
 const Kernels& kernels_generic() {
-    static const Kernels kernels{"generic",
-                                 {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8,
-                                  product_mx4, product_nested<Format::q4k>, product_nested<Format::q5k>,
-                                  product_nested<Format::q6k>, product_nested<Format::iq4>},
-                                 quantise};
+    static const Kernels kernels{
+        "generic",
+        {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+         product_quantised<Format::q4>, product_f8, product_mx4, product_nested<Format::q4k>,
+         product_nested<Format::q5k>, product_nested<Format::q6k>, product_nested<Format::iq4>},
+        quantise};
     return kernels;
 }
 

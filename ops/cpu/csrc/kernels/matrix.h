@@ -50,7 +50,17 @@ constexpr int kRows = 16;   // rows of a block
 constexpr int kBlock = 32;  // columns of an activation block
 
 enum class Format : int32_t {
-    f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4, f8 = 5, mx4 = 6, q4k = 7, q5k = 8, q6k = 9, iq4 = 10
+    f32 = 0,
+    bf16 = 1,
+    f16 = 2,
+    q8 = 3,
+    q4 = 4,
+    f8 = 5,
+    mx4 = 6,
+    q4k = 7,
+    q5k = 8,
+    q6k = 9,
+    iq4 = 10
 };
 constexpr int kFormats = 11;
 
@@ -124,7 +134,9 @@ struct Matrix {
             const size_t bytes = static_cast<size_t>(k) / kBlock * bytes_of(format) * kRows;
             return scales_of_block * halves_of(format) + bytes / 2;
         }
-        return format == Format::f8 ? scales_of_block * 2 : format == Format::mx4 ? scales_of_block / 2 : scales_of_block;
+        return format == Format::f8    ? scales_of_block * 2
+               : format == Format::mx4 ? scales_of_block / 2
+                                       : scales_of_block;
     }
     // Of a row block's nested scales: the 16 halves of number `which` of the group that column c is in, and the bytes
     // of its 32 columns.

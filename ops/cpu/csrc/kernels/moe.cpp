@@ -152,8 +152,7 @@ private:
                     const int blocks = std::min(kNear, end - block);
                     products(context.kernels, w, block, blocks, rows, nullptr, count, y);
                     const int64_t kept = std::min<int64_t>(blocks * kRows, m_.hidden - column(block));
-                    for (int t = 0; t < count && w.bias; t++)
-                        add_bias(w.bias + block * kRows, y + t * kWide, kept);
+                    for (int t = 0; t < count && w.bias; t++) add_bias(w.bias + block * kRows, y + t * kWide, kept);
                     for (int t = 0; t < count; t++)
                         put(m_, token_of_[start + t], pair_of_[start + t], column(block), y + t * kWide, kept);
                 }

@@ -125,7 +125,9 @@ struct Weights {
                             float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
                     for (int i = 0; i < bytes_of(matrix.format) * kRows; i++)
                         const_cast<uint8_t*>(matrix.nested_bytes(of_block, c, 0))[i] =
-                            static_cast<uint8_t>(below(unit ? 4 : lowered(matrix.format) ? 64 : 256));
+                            static_cast<uint8_t>(below(unit                     ? 4
+                                                       : lowered(matrix.format) ? 64
+                                                                                : 256));
                 }
             return;
         }
@@ -256,7 +258,7 @@ void check_pack(Format format, Order order, int group) {
     for (int row = 0; row < kN; row += 5)  // piece by piece, as a loader does
         pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
     std::vector<float> back = w.dequantised();
-    back.resize(from.size());                                                                     // padding is left out
+    back.resize(from.size());  // padding is left out
     const float steps[] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16, 1.0f / 4};  // up to 1
     close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
 }

@@ -11,8 +11,8 @@ namespace {
 // activation rows are independent chains of additions, and take turns.
 template <Format F, bool Zeros, int M>
 TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
-    constexpr int kGroups = M == 1 ? kFours : 1;       // of four rows at a time
-    constexpr int kChains = kGroups * M;               // independent sums: each addition waits for the one before
+    constexpr int kGroups = M == 1 ? kFours : 1;  // of four rows at a time
+    constexpr int kChains = kGroups * M;          // independent sums: each addition waits for the one before
     using Reader = Stream<F, Zeros>;
     Reader stream(w, block);
     float32x4_t sums[M * kFours];
@@ -53,9 +53,8 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
                 repeat<4>([&](auto i) LAMBDA {
                     constexpr int column = 4 * half + i;
                     int8x16_t weights[kGroups];
-                    repeat<kGroups>([&](auto c) LAMBDA {
-                        weights[c] = stream.template weights<column, 4>(16 * (first + c));
-                    });
+                    repeat<kGroups>([&](auto c)
+                                        LAMBDA { weights[c] = stream.template weights<column, 4>(16 * (first + c)); });
                     repeat<kChains>([&](auto j) LAMBDA {
                         int32x4_t& dot = dots[half * (Reader::kSums - 1) * kChains + j];
                         dot = vdotq_laneq_s32(dot, weights[j % kGroups], activations[j / kGroups], i);
@@ -206,12 +205,12 @@ TARGET void quantise(const float* x, int count, Block* to) {
 
 const Kernels& kernels_neon() {
     static const Kernels kernels = [] {
-        Kernels all{"neon_dotprod",
-                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
-                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
-                     product_quantised<Format::iq4>},
-                    quantise};
+        Kernels all{
+            "neon_dotprod",
+            {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+             product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
+             product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
+            quantise};
         all.order = Order::signed_fours;
         return all;
     }();

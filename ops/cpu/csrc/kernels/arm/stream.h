@@ -52,8 +52,8 @@ INLINE int32x4_t nothing() {
 // One row block, read from its first column to its last.
 template <Format F, bool Zeros>
 struct Stream {
-    static constexpr int kBytes = block_bytes_of(F);  // of a block of 32 columns
-    static constexpr bool kTwo = bytes_of(F) == 2;    // factors
+    static constexpr int kBytes = block_bytes_of(F);        // of a block of 32 columns
+    static constexpr bool kTwo = bytes_of(F) == 2;          // factors
     static constexpr int kSums = F == Format::q6k ? 2 : 1;  // of a block, with factors of their own
     static constexpr bool kSixteenths = F == Format::q4 || F == Format::q4k;
 

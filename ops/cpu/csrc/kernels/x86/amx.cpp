@@ -160,9 +160,7 @@ inline void multiply(std::integer_sequence<int, Step...>, const Weights& weights
 template <Format F, int... Step>
 INLINE void add(std::integer_sequence<int, Step...>, const Sums& dots, const Weights& weights,
                 const Activations& activations, const Weights* next, Sums& next_dots, __m512* sums) {
-    ((next ? multiply<Step>(*next, next_dots) : void(),
-      add<F>(dots.of[Step], weights, activations, Step, sums)),
-     ...);
+    ((next ? multiply<Step>(*next, next_dots) : void(), add<F>(dots.of[Step], weights, activations, Step, sums)), ...);
 }
 
 // Up to kBlocks row blocks, all activation rows.

@@ -62,13 +62,12 @@ TARGET void product_f8(const Matrix& w, int block, const Rows& rows, const int32
 }  // namespace
 
 const Kernels& kernels_avx2() {
-    static const Kernels kernels{"avx2",
-                                 {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8,
-                                  product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-                                  product_quantised<Format::q5k>, product_quantised<Format::q6k>,
-                                  product_quantised<Format::iq4>},
-                                 kernels_generic().quantise};
+    static const Kernels kernels{
+        "avx2",
+        {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
+         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
+        kernels_generic().quantise};
     return kernels;
 }
 
