@@ -3,7 +3,7 @@
 The launcher reads GROUP_SIZES and must start quickly, so this file does not import torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,11 @@ GROUP_SIZES = (32, 64, 128)  # columns of a row that may share a scale: the size
 class Format:
     """The storage format of a matrix: a float type, or quantised (`q8`, `q4`) as integers with one float16 scale for
     every `group` columns of a row and, with `zeros`, a zero point with each scale, or quantised as floats: of eight
-    bits (`f8`, e4m3) with a float32 scale, or of four bits (`mxfp4`, e2m1) with a power of two (e8m0). GGUF's `q4_k`,
-    `q5_k`, `q6_k` and `iq4` have scales of scales, for every `group` columns (`Nested`). With `tiled` the device may
-    store a float matrix in its own tile order (Ascend's FRACTAL_NZ)."""
+    bits (`f8`, e4m3) with a float32 scale, or of four bits (`mxfp4`, e2m1) with a power of two (e8m0). `w8a8` is of
+    eight bits with a float32 scale for every row, and a device with products of integers (Ascend) rounds its
+    activations to eight bits with a scale for every token. GGUF's `q4_k`, `q5_k`, `q6_k` and `iq4` have scales of
+    scales, for every `group` columns (`Nested`). With `tiled` the device may store a float matrix in its own tile order
+    (Ascend's FRACTAL_NZ)."""
 
     kind: str
     group: int = 0
@@ -38,6 +40,7 @@ FORMATS |= {kind: Format(kind, group=32) for kind in ("q8", "q4")}
 F8 = Format("f8", group=128)
 LARGEST_F8 = 448.0
 MXFP4 = Format("mxfp4", group=32)
+W8A8 = Format("w8a8", group=128)
 NESTED = {kind: Format(kind, group=256) for kind in ("q4_k", "q5_k", "q6_k", "iq4")}
 # The value of each code of four bits, and of iq4's.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -54,6 +57,8 @@ class Quantised:
     scales: "Tensor"  # (m, K / group), floating
     # (m, K / group) uint8; None: 2^(bits - 1) everywhere, or none at all for floats
     zeros: "Tensor | Words | None"
+    # Made for activations of eight bits: w8a8, levels in int8, one float32 scale a row.
+    int8_inputs: bool = field(default=False, kw_only=True)
 
     @property
     def group(self) -> int:
@@ -85,6 +90,7 @@ class Quantised:
     def fits(self, format: Format) -> bool:
         """Whether a matrix kept in `format` stores these levels unchanged."""
         kind = "f8" if self.float8 else "mxfp4" if self.float4 else {4: "q4", 8: "q8"}[self.bits]
+        kind = "w8a8" if self.int8_inputs else kind
         whole = format.group and self.group % format.group == 0
         return bool(format.kind == kind and whole and (self.zeros is None or format.zeros))
 
