@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets the machine up once, then runs the prompts of a case or a checkpoint:  bash infer.sh [CASE or FOLDER] [--prompt TEXT] [--set KEY=VALUE ...]
+# Sets the machine up once, then runs the prompts of a case or a checkpoint:  bash infer.sh [CASE, FOLDER, FILE.gguf or ORG/NAME] [--prompt TEXT] [--set KEY=VALUE ...]
 # --list, --plan, --chat and --clear-cache do what `umbra list`, `plan`, `chat` and `clear-cache` do; --help shows all.
 set -euo pipefail
 from=$PWD # where relative paths start

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets the machine up once, then serves a case or a checkpoint to OpenAI clients:  bash serve.sh [CASE or FOLDER] [--port N] [--set KEY=VALUE ...]
+# Sets the machine up once, then serves a case or a checkpoint to OpenAI clients:  bash serve.sh [CASE, FOLDER, FILE.gguf or ORG/NAME] [--port N] [--set KEY=VALUE ...]
 # Without CASE it is demo_serve at http://127.0.0.1:8000. docs/serving.md has what the server can do.
 set -euo pipefail
 from=$PWD # where relative paths start

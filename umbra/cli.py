@@ -13,19 +13,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from executor.checkpoint.hub.fetch import fetched, hub_name
 from executor.config.case import Case
 from executor.config.load import list_cases, load_case, load_model_config
 from executor.config.resolved import read_resolved
 from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
-from executor.run.defaults import CHATTING, MEASURING, PLANNING, RUNNING, SERVING, Purpose, open_case, write_case
+from executor.run.defaults import (
+    CHATTING,
+    MEASURING,
+    PLANNING,
+    RUNNING,
+    SERVING,
+    Purpose,
+    checkpoint_path,
+    open_case,
+    write_case,
+)
 from models.gguf.folder import name_of
 from ops.format import GROUP_SIZES
 from umbra.errors import UserError, run_main
 from umbra.files import ROOT
 from umbra.flags import add_flags, given, unknown_flag
 
-CASE = "a case (umbra list), the path of a case file, or a checkpoint: its folder or GGUF file"
+CHECKPOINT = "a checkpoint: its folder, its GGUF file, or its name on a hub"
+CASE = f"a case (umbra list), the path of a case file, or {CHECKPOINT}"
 QUANTIZE_TOKENS = 8192
 BENCHMARKS = ("tools/benchmarks", "planner/benchmarks")  # their folders
 
@@ -33,6 +45,7 @@ BENCHMARKS = ("tools/benchmarks", "planner/benchmarks")  # their folders
 class Help(argparse.HelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28, width=100)
+        self._action_max_length = len("    clear-cache")  # whose indent argparse forgets
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return textwrap.fill(text, width, break_on_hyphens=False)
@@ -91,8 +104,11 @@ def make_parser() -> Parser:
     case_argument(add, "demo_serve", server=True)
     add.add_argument("--restarts", type=int, metavar="N", help="the same as --set serve_config.restarts=N")
 
+    add = command("pull", pull_model, "fetch a model from a hub", "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8")
+    add.add_argument("name", help="ORG/NAME, NAME@REVISION, or of GGUF files NAME:QUANT or NAME:FILE")
+
     add = command("init", init, "write a case file for a checkpoint, to edit", "PATH/TO/MODEL --out my_model.yaml")
-    add.add_argument("checkpoint", type=Path, help="its folder or GGUF file")
+    add.add_argument("checkpoint", help=CHECKPOINT)
     add.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: NAME_OF_FOLDER.yaml here)")
     overrides(add)
     add_flags(add, server=True)
@@ -122,7 +138,7 @@ def make_parser() -> Parser:
         "show what is in a checkpoint, by its config and headers alone",
         "checkpoints/austen_moe_awq --case demo_awq",
     )
-    add.add_argument("checkpoint", type=Path, help="its folder or GGUF file")
+    add.add_argument("checkpoint", help=CHECKPOINT)
     add.add_argument("--case", help="also count what each rank of this case keeps of it")
     overrides(add)
     add.add_argument("--json", type=Path, metavar="FILE", help="also write the facts here")
@@ -133,7 +149,7 @@ def make_parser() -> Parser:
         "quantise a checkpoint to 4 bits (AWQ) or to FP8; started again, it resumes",
         "--model checkpoints/austen_moe --out OUT --group 32 --calibrate TEXT.txt",
     )
-    add.add_argument("--model", type=Path, required=True, help="folder of a checkpoint in floats, or in FP8 blocks")
+    add.add_argument("--model", required=True, help="a checkpoint in floats, or in FP8 blocks: folder or name on a hub")
     add.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
     add.add_argument("--format", choices=("awq", "fp8"), default="awq", help="what to write (default awq)")
     add.add_argument("--group", type=int, choices=GROUP_SIZES, help="awq: columns that share a scale (default 128)")
@@ -236,8 +252,14 @@ def serve_case(args: argparse.Namespace) -> None:
     serve(opened(args, SERVING, restarts))
 
 
+def pull_model(args: argparse.Namespace) -> None:
+    if (name := hub_name(args.name)) is None:
+        raise UserError(f"{args.name}: is no name on a hub: give ORG/NAME, NAME@REVISION, or of GGUF files NAME:QUANT")
+    print(fetched(name))
+
+
 def init(args: argparse.Namespace) -> None:
-    checkpoint = args.checkpoint.expanduser()
+    checkpoint = checkpoint_path(args.checkpoint)
     if not checkpoint.exists():
         raise UserError(f"{args.checkpoint}: there is no such folder or file: give that of a checkpoint")
     out = args.out or Path(f"{name_of(checkpoint)}.yaml")
@@ -257,7 +279,7 @@ def plan(args: argparse.Namespace) -> None:
 
         return show_cluster_plan(args.cluster, args.set, args.json, args.plot)
     if not (args.case or args.model):
-        raise UserError("umbra plan: name a case or the folder of a checkpoint, or give --cluster FILE")
+        raise UserError("umbra plan: name a case or a checkpoint, or give --cluster FILE")
     case = opened(args, PLANNING)
     load_model_config(case)  # refuse a wrong case before torch is imported
     from executor.run.memory_report import show_plan
@@ -279,7 +301,7 @@ def clear(args: argparse.Namespace) -> None:
 def inspect(args: argparse.Namespace) -> None:
     from umbra.commands.inspect_checkpoint import inspect_checkpoint
 
-    inspect_checkpoint(args.checkpoint, args.case, args.set, args.json)
+    inspect_checkpoint(checkpoint_path(args.checkpoint), args.case, args.set, args.json)
 
 
 def quantize(args: argparse.Namespace) -> None:
@@ -292,7 +314,7 @@ def quantize(args: argparse.Namespace) -> None:
     from umbra.commands.quantize.fp8 import Fp8Target
     from umbra.commands.quantize.source import Source
 
-    source, keep = Source(args.model), tuple(args.keep)
+    source, keep = Source(checkpoint_path(args.model)), tuple(args.keep)
     target = Fp8Target(source, keep) if args.format == "fp8" else AwqTarget(source, keep, args.group or 128)
     convert(args.out, target, Calibration(args.calibrate, args.tokens or QUANTIZE_TOKENS) if args.calibrate else None)
     print(f"wrote {args.out}")

@@ -54,9 +54,10 @@ class LLM:
     """Requests of several callers run together: the loop steps only while a caller waits for tokens."""
 
     def __init__(self, model: str | Path | Case, **settings: object):
-        """`model` is the name of a case in yaml_configs/, the path of a case, or the folder of a checkpoint, for which
-        settings are chosen and printed. `settings` override keys of the case (docs/config.md), by their names, as
-        `**{"section.key": value}`, or by the names of vLLM and SGLang, as `max_model_len` (docs/serving.md)."""
+        """`model` is the name of a case in yaml_configs/, the path of a case, or a checkpoint (its folder, its GGUF
+        file or its name on a hub), for which settings are chosen and printed. `settings` override keys of the case
+        (docs/config.md), by their names, as `**{"section.key": value}`, or by the names of vLLM and SGLang, as
+        `max_model_len` (docs/serving.md)."""
         case = model if isinstance(model, Case) else open_case(str(model), CALLING, settings=settings_of(settings))
         if case.world_size != 1:
             raise UserError(

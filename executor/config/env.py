@@ -44,6 +44,14 @@ def serve_socket() -> Path | None:
     return Path(path) if path else None
 
 
+def use_modelscope() -> bool:
+    """Whether names of models are those of ModelScope, not of the Hugging Face hub."""
+    text = os.environ.get("UMBRA_USE_MODELSCOPE", "").lower()
+    if text not in ("", "0", "1", "false", "true"):
+        raise UserError(f"environment variable UMBRA_USE_MODELSCOPE={text!r} must be 1 or 0")
+    return text in ("1", "true")
+
+
 def ik_llama() -> Path | None:
     """The folder of a build of ik_llama.cpp, for benchmarks; None: there is none."""
     folder = os.environ.get("IK_LLAMA")

@@ -2,7 +2,6 @@
 fits into this machine's memory."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from executor.checkpoint.hub.fetch import fetched, hub_name
+from executor.checkpoint.hub.repository import HubName
 from executor.config.case import Case, SamplingSettings
 from executor.config.load import find_case, make_case, model_folder, no_case, read_yaml, set_all
 from executor.config.platforms import PLATFORMS
@@ -31,7 +32,6 @@ SHARE = 0.85  # of the free memory that weights and KV cache may take
 PROGRAM = 0.7 * GB  # what a rank and the server take besides
 FOLLOWED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 CHUNK = 2048  # prompt tokens of a prefill step, which bounds its activations
-HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -56,30 +56,41 @@ CALLING = Purpose("running", 4, chat=False)  # `LLM`, whose `generate` takes tex
 def open_case(
     model: str, purpose: Purpose, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None
 ) -> Case:
-    """The case for `model`: the name of a case, the path of a case file, or a checkpoint: its folder or GGUF file. A
-    case's name goes before a folder's, which ./NAME names as well."""
-    path = Path(model).expanduser()
+    """The case for `model`: the name of a case, the path of a case file, or a checkpoint: its folder, its GGUF file or
+    its name on a hub. A case's name goes before a folder's, which ./NAME names as well, and a path before a name on a
+    hub."""
     if file := find_case(model):
         data = read_yaml(file, "a case")
         case = make_case(data, file.stem, file.name, overrides, settings)
-    elif path.is_dir() or (path.suffix == SUFFIX and path.is_file()):
-        case, data = case_of_checkpoint(path, purpose, overrides, settings)
     else:
-        raise _neither(model, path)
+        set_all({}, overrides, settings)  # refuse unknown keys before anything is fetched
+        path = Path(model).expanduser()
+        if name := _on_hub(model):
+            path = fetched(name)
+            settings = {"serve_config.served_model_name": name.name, **(settings or {})}
+        if not (path.is_dir() or (path.suffix == SUFFIX and path.is_file())):
+            raise _neither(model, path)
+        case, data = case_of_checkpoint(path, purpose, overrides, settings)
     return _followed(case, data) if purpose.samples else case
 
 
+def checkpoint_path(model: str) -> Path:
+    """The path `model`, or where the checkpoint that has this name on a hub lies, now fetched."""
+    name = _on_hub(model)
+    return fetched(name) if name else Path(model).expanduser()
+
+
+def _on_hub(model: str) -> HubName | None:
+    """What `model` says if it is to be looked up on a hub: a path that is there goes before."""
+    return None if Path(model).expanduser().exists() else hub_name(model)
+
+
 def _neither(model: str, path: Path) -> UserError:
-    """The error for what is neither a case nor a folder."""
+    """The error for `model`, at `path`, which is neither a case nor a checkpoint."""
     if path.suffix == SUFFIX:
         return UserError(f"{model}: there is no such file")
     if path.suffix == ".safetensors":
         return UserError(f"{model}: give the folder that it lies in, {path.parent}, which also has its config.json")
-    if HUB.fullmatch(model) and not path.parent.is_dir():
-        return UserError(
-            f"{model}: there is no such folder, and names on the Hugging Face hub are not fetched yet: "
-            f"`hf download {model} --local-dir {path.name}`, then give {path.name}"
-        )
     return no_case(model)
 
 

@@ -66,10 +66,13 @@ def whole_path(checkpoint: Path) -> Path:
 
 
 def name_of(checkpoint: Path) -> str:
-    """The name of its folder, or of its file without the number of a part."""
-    name = whole_path(checkpoint).name
-    found = SPLIT.fullmatch(name)
-    return found[1] if found else name.removesuffix(SUFFIX)
+    """The name of its folder, or of its file without the number of a part. In the hub's cache a folder's name is a
+    hash, and that of its model is above it."""
+    path = whole_path(checkpoint)
+    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+        return path.parents[1].name.rpartition("--")[2]
+    found = SPLIT.fullmatch(path.name)
+    return found[1] if found else path.name.removesuffix(SUFFIX)
 
 
 def read_index(folder: Path) -> Index:

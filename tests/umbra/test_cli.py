@@ -13,7 +13,8 @@ from umbra.cli import benchmarks
 from umbra.files import ROOT
 
 COMMANDS = [
-    "run", "chat", "serve", "init", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate", "logits", "bench",
+    "run", "chat", "serve", "pull", "init", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate", "logits",
+    "bench",
 ]  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def test_flags_of_other_engines_set_keys(monkeypatch: pytest.MonkeyPatch) -> Non
         ("serve demo --port abc", "serve_config.port: 'abc' is not an integer"),
         ("serve demo --max-model-len 1", "data_config.max_model_len: 1 must be at least 2"),
         ("run demo --port 3", "--set serve_config.port=VALUE"),
-        ("run Qwen/Qwen3-30B-A3B", "names on the Hugging Face hub are not fetched yet"),
+        ("serve demo --revision v1", "--revision: write MODEL@REVISION"),
         ("serve some.gguf", "some.gguf: there is no such file"),
         ("chat demo --model x", "give one of the two"),
         ("plan xyzzy", "no case 'xyzzy', and no folder of that name: give a case"),
