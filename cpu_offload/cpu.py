@@ -76,7 +76,7 @@ class CpuDevice(Device):
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, self.start, self.copier = memory, memory.data_ptr(), Copier()
-        self.streaming = Streaming(self.stream_tokens, self.layers[0].slot_bytes)
+        self.streaming = Streaming(self.stream_tokens, max(layer.slot_bytes for layer in self.layers))
         for layer in self.layers:
             layer.open(self.streaming, self.decode_tokens, note)
 

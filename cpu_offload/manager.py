@@ -11,7 +11,7 @@ steps read the tables at fixed addresses and stay valid."""
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -32,6 +32,7 @@ from ops.interface import ExpertKind
 from umbra.errors import UserError
 
 PATIENCE = 8  # consecutive steps with much free memory before experts return
+LEAST = 0.6  # of a slot that an expert takes, such as one of q4_k beside one with downs of q6_k
 LOW = 1  # frames kept free; few are enough, since an eviction is only a write to a table
 T = TypeVar("T")
 
@@ -45,13 +46,15 @@ class ShadowSettings:
     max_swaps: int  # most copies at one decision
 
 
-def the_one(sizes: set[T], start_layer: int) -> T:
-    """The only element of `sizes`. Slots are interchangeable, so experts of all layers with shadows have one size."""
-    if len(sizes) != 1:
+def largest_of(sizes: Mapping[T, int], start_layer: int) -> T:
+    """That of the largest size. Slots are interchangeable, so all have room for the largest expert of the layers with
+    shadows, whose experts may not differ much."""
+    largest = max(sizes.values(), default=0)
+    if not largest or min(sizes.values()) < LEAST * largest:
         raise UserError(
             f"offload_config.start_layer: {start_layer}: no layers with experts of one size and format from there on"
         )
-    return next(iter(sizes))
+    return max(sizes, key=sizes.__getitem__)
 
 
 def layer_number(path: str) -> int:
@@ -88,7 +91,8 @@ class ShadowExperts:
 
     @cached_property
     def slot_bytes(self) -> int:
-        return the_one({layer.slot_bytes for layer in self.layers}, self.settings.start_layer)
+        sizes = {layer.slot_bytes: layer.slot_bytes for layer in self.layers}
+        return largest_of(sizes, self.settings.start_layer)
 
     @property
     def most_slots(self) -> int:

@@ -26,7 +26,8 @@ class Streaming:
     """The ring and the copies into it, shared by all layers."""
 
     def __init__(self, tokens: int, block_bytes: int):
-        """Steps of `tokens` tokens or more are streamed; 0: no step is, and no ring is allocated."""
+        """Steps of `tokens` tokens or more are streamed; 0: no step is, and no ring is allocated. `block_bytes` are
+        those of the largest expert."""
         self.tokens = tokens
         blocks = RING if tokens > 0 else 0
         self._copier, self._buffer = Copier(), native.Buffer(bytes=max(blocks * block_bytes, 1), team=0)
@@ -54,7 +55,7 @@ class Streaming:
             resident_rows(job)
             if number + 2 < len(chunks):
                 tickets.append(self._fetch(store, number + 2, chunks[number + 2]))
-        return join(job, weights), len(missing) * self.ring.shape[1]
+        return join(job, weights), len(missing) * store.blocks.block_bytes
 
     def _blocks(self, number: int) -> Tensor:
         """The half of the ring that chunk `number` is copied to. (CHUNK, block bytes)"""
@@ -62,5 +63,5 @@ class Streaming:
 
     def _fetch(self, store: ExpertStore, number: int, chunk: list[int]) -> list[int]:
         """Begins the chunk's copies. -> their tickets"""
-        blocks = self._blocks(number)
+        blocks = self._blocks(number)[:, : store.blocks.block_bytes]
         return [self._copier.submit(blocks[i], store[expert]) for i, expert in enumerate(chunk)]

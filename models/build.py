@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ops.format import GROUP_SIZES, Format
+from ops.format import GROUP_SIZES, LARGEST_GROUP, Format
 from ops.interface import Exchange, ExpertKind, ExpertMatrices, Matrix, Ops, fixed
 from ops.parallel.groups import Parallel
 from umbra.errors import UserError
@@ -26,6 +28,7 @@ class Formats:
     # a path as they are, or None for a module that becomes `rest`.
     own: Callable[[str], Format | None] | None = None
     rest: Format | None = None  # beside `own`: the format of the other linear modules; None: `plain`
+    mixed: bool = False  # whether rows of a matrix, and the matrices of an expert, may be in several formats
 
 
 class MixtureExperts(ExpertMatrices, Protocol):
@@ -72,7 +75,10 @@ class Build:
         format = own.pop()
         if own or format is None:  # a matrix has one format
             return self.formats.rest or dataclasses.replace(self.formats.plain, tiled=True)
-        for group in reversed(GROUP_SIZES):  # part of a quantisation group is a smaller group with the same scale
+        for group in (
+            LARGEST_GROUP,
+            *reversed(GROUP_SIZES),
+        ):  # part of a quantisation group is a smaller group with the same scale
             if format.group % group == 0 and all(count // parts % group == 0 for count, parts in columns):
                 return dataclasses.replace(format, group=group)
         count, parts = next((count, parts) for count, parts in columns if count // parts % GROUP_SIZES[0])
@@ -82,8 +88,27 @@ class Build:
             f"multiple of {GROUP_SIZES[0]}: split them over {', '.join(map(str, fine)) or 'none, with method: none'}"
         )
 
+    def expert_format(self, wide: Sequence[str], tall: Sequence[str], *columns: tuple[int, int]) -> Format:
+        """The format of experts with the modules `wide`, their gates and ups, and `tall`, their downs, whose `columns`
+        are as of `linear`."""
+        if not self.formats.mixed:
+            return self.linear([*wide, *tall], *columns)
+        format, down = (self.linear(names, own) for names, own in zip((wide, tall), columns, strict=True))
+        return format if down == format else dataclasses.replace(format, down=down)
+
     def matrix(self, rows: int, columns: int, format: Format) -> Matrix:
         return self.ops.matrix(rows, columns, format, self.device)
+
+    def stack(self, modules: Sequence[tuple[str, int]], columns: int) -> Matrix:
+        """A matrix of linear modules, (name, rows) of each, one below the other."""
+        if not self.formats.mixed:
+            format = self.linear([name for name, _ in modules], (columns, 1))
+            return self.matrix(sum(rows for _, rows in modules), columns, format)
+        formats = [(rows, self.linear([name], (columns, 1))) for name, rows in modules]
+        runs = [(sum(rows for rows, _ in run), format) for format, run in groupby(formats, key=itemgetter(1))]
+        if runs[1:]:
+            return self.ops.stack(runs, columns, self.device)
+        return self.matrix(runs[0][0], columns, runs[0][1])
 
     def table(self, rows: int, columns: int) -> Tensor:
         """Allocates a table of which each token reads one row."""

@@ -5,7 +5,7 @@ The launcher reads GROUP_SIZES and must start quickly, so this file does not imp
 
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ops.words import Words
 
 GROUP_SIZES = (32, 64, 128)  # columns of a row that may share a scale: the sizes of a quantisation group
+LARGEST_GROUP = 256  # of formats with nested scales
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Format:
     eight bits with a float32 scale for every row, and a device with products of integers (Ascend) rounds its
     activations to eight bits with a scale for every token. GGUF's `q4_k`, `q5_k`, `q6_k` and `iq4` have scales of
     scales, for every `group` columns (`Nested`). With `tiled` the device may store a float matrix in its own tile order
-    (Ascend's FRACTAL_NZ)."""
+    (Ascend's FRACTAL_NZ). Of experts it is the format of all matrices, or beside `down` of gate and up."""
 
     kind: str
     group: int = 0
     zeros: bool = False
     tiled: bool = False
+    down: "Format | None" = None
 
     @property
     def quantised(self) -> bool:
@@ -41,7 +43,7 @@ F8 = Format("f8", group=128)
 LARGEST_F8 = 448.0
 MXFP4 = Format("mxfp4", group=32)
 W8A8 = Format("w8a8", group=128)
-NESTED = {kind: Format(kind, group=256) for kind in ("q4_k", "q5_k", "q6_k", "iq4")}
+NESTED = {kind: Format(kind, group=LARGEST_GROUP) for kind in ("q4_k", "q5_k", "q6_k", "iq4")}
 # The value of each code of four bits, and of iq4's.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -63,6 +65,11 @@ class Quantised:
     @property
     def group(self) -> int:
         return self.levels.shape[1] // self.scales.shape[1]
+
+    @property
+    def finite(self) -> bool:
+        """Whether no scale is NaN or infinite."""
+        return bool(self.scales.float().isfinite().all())
 
     @property
     def float8(self) -> bool:
@@ -137,6 +144,10 @@ class Nested(Quantised):
     def group(self) -> int:
         return self.levels.shape[1] // self.d.shape[1]
 
+    @property
+    def finite(self) -> bool:
+        return all(bool(x.isfinite().all()) for x in (self.d, self.dmin) if x is not None)
+
     def fits(self, format: Format) -> bool:
         return format.kind == self.kind and self.group % format.group == 0
 
@@ -176,13 +187,18 @@ class Nested(Quantised):
         )
 
 
+class Alternating(NamedTuple):
+    """A part (m, ...) that is stored in two: the rows 0, 2, 4 ... and the rows 1, 3, 5 ..."""
+
+    even: "Tensor | Quantised"
+    odd: "Tensor | Quantised"
+
+
 def every_other(part: "Tensor | Quantised") -> "tuple[Tensor | Quantised, Tensor | Quantised]":
     """The rows 0, 2, 4 ... and the rows 1, 3, 5 ... of `part` (m, ...), in its memory."""
-    if isinstance(part, Nested):
-        return part.rows(slice(0, None, 2)), part.rows(slice(1, None, 2))
     if not isinstance(part, Quantised):
         return part[::2], part[1::2]
-    if part.zeros is not None:
+    if part.zeros is not None or isinstance(part, Nested):
         raise AssertionError("alternating rows have no zero points")
     even, odd = (Quantised(part.bits, part.levels[first::2], part.scales[first::2], None) for first in (0, 1))
     return even, odd

@@ -138,6 +138,10 @@ class Ops(Protocol):
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
         """Allocates a matrix; its content is undefined until filled."""
 
+    def stack(self, parts: Sequence[tuple[int, Format]], columns: int, device: torch.device) -> Matrix:
+        """Allocates a matrix with rows in several formats, (rows, format) of each run of rows, which are filled one run
+        after another. Only for platforms that mix formats."""
+
     def expert_matrices(
         self,
         count: int,

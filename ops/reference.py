@@ -66,6 +66,12 @@ class DenseExperts:
 
 
 matrix = DenseMatrix
+
+
+def stack(parts: Sequence[tuple[int, Format]], columns: int, device: torch.device) -> DenseMatrix:
+    return DenseMatrix(sum(rows for rows, _ in parts), columns, parts[0][1], device)
+
+
 expert_matrices = DenseExperts
 
 

@@ -17,7 +17,7 @@ from executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
 from executor.checkpoint.gguf_files import open_files
 from executor.checkpoint.progress import loading_bar
 from models.layers.base import Piece, layers_of
-from ops.format import Quantised
+from ops.format import Alternating, Quantised
 from umbra.errors import UserError, listed
 
 SIGNS = {  # endings of tensor names that only one format uses
@@ -94,17 +94,24 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
     return sorted(module for module, piece in odd.items() if not piece.router or scheme.encoding(module))
 
 
-def _part(files: TensorFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
+def scales_are_finite(part: Tensor | Quantised, stored: Stored) -> bool:
+    if isinstance(part, Quantised):
+        return part.finite
+    return len(stored.tensors) == 1 or _finite(part)
+
+
+def _part(files: TensorFiles, stored: Stored, piece: Piece) -> Tensor | Quantised | Alternating:
     sizes = zip(piece.part, piece.shape, strict=True)
     part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
-    scaled = isinstance(part, Quantised) or len(stored.tensors) > 1
-    if scaled and not _finite(part.scales.float() if isinstance(part, Quantised) else part):
+    if not all(scales_are_finite(half, stored) for half in (part if isinstance(part, Alternating) else [part])):
         raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
     return part
 
 
-def _finite(part: Tensor | Quantised) -> bool:
+def _finite(part: Tensor | Quantised | Alternating) -> bool:
     """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
+    if isinstance(part, Alternating):
+        return all(map(_finite, part))
     if isinstance(part, Quantised):  # the scales were checked; of the levels, only floats can be strange
         return not part.float8 or bool((part.plain_levels.view(torch.uint8) & 0x7F != 0x7F).all())
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())

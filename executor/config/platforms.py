@@ -13,6 +13,7 @@ class PlatformEntry:
     expert_slot: str  # the function (inner, hidden, format, dtype) -> (bytes, alignment) of an expert's slot
     environment: str = ""  # the function that returns the environment variables of a rank, if there is one
     plugin: str = ""  # the package that brings the device to PyTorch
+    mixes: bool = False  # rows of a matrix, and an expert's matrices, may be in several formats
     is_host: bool = False  # the device is the CPU itself: one memory, one pool of threads
     keeps_packed: bool = False  # quantised weights are kept in `packed_cache/`
     plans_memory: bool = False  # `--plan` counts the memory of one rank against the device's
@@ -29,9 +30,10 @@ PLATFORMS = {
         "ops.cpu.layout:CpuLayout",
         ("eager", "graph"),
         page_size=16,
-        quantised=("q8", "q4", "f8", "mxfp4"),
+        quantised=("q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4"),
         expert_slot="cpu_offload.cpu:expert_slot",
         is_host=True,
+        mixes=True,
         keeps_packed=True,
     ),
     "ascend": PlatformEntry(

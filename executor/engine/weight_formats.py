@@ -20,8 +20,8 @@ from umbra.errors import UserError
 
 def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
     """The formats of the case's weights. If the case quantises, all linear layers and experts are quantised; the head
-    is quantised to 8 bits if `quantised_head`, and the router is not quantised. Beside a checkpoint's own quantisation
-    of experts alone, the head has the format of the other linear layers."""
+    is quantised to 8 bits if `quantised_head` and the checkpoint has it in floats, and the router is not quantised.
+    Beside a checkpoint's own quantisation of experts alone, the head has the format of the other linear layers."""
     plain, wanted = FORMATS[case.model_config.dtype], case.quantization
     rest = FORMATS.get(wanted.rest)
     tiled = dataclasses.replace(plain, tiled=True)
@@ -34,7 +34,9 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
 
     formats = [e.format for e in scheme.encodings if e.format and e.format.kind in kinds]
     if formats and wanted.method in ("auto", *(f.kind for f in formats)):
-        return Formats(plain, formats[0], (rest or tiled) if scheme.only_experts else head, own, rest)
+        head = own("lm_head") or head if quantised_head else head
+        mixed = PLATFORMS[case.platform].mixes
+        return Formats(plain, formats[0], (rest or tiled) if scheme.only_experts else head, own, rest, mixed)
     if rest:
         raise UserError(
             f"quantization.rest: {wanted.rest} is for what a checkpoint's own quantisation leaves in floats, but here "

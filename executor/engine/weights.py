@@ -19,6 +19,7 @@ ROUNDED_AGAIN = (
     "MXFP4 is rounded again, to 4-bit integers: each matrix of experts is off by 7 % of its norm, by 8 % with "
     "zero_points: true"
 )
+ROUNDED = "kept by no format, so rounded to 8 bits in groups of 32: each matrix is off by 0.5 % of its norm"
 
 
 def fill_weights(
@@ -46,5 +47,8 @@ def fill_weights(
     if others and (settings.method, settings.rest) == ("auto", "none") and "q8" in kinds:
         key = "rest" if len(others) < len(scheme.encodings) else "method"
         print(f"{', '.join(others)}: kept by no format, so in {dtype}; quantization.{key}: q8 takes half of that")
+    rounded = [e.title for e in scheme.encodings if not e.exact]
+    if rounded and settings.method in ("auto", "q8") and "q8" in kinds:
+        print(f"{', '.join(rounded)}: {ROUNDED}")
     if cache:
         cache.save()

@@ -156,7 +156,7 @@ def case_of_checkpoint(
             data["data_config"]["max_model_len"] = context
         return make_case(data, name_of(checkpoint), str(checkpoint), overrides, settings), data
 
-    case, data, counted, note = _fitting(folder, platform, made, positions, purpose.sequences)
+    case, data, counted, note = _fitting(folder, made, positions, purpose.sequences)
     print(f"{purpose.what} {checkpoint}: {case.model_name}, {_size(counted.weights)} of weights{note}")
     several = f"{case.data_config.batch_size} sequences" if case.data_config.batch_size > 1 else "one sequence"
     print(
@@ -186,7 +186,6 @@ class Counted:
 
 def _fitting(
     folder: Path,
-    platform: str,
     made: Callable[[dict[str, str], int, int], tuple[Case, dict[str, Any]]],
     positions: int,
     sequences: int,
@@ -198,8 +197,6 @@ def _fitting(
 
     formats = [encoding.format for encoding in read_scheme(folder).encodings]
     ways = [{"method": method} for method in (("auto",) if any(formats) else ("auto", "q8", "q4"))]
-    if any(formats) and not formats[0] and "q8" in PLATFORMS[platform].quantised:  # the most of it is not kept
-        ways.append({"method": "auto", "rest": "q8"})
     for way in ways:
         case, data = made(way, min(SHORTEST, positions), sequences)
         sketch = sketch_of(case)

@@ -3,7 +3,7 @@
 Sizes come from a model on PyTorch's meta device, so only the checkpoint's `config.json` is read.
 """
 
-from cpu_offload.manager import the_one
+from cpu_offload.manager import largest_of
 from cpu_offload.memory.arena import Arena, extent_of
 from cpu_offload.planner.choices import Split
 from cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, choose
@@ -55,7 +55,8 @@ def wanted_of(case: Case) -> Wanted:
 def sizes_of(case: Case) -> ShadowSizes:
     found = ShadowedLayers(case.offload_config.start_layer)
     sketch = sketch_of(case, found)
-    count, inner, hidden, format, kind = the_one(set(found.layers), found.start_layer)
+    sizes = {layer: ExpertBlocks(*layer[1:]).block_bytes for layer in found.layers}
+    count, inner, hidden, format, kind = largest_of(sizes, found.start_layer)
     blocks = ExpertBlocks(inner, hidden, format, kind)
     config = sketch.config
     # This rank has `count` of a layer's experts, and so on average the same share of the experts of a token.

@@ -13,7 +13,7 @@ from models.build import Build
 from models.layers.base import ALL, Layer, Piece
 from models.layers.mlp import GatedMLP
 from models.layers.router import Router
-from ops.format import Quantised, every_other
+from ops.format import Alternating, Quantised, every_other, floats
 from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Routed, Scores, Slots, fixed
 from ops.parallel.placement import Held, first_placement, slots_for
 
@@ -55,8 +55,10 @@ class Experts(Layer):
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
         self.first = self.here.start if self.ep.size > 1 else None
-        modules = list(names) if self.fused else [f"{expert}.{name}" for expert in range(experts) for name in names]
-        format = build.at("experts").linear(modules, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
+        prefixes = [""] if self.fused else [f"{expert}." for expert in range(experts)]
+        wide, tall = ([at + name for at in prefixes for name in part] for part in (names[:-1], names[-1:]))
+        columns = (hidden, 1), (intermediate, build.parallel.moe_tp.size)
+        format = build.at("experts").expert_format(wide, tall, *columns)
         sizes = inner, hidden, format
         self.shadowed = build.shadows.experts(build.path, self.here, *sizes, kind) if build.shadows else None
         self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device, kind)
@@ -126,17 +128,16 @@ class Experts(Layer):
         inner, hidden, experts = self.intermediate, self.hidden, self.experts
         pairs = slice(2 * self.part.start, 2 * self.part.stop)
 
-        def fill(slot: int, part: Tensor | Quantised) -> bool:
-            gate, up = every_other(rows_of_one(part))
-            finite = [self.weights.fill(slot, which, rows) for which, rows in (("gate", gate), ("up", up))]
-            return False not in finite
+        def fill(slot: int, part: Tensor | Quantised | Alternating) -> bool:
+            halves = zip(("gate", "up"), halves_of(part), strict=True)
+            return False not in [self.weights.fill(slot, which, half) for which, half in halves]
 
         def fill_down(slot: int, part: Tensor | Quantised) -> bool | None:
-            return self.weights.fill(slot, "down", rows_of_one(part))
+            return self.weights.fill(slot, "down", of_one(part))
 
-        def fill_bias(slot: int, part: Tensor) -> None:
-            self.weights.fill_bias(slot, "gate", part[0, ::2])
-            self.weights.fill_bias(slot, "up", part[0, 1::2])
+        def fill_bias(slot: int, part: Tensor | Alternating) -> None:
+            for which, half in zip(("gate", "up"), halves_of(part), strict=True):
+                self.weights.fill_bias(slot, which, floats(half))
 
         def fill_last(slot: int, part: Tensor) -> None:
             self.weights.fill_bias(slot, "down", part[0])
@@ -160,9 +161,16 @@ class Experts(Layer):
                     yield Piece(name, shape, linear=linear, by_input=linear)
 
 
-def rows_of_one(part: Tensor | Quantised) -> Tensor | Quantised:
-    """The matrix (m, K) of an expert that was read as (1, m, K)."""
-    return part if isinstance(part, Quantised) else part.flatten(0, 1)
+def halves_of(part: Tensor | Quantised | Alternating) -> tuple[Tensor | Quantised, Tensor | Quantised]:
+    """The gates and ups of an expert that were read as (1, m, ...)."""
+    if isinstance(part, Alternating):
+        return of_one(part.even), of_one(part.odd)
+    return every_other(of_one(part))
+
+
+def of_one(part: Tensor | Quantised) -> Tensor | Quantised:
+    """The matrix (m, K) of an expert that was read as (1, m, K), or as (m, K) if it is quantised."""
+    return part if isinstance(part, Quantised) else part[0]
 
 
 def chosen(routed: Routed) -> tuple[Tensor, Tensor]:

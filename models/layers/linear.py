@@ -43,7 +43,7 @@ class MergedLinear(Layer):
         super().__init__()
         self.ops, self.parallel, self.sources = build.ops, build.parallel, sources
         outputs = sum(s.kept for s in sources)
-        self.weight = build.matrix(outputs, inputs, build.linear([source.name for source in sources], (inputs, 1)))
+        self.weight = build.stack([(source.name, source.kept) for source in sources], inputs)
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
         self.nbytes = nbytes_of(self.weight, self.bias)

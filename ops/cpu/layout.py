@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ops import reference
-from ops.cpu.matrix import NativeExperts, NativeMatrix, fill_table
+from ops.cpu.matrix import NativeExperts, NativeMatrix, NativeStack, fill_table
 from ops.cpu.memory import table
 
 
@@ -17,6 +17,7 @@ def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: to
 class CpuLayout:
     vector_type, paging = staticmethod(reference.vector_type), staticmethod(reference.paging)
     matrix = NativeMatrix
+    stack = NativeStack
     expert_matrices = NativeExperts
     table, fill_table = staticmethod(table), staticmethod(fill_table)
 

@@ -220,9 +220,29 @@ class NativeMatrix:
         self.packed = PackedMatrices(1, rows, columns, format, device)
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
         self.quantised = format.quantised and format.kind != "f8"  # whether its products quantise activations
+        self.parts = [self]
 
     def fill(self, row: int, part: Tensor | Quantised) -> bool:
         return self.packed.fill(0, row, part)
+
+
+class NativeStack:
+    """A matrix whose rows are those of `parts`, (rows, format) of each, one below the other."""
+
+    def __init__(self, parts: Sequence[tuple[int, Format]], columns: int, device: torch.device):
+        self.parts = [NativeMatrix(rows, columns, format, device) for rows, format in parts]
+        self.rows, self.columns = sum(part.rows for part in self.parts), columns
+        self.nbytes = sum(part.nbytes for part in self.parts)
+        self.storages = [storage for part in self.parts for storage in part.storages]
+        self.quantised = any(part.quantised for part in self.parts)
+
+    def fill(self, row: int, part: Tensor | Quantised) -> bool:
+        """Writes rows of one of the parts."""
+        for matrix in self.parts:
+            if row < matrix.rows:
+                return matrix.fill(row, part)
+            row -= matrix.rows
+        raise AssertionError(f"row {row} below {self.rows} rows")
 
 
 class NativeExperts:
@@ -238,13 +258,14 @@ class NativeExperts:
         device: torch.device,
         kind: ExpertKind = SILU_EXPERTS,
     ):
-        if format.group and inner % format.group:
+        down = format.down or format
+        if down.group and inner % down.group:
             raise UserError(
-                f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {format.group}"
+                f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {down.group}"
             )
         self.count, self.hidden, self.inner, self.kind = count, hidden, padded(inner, BLOCK), kind
         self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format, device, 2 * BLOCK, kind.biased)
-        self.w2 = PackedMatrices(count, hidden, self.inner, format, device, biased=kind.biased)
+        self.w2 = PackedMatrices(count, hidden, self.inner, down, device, biased=kind.biased)
         self.nbytes = self.w13.nbytes + self.w2.nbytes
         self.storages = self.w13.storages + self.w2.storages
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ops import composed, reference
 from ops.cpu.engine import TYPES, native, pointer
 from ops.cpu.layout import cache_shape
-from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops.cpu.matrix import NativeExperts, NativeMatrix, NativeStack
 from ops.cpu.matrix import fill_table as fill_table
 from ops.cpu.memory import table as table
 from ops.cpu.memory import zeros
@@ -27,6 +27,7 @@ from umbra.errors import UserError
 
 vector_type, paging = reference.vector_type, reference.paging
 matrix = NativeMatrix
+stack = NativeStack
 expert_matrices = NativeExperts
 INT = torch.int64
 P = ParamSpec("P")
@@ -58,18 +59,16 @@ def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
 
 
 @traced
-def linear(x: Tensor, weight: NativeMatrix, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: NativeMatrix | NativeStack, bias: Tensor | None) -> Tensor:
     out = torch.empty(len(x), weight.rows)
     scratch = torch.empty(native.linear_scratch(len(x), weight.columns) if weight.quantised else 64, dtype=torch.uint8)
-    native.linear(
-        weight.packed.handle,
-        pointer(x),
-        pointer(bias),
-        pointer(out),
-        pointer(scratch, torch.uint8),
-        len(x),
-        weight.rows,
-    )
+    row = 0
+    for part in weight.parts:
+        native.linear(
+            part.packed.handle, pointer(x), pointer(bias) + 4 * row if bias is not None else 0, pointer(out) + 4 * row,
+            pointer(scratch, torch.uint8), len(x), part.rows, weight.rows,
+        )  # fmt: skip
+        row += part.rows
     return out
 
 

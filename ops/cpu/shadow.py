@@ -39,11 +39,12 @@ class ExpertBlocks:
     bytes."""
 
     def __init__(self, inner: int, hidden: int, format: Format, kind: ExpertKind = SILU_EXPERTS):
-        for columns in (hidden, inner):
-            if format.group and columns % format.group:
+        self.formats = {"w13": format, "w2": format.down or format}
+        for columns, each in zip((hidden, inner), self.formats.values(), strict=True):
+            if each.group and columns % each.group:
                 where = f"an expert's {columns} columns"
-                raise UserError(f"quantization: {where} cannot be cut into groups of {format.group}")
-        self.inner, self.hidden, self.format, self.kind = padded(inner, BLOCK), hidden, format, kind
+                raise UserError(f"quantization: {where} cannot be cut into groups of {each.group}")
+        self.inner, self.hidden, self.kind = padded(inner, BLOCK), hidden, kind
         self.shapes = {"w13": (2 * self.inner, hidden), "w2": (padded(hidden, ROWS), self.inner)}
         sizes = [size for name in self.shapes for size in self.planes(name, self.shapes[name][0])]
         starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]
@@ -53,7 +54,7 @@ class ExpertBlocks:
 
     def planes(self, name: str, rows: int) -> list[int]:
         """Sizes of the planes of so many rows of w13 or w2."""
-        return plane_bytes(rows, self.shapes[name][1], self.format, self.kind.biased)
+        return plane_bytes(rows, self.shapes[name][1], self.formats[name], self.kind.biased)
 
     def fill(self, address: int, which: str, part: Tensor | Quantised) -> bool:
         """Writes all of "gate", "up" or "down" into the block at `address`, which must be zeroed memory."""
@@ -71,7 +72,8 @@ class ExpertBlocks:
 
     def _view(self, address: int, which: str) -> tuple[MatrixView, int, int]:
         name, row, step = self.rows_of(which)
-        view = MatrixView(self._split(name, [0, self.shapes[name][0]], address), self.format, self.shapes[name][1])
+        split = self._split(name, [0, self.shapes[name][0]], address)
+        view = MatrixView(split, self.formats[name], self.shapes[name][1])
         return view, row, step
 
     def handles(self, split: Callable[[int], list[int]]) -> "tuple[SplitMatrix, SplitMatrix]":
@@ -93,7 +95,7 @@ class ExpertBlocks:
     def matrix(self, name: str, ranges: list[tuple[int, int]], starts: list[list[int]]) -> "SplitMatrix":
         """w13 or w2 by row ranges (first, end) whose planes begin at `starts`: addresses, or offsets from an address,
         which may be negative."""
-        columns, parts = self.shapes[name][1], []
+        columns, format, parts = self.shapes[name][1], self.formats[name], []
         absent = [not size for size in self.planes(name, ROWS)]
         for (first, end), planes in zip(ranges, starts, strict=True):
             quants, scales, zeros, bias = (
@@ -101,7 +103,7 @@ class ExpertBlocks:
             )
             parts.append(
                 native.Matrix(
-                    format=CODES[self.format.kind], n=end - first, k=columns, group=self.format.group, quants=quants,
+                    format=CODES[format.kind], n=end - first, k=columns, group=format.group, quants=quants,
                     scales=scales, zeros=zeros, bias=bias,
                 )
             )  # fmt: skip

@@ -78,7 +78,7 @@ class ExpertStore:
         """Writes all of "gate", "up" or "down" of an expert."""
         name, row, step = self.blocks.rows_of(which)
         handle = self._matrix(name, int(self.addresses[expert]))
-        return MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
+        return MatrixView(handle, self.blocks.formats[name], self.blocks.shapes[name][1]).fill(0, row, part, step)
 
     def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
         """Writes all of the bias of "gate", "up" or "down" of an expert."""

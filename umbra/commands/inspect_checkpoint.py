@@ -37,7 +37,15 @@ from ops.format import Format
 from umbra.errors import UserError, listed
 from umbra.files import write_json
 
-NONE = {"encoding": "none", "bits": 0, "group_size": 0, "zero_points": False, "modules": 0, "kept_by": []}
+NONE = {
+    "encoding": "none",
+    "bits": 0,
+    "group_size": 0,
+    "zero_points": False,
+    "modules": 0,
+    "kept_by": [],
+    "exact": True,
+}
 IGNORED, UNKNOWN = "ignored", "unknown"
 COMPONENTS = ("embedding", "attention", "router", "experts", "dense MLP", "norms", "head", IGNORED, UNKNOWN)
 
@@ -150,6 +158,7 @@ def encodings_of(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[dict[st
         {
             "encoding": e.title, "bits": e.bits, "group_size": e.group, "zero_points": e.zeros, "modules": counts[e],
             "kept_by": [name for name, p in PLATFORMS.items() if e.format and e.format.kind in p.quantised],
+            "exact": e.exact,
         }
         for e in used
     ]  # fmt: skip
@@ -205,7 +214,8 @@ def print_quantization(found: dict[str, Any]) -> None:
     if not found["bits"]:
         return
     for e in (found, *found["mixed_with"]):
-        kept = f"kept as they are on {', '.join(e['kept_by'])}" if e["kept_by"] else "read as floats on every platform"
+        how = "kept as they are" if e["exact"] else "rounded to 8 bits"
+        kept = f"{how} on {', '.join(e['kept_by'])}" if e["kept_by"] else "read as floats on every platform"
         print(f"  {e['modules']:,} modules in {e['encoding']}: {kept}")
     for group in found["excluded"]:
         count, some = len(group["modules"]), len(group["modules"]) < group["of"]

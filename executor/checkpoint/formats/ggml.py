@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from models.gguf.types import FLOATS
-from ops.format import FORMATS, MXFP4, Format, Quantised
+from ops.format import FORMATS, MXFP4, NESTED, Format, Nested, Quantised
 
 # The types whose blocks become levels of a format bit for bit, and the format.
 KEPT: dict[str, Format] = {
     "Q8_0": FORMATS["q8"],
-    "Q5_0": FORMATS["q8"],
-    "IQ4_NL": FORMATS["q8"],
     "Q4_0": FORMATS["q4"],
     "MXFP4": MXFP4,
+    "Q4_1": Format("q4_k", 32),
+    "Q5_0": Format("q5_k", 32),
+    "Q5_1": Format("q5_k", 32),
+    "IQ4_NL": Format("iq4", 32),
+    "Q4_K": NESTED["q4_k"],
+    "Q5_K": NESTED["q5_k"],
+    "Q6_K": NESTED["q6_k"],
+    "IQ4_XS": NESTED["iq4"],
 }
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+ROUNDED: dict[str, Format] = {"Q2_K": FORMATS["q8"], "Q3_K": FORMATS["q8"]}
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -34,27 +40,77 @@ def values_of(kind: str, blocks: Tensor) -> Tensor | Quantised:
 
 def quantised(kind: str, blocks: Tensor) -> Quantised:
     """Rows of one of the KEPT types."""
-    if kind == "MXFP4":  # its table is doubled, and its exponent one less
-        return Quantised(4, _nibbles(blocks[..., 1:]).flatten(1), _exponents(blocks[..., 0]), None)
-    scales = _half(blocks, 0)[..., 0]
-    if kind == "Q4_0":
-        return Quantised(4, _nibbles(blocks[..., 2:]).flatten(1), scales, None)
-    if kind == "Q8_0":
-        levels = blocks[..., 2:].contiguous().view(torch.int8)
-    elif kind == "Q5_0":
-        levels = (_fives(blocks[..., 2:]) - 16).view(torch.int8)
-    else:
-        levels = torch.tensor(IQ4, dtype=torch.int8)[_nibbles(blocks[..., 2:]).int()]
-    return Quantised(8, levels.flatten(1), scales, None)
+    return LEVELS[kind](blocks)
 
 
-def _exponents(bytes_: Tensor) -> Tensor:
-    return bytes_.contiguous().view(torch.float8_e8m0fnu)
+def _q4_0(blocks: Tensor) -> Quantised:
+    return Quantised(4, _row(_nibbles(blocks[..., 2:])), _half(blocks, 0), None)
+
+
+def _q8_0(blocks: Tensor) -> Quantised:
+    return Quantised(8, _row(blocks[..., 2:]).contiguous().view(torch.int8), _half(blocks, 0), None)
+
+
+def _mxfp4(blocks: Tensor) -> Quantised:  # its table is doubled, and its exponent one less
+    return Quantised(4, _row(_nibbles(blocks[..., 1:])), blocks[..., 0].contiguous().view(torch.float8_e8m0fnu), None)
+
+
+def _iq4_nl(blocks: Tensor) -> Nested:
+    d = _half(blocks, 0)
+    return Nested(4, _row(_nibbles(blocks[..., 2:])), torch.ones_like(d, dtype=torch.int8), None, d)
+
+
+def _q5_0(blocks: Tensor) -> Nested:
+    d = _half(blocks, 0)
+    ones = torch.ones_like(d, dtype=torch.uint8)
+    return Nested(5, _row(_fives(blocks[..., 2:])), ones, 16 * ones, d, d)
+
+
+def _with_minimum(blocks: Tensor) -> Nested:
+    """Q4_1 and Q5_1: d, m, then levels."""
+    bits = 4 if blocks.shape[-1] == 20 else 5
+    levels = (_nibbles if bits == 4 else _fives)(blocks[..., 4:])
+    d, m = _half(blocks, 0), _half(blocks, 2)
+    ones = torch.ones_like(d, dtype=torch.uint8)
+    return Nested(bits, _row(levels), ones, ones, d, -m)
+
+
+def _q4_k(blocks: Tensor) -> Nested:
+    return _with_minimums(4, blocks, _pieces(blocks[..., 16:], 32, 4))
+
+
+def _q5_k(blocks: Tensor) -> Nested:
+    return _with_minimums(5, blocks, _pieces(blocks[..., 48:], 32, 4) | _pieces(blocks[..., 16:48], 32, 1) << 4)
+
+
+def _with_minimums(bits: int, blocks: Tensor, levels: Tensor) -> Nested:
+    """Eight scales and minimums of six bits each are packed into 12 bytes."""
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], -1)
+    minimums = torch.cat([second & 63, third >> 4 | second >> 2 & 48], -1)
+    return Nested(bits, _row(levels), _row(scales), _row(minimums), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q6_k(blocks: Tensor) -> Nested:
+    levels = _pieces(blocks[..., :128], 64, 4) | _pieces(blocks[..., 128:192], 32, 2) << 4
+    return Nested(6, _row(levels), _row(blocks[..., 192:208]).contiguous().view(torch.int8), None, _half(blocks, 208))
+
+
+def _iq4_xs(blocks: Tensor) -> Nested:
+    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
+    high = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)).flatten(-2) & 3
+    scales = (low | high << 4).view(torch.int8) - 32
+    return Nested(4, _row(_pieces(blocks[..., 8:], 16, 4)), _row(scales), None, _half(blocks, 0))
+
+
+def _row(x: Tensor) -> Tensor:
+    """Of a row's blocks side by side."""
+    return x.flatten(1)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at the byte `at` of each block: (rows, blocks, 1)"""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16)
+    """The float16 at the byte `at` of each block: (rows, blocks)"""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
@@ -84,62 +140,24 @@ def _grouped(levels: Tensor, columns: int) -> Tensor:
     return levels.float().unflatten(-1, (-1, columns))
 
 
-def _with_minimum(blocks: Tensor) -> Tensor:
-    """Q4_1 and Q5_1: d, m, then levels."""
-    levels = _nibbles(blocks[..., 4:]) if blocks.shape[-1] == 20 else _fives(blocks[..., 4:])
-    return _half(blocks, 0).float() * levels.float() + _half(blocks, 2).float()
-
-
-def _scales_and_minimums(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight of six bits each, from 12 bytes."""
-    first, second, third = packed.unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], -1)
-    return scales.float(), torch.cat([second & 63, third >> 4 | second >> 2 & 48], -1).float()
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _with_minimums(blocks, _pieces(blocks[..., 16:], 32, 4))
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    return _with_minimums(blocks, _pieces(blocks[..., 48:], 32, 4) | _pieces(blocks[..., 16:48], 32, 1) << 4)
-
-
-def _with_minimums(blocks: Tensor, levels: Tensor) -> Tensor:
-    scales, minimums = _scales_and_minimums(blocks[..., 4:16])
-    scales, minimums = _half(blocks, 0).float() * scales, _half(blocks, 2).float() * minimums
-    return _grouped(levels, 32).mul_(scales[..., None]).sub_(minimums[..., None]).flatten(-2)
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    levels = _pieces(blocks[..., :128], 64, 4) | _pieces(blocks[..., 128:192], 32, 2) << 4
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208).float()
-    return _grouped(levels, 16).sub_(32).mul_(scales[..., None]).flatten(-2)
-
-
 def _q3_k(blocks: Tensor) -> Tensor:
     levels = _pieces(blocks[..., 32:96], 32, 2).float() - (4 - 4 * _pieces(blocks[..., :32], 32, 1).float())
     packed = blocks[..., 96:108]
     scales = (_pieces(packed[..., :8], 8, 4) | _pieces(packed[..., 8:], 4, 2) << 4).float() - 32
-    return ((_half(blocks, 108).float() * scales)[..., None] * _grouped(levels, 16)).flatten(-2)
+    return ((_half(blocks, 108)[..., None].float() * scales)[..., None] * _grouped(levels, 16)).flatten(-2)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
     scales, minimums = (blocks[..., :16] & 15).float(), (blocks[..., :16] >> 4).float()
-    scales, minimums = _half(blocks, 80).float() * scales, _half(blocks, 82).float() * minimums
+    scales, minimums = (
+        _half(blocks, at)[..., None].float() * sixteenth for at, sixteenth in ((80, scales), (82, minimums))
+    )
     levels = _grouped(_pieces(blocks[..., 16:80], 32, 2), 16)
     return levels.mul_(scales[..., None]).sub_(minimums[..., None]).flatten(-2)
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
-    high = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)).flatten(-2) & 3
-    scales = _half(blocks, 0).float() * ((low | high << 4).float() - 32)
-    levels = torch.tensor(IQ4, dtype=torch.float32)[_pieces(blocks[..., 8:], 16, 4).int()]
-    return (scales[..., None] * _grouped(levels, 32)).flatten(-2)
-
-
-DEQUANTISED: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_1": _with_minimum, "Q5_1": _with_minimum, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q3_K": _q3_k,
-    "Q2_K": _q2_k, "IQ4_XS": _iq4_xs,
+LEVELS: dict[str, Callable[[Tensor], Quantised]] = {
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "MXFP4": _mxfp4, "Q4_1": _with_minimum, "Q5_0": _q5_0, "Q5_1": _with_minimum,
+    "IQ4_NL": _iq4_nl, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
 }  # fmt: skip
+DEQUANTISED: dict[str, Callable[[Tensor], Tensor]] = {"Q3_K": _q3_k, "Q2_K": _q2_k}

@@ -1,17 +1,18 @@
 """A checkpoint in GGUF files, whose tensors each have a type of their own."""
 
 from collections import Counter
+from functools import partial
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.ggml import KEPT, values_of
+from executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
 from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
 from models.gguf.folder import Index
 from models.gguf.types import BY_NAME, FLOATS
-from ops.format import Quantised, floats
+from ops.format import Alternating, Nested, Quantised, floats
 
+BLOCK = 32  # columns that a rank's part of a row with nested scales is a multiple of
 PAIRS, APART = "gate_up_proj", ("gate_proj", "up_proj")  # all gates and ups, whose rows alternate, in two tensors here
 
 
@@ -22,7 +23,8 @@ class Blocks(Encoding):
 
     def __init__(self, kind: str):
         _, columns, nbytes = BY_NAME[kind]
-        self.title, self.format, self.bits, self.group = kind, KEPT.get(kind), 8 * nbytes // columns, columns
+        self.title, self.bits, self.group = kind, 8 * nbytes // columns, columns
+        self.exact, self.format = kind in KEPT, (KEPT | ROUNDED)[kind]
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         return in_blocks(f"{module}.weight", (rows, columns), self.title)
@@ -55,58 +57,51 @@ class GgufScheme(Scheme):
 
     def weight(self, name: str, shape: tuple[int, ...], linear: bool) -> Stored | None:
         if apart := self._apart(name):
-            half = shape[0], shape[1] // 2, *shape[2:]
-            stored = _alternating(*(in_blocks(name, half, self._kind(name) or "") for name in apart))
-        elif kind := self._kind(name):
-            stored = in_blocks(name, shape, kind)
-        else:
+            gate, up = (self._kind(half) or "" for half in apart)
+            return alternating(*apart, shape, (gate, up), linear)
+        if not (kind := self._kind(name)):
             return None
-        return stored if linear else Stored(stored.tensors, lambda *part: floats(stored.read(*part)))
+        stored = in_blocks(name, shape, kind)
+        return stored if linear else Stored(stored.tensors, lambda *part: floats(part_of(name, kind, *part)))
 
     def _kind(self, name: str) -> str | None:
         view = self.index.views.get(name)
         return self.index.tensors[view.tensor].kind if view else None
 
-    def _apart(self, name: str) -> tuple[str, ...] | None:
+    def _apart(self, name: str) -> tuple[str, str] | None:
         """The names of the tensors of gates and of ups, if the weight `name` has both."""
-        found = tuple(name.replace(PAIRS, half) for half in APART)
+        found = name.replace(PAIRS, APART[0]), name.replace(PAIRS, APART[1])
         return found if PAIRS in name and all(half in self.index.views for half in found) else None
 
 
 def in_blocks(name: str, shape: tuple[int, ...], kind: str) -> Stored:
     """A weight of any shape, each of whose rows is so many blocks."""
-    block = BY_NAME[kind].columns
-
-    def read(fetch: Fetch, *part: slice) -> Tensor | Quantised:
-        columns = part[-1]
-        first = columns.start // block * block
-        values = values_of(kind, fetch(name, *part).flatten(0, -3))
-        if isinstance(values, Quantised):
-            if (first, columns.stop - first) == (columns.start, values.levels.shape[1]):
-                return values
-            values = values.floats()
-        values = values[:, columns.start - first : columns.stop - first]
-        return values.reshape([cut.stop - cut.start for cut in part])
-
-    return Stored({name: Needed(shape, (kind,))}, read)
+    return Stored({name: Needed(shape, (kind,))}, partial(part_of, name, kind))
 
 
-def _alternating(gates: Stored, ups: Stored) -> Stored:
-    """A weight (experts, rows, ...), whose rows 0, 2, 4 ... are `gates` and 1, 3, 5 ... are `ups`."""
+def part_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quantised:
+    block, columns = BY_NAME[kind].columns, part[-1]
+    start = columns.start // block * block
+    first, end = columns.start - start, columns.stop - start
+    values = values_of(kind, fetch(name, *part).flatten(0, -3))
+    if isinstance(values, Quantised):
+        if (first, end) == (0, values.levels.shape[1]):
+            return values
+        if isinstance(values, Nested) and first % BLOCK == end % BLOCK == 0:
+            return values.columns(first, end)
+        values = values.floats()
+    return values[:, first:end].reshape([cut.stop - cut.start for cut in part])
 
-    def read(fetch: Fetch, one: slice, pairs: slice, *rest: slice) -> Tensor | Quantised:
+
+def alternating(gates: str, ups: str, shape: tuple[int, ...], kinds: tuple[str, str], linear: bool) -> Stored:
+    """A weight (experts, rows, ...), whose rows 0, 2, 4 ... are the tensor `gates` and 1, 3, 5 ... are `ups`."""
+
+    def read(fetch: Fetch, one: slice, pairs: slice, *rest: slice) -> Alternating:
         half = slice(pairs.start // 2, pairs.stop // 2)
-        gate, up = (stored.read(fetch, one, half, *rest) for stored in (gates, ups))
-        if isinstance(gate, Quantised) and isinstance(up, Quantised) and _alike(gate, up):
-            levels = torch.stack([gate.plain_levels, up.plain_levels], 1).flatten(0, 1)
-            scales = torch.stack([part.scales.view(torch.uint8) for part in (gate, up)], 1).flatten(0, 1)
-            return Quantised(gate.bits, levels, scales.view(gate.scales.dtype), None)
-        experts = one.stop - one.start
-        gate, up = (floats(part).reshape(experts, half.stop - half.start, -1) for part in (gate, up))
-        return torch.stack([gate, up], 2).reshape([cut.stop - cut.start for cut in (one, pairs, *rest)])
+        even, odd = (
+            part_of(name, kind, fetch, one, half, *rest) for name, kind in zip((gates, ups), kinds, strict=True)
+        )
+        return Alternating(even, odd) if linear else Alternating(floats(even), floats(odd))
 
-    return Stored(gates.tensors | ups.tensors, read)
-
-
-def _alike(one: Quantised, other: Quantised) -> bool:
-    return (one.bits, one.scales.dtype, one.group) == (other.bits, other.scales.dtype, other.group)
+    half = shape[0], shape[1] // 2, *shape[2:]
+    return Stored({name: Needed(half, (kind,)) for name, kind in zip((gates, ups), kinds, strict=True)}, read)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ops.format import GROUP_SIZES, Format, Quantised
+from ops.format import GROUP_SIZES, Alternating, Format, Quantised
 from umbra.errors import UserError
 
 FLOATS = ("BF16", "F16", "F32")
@@ -39,7 +39,7 @@ class Stored:
     """The storage of one weight of the model in the checkpoint: `read(fetch, *part)` returns a part of the weight."""
 
     tensors: dict[str, Needed]
-    read: Callable[..., Tensor | Quantised] = field(repr=False)
+    read: Callable[..., Tensor | Quantised | Alternating] = field(repr=False)
 
 
 def plain(name: str, shape: tuple[int, ...]) -> Stored:
@@ -67,7 +67,8 @@ class Encoding(ABC):
     """One way to store the weights of quantised modules."""
 
     title: str  # its name in messages
-    format: Format | None  # the format that keeps the weights bit for bit; None: there is none, they become floats
+    format: Format | None  # the format that the weights are kept in; None: there is none, they become floats
+    exact = True  # whether `format` keeps them bit for bit
     bits: int  # bits of a weight
     group: int  # columns that share a scale; -1: all of a row
     zeros: bool  # whether it has zero points

@@ -273,7 +273,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, model: Path, oss: Path, format: 
 
 
 def test_ranks_that_would_cut_a_block_are_refused(oss: Path) -> None:
-    with pytest.raises(UserError, match=r"experts\.gate_up_proj: 128 quantised columns over 8 ranks are 16 on each"):
+    with pytest.raises(UserError, match=r"experts\.down_proj: 128 quantised columns over 8 ranks are 16 on each"):
         built(oss, world_size=8, parallel_config={"moe_tp_size": 8})
 
 

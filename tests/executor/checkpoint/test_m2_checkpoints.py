@@ -60,12 +60,15 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
 
 
 def kinds(model: nn.Module) -> list[tuple[str, str, str]]:
-    """The kinds of formats that each layer's experts, o_proj and merged q, k and v are kept in."""
+    """The kinds of formats that each layer's experts, o_proj and q, k and v are kept in."""
     found: dict[str, Any] = dict(layers_of(model))
     return [
         (
             found[f"model.layers.{i}.block_sparse_moe.experts"].weights.w13.format.kind,
-            *(found[f"model.layers.{i}.self_attn.{name}"].weight.packed.format.kind for name in ("o_proj", "qkv_proj")),
+            *(
+                "+".join(part.packed.format.kind for part in found[f"model.layers.{i}.self_attn.{name}"].weight.parts)
+                for name in ("o_proj", "qkv_proj")
+            ),
         )
         for i in range(2)
     ]
@@ -104,7 +107,7 @@ Q4, F8, F32 = "q4", "f8", "float32"
         ("mratsim FP8 and INT4", [(Q4, F8, F8)] * 2),
         ("QuantTrio M2.5", [(F32, F32, F32), (Q4, F32, F32)]),
         ("last layer's experts in floats", [(Q4, F32, F32), (F32, F32, F32)]),
-        ("AWQ of one value matrix", [(Q4, F32, F32)] * 2),
+        ("AWQ of one value matrix", [(Q4, F32, "float32+q4")] * 2),
     ],
 )
 def test_what_is_kept_is_decided_by_layer_and_module(

@@ -160,6 +160,18 @@ def test_scales_of_scales(kind: str) -> None:
         assert ((cpu.moe(x, weights, ids, packed, 0) - expected).abs() <= 0.12 * expected.std()).all()
 
 
+def test_rows_in_several_formats() -> None:
+    stack = cpu.stack([(37, NESTED["q4_k"]), (20, FORMATS["float32"]), (8, FORMATS["q8"])], 512, CPU)
+    for row, part in ((0, nested("q4_k", 30, 512)), (37, torch.randn(20, 512)), (57, torch.randn(8, 512))):
+        stack.fill(row, part)
+    stack.fill(30, nested("q4_k", 7, 512))
+    bias = torch.randn(65)
+    for tokens in (1, 9, 70):
+        x = torch.randn(tokens, 512)
+        apart = [cpu.linear(x, part, own) for part, own in zip(stack.parts, bias.split([37, 20, 8]), strict=True)]
+        assert torch.equal(cpu.linear(x, stack, bias), torch.cat(apart, 1))
+
+
 def experts_of(
     format: Format, count: int, inner: int, hidden: int, kind: ExpertKind = SILU_EXPERTS
 ) -> tuple[NativeExperts, DenseExperts]:

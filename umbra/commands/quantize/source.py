@@ -16,7 +16,7 @@ from executor.checkpoint.load import problems_of, stored_as, wanted_by
 from models.build import Build, Formats
 from models.registry import family_in, model_class, read_config
 from ops import load_ops
-from ops.format import FORMATS, floats
+from ops.format import FORMATS, Alternating, floats
 from ops.parallel.groups import Parallel
 from umbra.commands.quantize.glm4_moe import Glm4MoeLayer
 from umbra.commands.quantize.layer import LayerConfig, LayerMath
@@ -97,6 +97,8 @@ class Source:
         with self._reading:
             part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
             self.files.relieve()
+        if isinstance(part, Alternating):
+            raise AssertionError(f"{name}: of no family that is quantised")
         return floats(part)
 
     def float_type(self, name: str) -> torch.dtype:

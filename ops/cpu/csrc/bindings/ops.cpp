@@ -126,12 +126,12 @@ void bind_ops(py::module_& m) {
     m.def(
         "linear",
         [](const SplitMatrix& w, uintptr_t x, uintptr_t bias, uintptr_t out, uintptr_t scratch, int64_t tokens,
-           int64_t n) {
+           int64_t n, int64_t stride) {
             submit(Linear{fitting(w), at<const float>(x), at<const float>(bias), at<float>(out),
-                          Scratch{at<uint8_t>(scratch)}, tokens, n});
+                          Scratch{at<uint8_t>(scratch)}, tokens, n, stride});
         },
         py::arg("w"), py::arg("x"), py::arg("bias"), py::arg("out"), py::arg("scratch"), py::arg("tokens"),
-        py::arg("n"));
+        py::arg("n"), py::arg("stride"));
     m.def(
         "moe",
         [](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids, uintptr_t out,

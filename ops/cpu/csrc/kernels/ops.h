@@ -180,6 +180,7 @@ struct Linear {
     float* out;         // (T, n), n without padding rows
     Scratch scratch;
     int64_t tokens, n;
+    int64_t stride = 0;  // from a row of `out` to the next; 0: n
     void run(Context&) const;
 };
 

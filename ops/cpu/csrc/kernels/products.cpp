@@ -7,7 +7,7 @@ namespace umbra {
 Rows Scratch::split(const float* x) const { return {x, reinterpret_cast<const Block*>(aligned(memory))}; }
 
 void Linear::run(Context& context) const {
-    const int64_t k = w.like().k;
+    const int64_t k = w.like().k, each = stride ? stride : n;
     const Rows rows = scratch.split(x);
     if (w.like().quantised()) quantise_rows(context, tokens, k, rows);
     context.pool.on_nodes(
@@ -23,7 +23,7 @@ void Linear::run(Context& context) const {
                     const int64_t width = std::min<int64_t>(blocks * kRows, n - first);
                     for (int t = 0; t < count; t++)
                         for (int64_t r = 0; r < width; r++)
-                            out[(start + t) * n + first + r] = y[t * kWide + r] + (bias ? bias[first + r] : 0.0f);
+                            out[(start + t) * each + first + r] = y[t * kWide + r] + (bias ? bias[first + r] : 0.0f);
                 }
             };
             for_near_blocks(begin, end, tokens, [&](int first_block, int last_block) {
