@@ -66,10 +66,10 @@ def whole_path(checkpoint: Path) -> Path:
 
 
 def name_of(checkpoint: Path) -> str:
-    """The name of its folder, or of its file without the number of a part. In the hub's cache a folder's name is a
-    hash, and that of its model is above it."""
+    """The name of its folder, or of its file without the number of a part. In a hub's cache a folder's name is its
+    revision, and that of its model, ORG--NAME, is above it."""
     path = whole_path(checkpoint)
-    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+    if path.parent.name == "snapshots" and "--" in path.parents[1].name:
         return path.parents[1].name.rpartition("--")[2]
     found = SPLIT.fullmatch(path.name)
     return found[1] if found else path.name.removesuffix(SUFFIX)

@@ -52,4 +52,5 @@ def _in_one_line(model: HubName) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise model.error(f"is no path here, and ModelScope says: {error}: check the name and the connection") from None
+        said = str(error).partition("\n")[0]
+        raise model.error(f"is no path here, and ModelScope says: {said}: check the name and the connection") from None

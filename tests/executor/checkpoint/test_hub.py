@@ -301,14 +301,16 @@ def test_gguf_files_are_chosen_by_quantisation_or_name(hub: Hub, start: Start, w
 
 MODELSCOPE = """
 import os, shutil
+CACHE = "cache/models/org--demo/snapshots/master"
 class HubApi:
     def get_model_files(self, name, revision=None, recursive=False):
-        if not os.path.exists("hub"): raise ConnectionError("no network")
+        if not os.path.exists("hub"): raise ConnectionError("no network\\nat all")
         return [{"Path": file, "Size": os.path.getsize(f"hub/{file}")} for file in os.listdir("hub")]
 def snapshot_download(name, revision=None, allow_patterns=(), local_files_only=False):
-    os.makedirs("cache/demo", exist_ok=True)
-    for file in () if local_files_only else allow_patterns: shutil.copy(f"hub/{file}", "cache/demo")
-    return os.path.abspath("cache/demo")
+    if local_files_only and not os.path.exists(CACHE): raise ValueError("not cached\\nat all")
+    os.makedirs(CACHE, exist_ok=True)
+    for file in () if local_files_only else allow_patterns: shutil.copy(f"hub/{file}", CACHE)
+    return os.path.abspath(CACHE)
 """
 
 
@@ -317,10 +319,15 @@ def test_modelscope_s_client_if_it_is_asked_for(start: Start, tmp_path: Path) ->
     package.mkdir(parents=True)
     for name in ("api", "snapshot_download"):
         (package / f"{name}.py").write_text(MODELSCOPE)
-    (cwd / "hub").symlink_to(DEMO)
     variables = {"UMBRA_USE_MODELSCOPE": "1", "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
-    for _ in range(2):  # the second time without the hub
-        status, out, err = ended(start("pull", "org/demo", **variables))
-        assert (status, out.splitlines()[-1]) == (0, str(cwd / "cache" / "demo")), err
-        (cwd / "hub").unlink(missing_ok=True)
-    assert not (cwd / "cache" / "demo" / "README.md").exists()
+    status, _, err = ended(start("pull", "org/demo", **variables))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "ModelScope says: not cached: check the name" in err
+    (cwd / "hub").symlink_to(DEMO)
+    status, out, err = ended(start("pull", "org/demo", **variables))
+    folder = cwd / "cache" / "models" / "org--demo" / "snapshots" / "master"
+    assert (status, out.splitlines()[-1]) == (0, str(folder)), err
+    assert not (folder / "README.md").exists()
+    (cwd / "hub").unlink()
+    status, out, err = ended(start("init", "org/demo", **variables))
+    assert (status, out.splitlines()[-1]) == (0, "wrote demo.yaml: edit it, then `umbra serve demo.yaml`"), err
