@@ -2,14 +2,15 @@
 tokens, measured in turns. A peer has a process of its own; one that dies is a line of the output, and the rest goes on.
 
     .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N]
-        [--format q4|q8|auto] [--rest none|q8] [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192]
-        [--json FILE] [--plot FILE]
+        [--format q4|q8|auto] [--rest none|q8] [--gguf Q4_K_M|Q6_K|IQ4_XS|MXFP4]
+        [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
 
 The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
-(gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
-engines use the same number of threads. llama.cpp runs with or without flash attention, whichever is faster in a short
-trial of the row. Before anything is timed, both must give the same logits. Contexts of more than 1,024 tokens are not
-computed: their keys and values are random, as in `umbra bench cpu decode`.
+(gguf_file.py); with --gguf all engines read one file of those types (gguf_mix.py). The file is deleted after the load.
+A step takes token ids and returns logits, without sampling; both engines use the same number of threads. llama.cpp runs
+with or without flash attention, whichever is faster in a short trial of the row. Before anything is timed, both must
+give the same logits. Contexts of more than 1,024 tokens are not computed: their keys and values are random, as in
+`umbra bench cpu decode`.
 
 A row, of the table and of `rows` in the JSON file:
   phase         decode or prefill
@@ -28,6 +29,7 @@ other busy process can make its step twenty times longer. Medians far below the 
 
 import functools
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +43,7 @@ from torch import Tensor
 from executor.config.env import ik_llama
 from ops.cpu.engine import own_cpus
 from tools.benchmarks.gguf_file import write_gguf
+from tools.benchmarks.gguf_mix import MIXES, write_mix
 from tools.benchmarks.ik_llama_engine import IkLlama
 from tools.benchmarks.llama_cpp_engine import LlamaCpp, library
 from tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
@@ -232,8 +235,8 @@ def faster_attention(theirs: PeerProcess, contexts: list[list[int]], run: Callab
 
 
 @contextmanager
-def same_weights(ours: Umbra, folder: Path | None, keep: bool) -> Iterator[Path]:
-    """A GGUF file in `folder` with the weights of `ours`, which stays only with `keep`."""
+def gguf_file(folder: Path | None, keep: bool) -> Iterator[Path]:
+    """The path of a GGUF file in `folder`, which stays only with `keep`."""
     try:
         handle, name = tempfile.mkstemp(suffix=".gguf", prefix="umbra-", dir=folder)
     except OSError as error:
@@ -241,12 +244,11 @@ def same_weights(ours: Umbra, folder: Path | None, keep: bool) -> Iterator[Path]
     os.close(handle)
     path = Path(name)
     try:
-        write_gguf(path, ours.model, ours.config)
-        if keep:
-            print(f"wrote {path}: {path.stat().st_size / 1e6:.0f} MB")
         yield path
     finally:
-        if not keep:
+        if keep:
+            print(f"wrote {path}: {path.stat().st_size / 1e6:.0f} MB")
+        else:
             path.unlink()  # engines keep it mapped
 
 
@@ -281,6 +283,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--layers", type=int, help="default: the case's; the weights are in memory twice")
     parser.add_argument("--format", choices=WEIGHTS, default="q4", help=HELP_OF_FORMAT)
     parser.add_argument("--rest", choices=("none", "q8"), default="none", help=HELP_OF_REST)
+    parser.add_argument("--gguf", choices=MIXES, help="types of a GGUF file that all engines read; no --format then")
     parser.add_argument("--decodes", nargs="+", default=DECODES, help="sequences x cached tokens of each")
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
     parser.add_argument(
@@ -299,10 +302,16 @@ def main(argv: list[str]) -> None:
     batch = max(batch for batch, _ in decodes)
     longest = max(*args.prompts, *(context + 1 for _, context in decodes), CHECKED + 1)
     sizes = args.threads, args.instruction_set, batch, longest
-    ours = Umbra(args.case, args.layers, args.format, *sizes, rest=args.rest)
-    folder, cpus = ik_llama(), set(own_cpus())
     peers: dict[str, PeerProcess] = {}
-    with same_weights(ours, args.folder, args.keep) as path:
+    with gguf_file(args.folder, args.keep) as path:
+        if args.gguf:
+            write_mix(path, args.case, args.layers, args.gguf)
+            ours = Umbra(args.case, None, "auto", *sizes, checkpoint=path)
+            shutil.rmtree(ours.runner.folder)
+        else:
+            ours = Umbra(args.case, args.layers, args.format, *sizes, rest=args.rest)
+            write_gguf(path, ours.model, ours.config)
+        folder, cpus = ik_llama(), set(own_cpus())
         makers: dict[str, Callable[[], Peer]] = {"theirs": functools.partial(LlamaCpp, path, args.threads)}
         if folder:
             makers["ik"] = functools.partial(IkLlama, folder, path, args.threads)
@@ -317,7 +326,7 @@ def main(argv: list[str]) -> None:
     for peer in peers.values():
         peer.close()
     logits = checks.get("theirs", {})
-    settings = {key: getattr(args, key) for key in ("case", "format", "threads", "instruction_set", "seconds")}
+    settings = {key: getattr(args, key) for key in ("case", "format", "gguf", "threads", "instruction_set", "seconds")}
     layers = ours.config.num_hidden_layers
     write_rows(args.json, rows, layers=layers, llama_cpp_python=version, logits=logits, **settings)
     plot(args.plot, panels(rows), "Umbra's speed / theirs")

@@ -162,9 +162,29 @@ def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
             yield experts(f"blk.{i}.ffn_{which}_exps.weight", moe.experts.weights, which)
 
 
+@dataclass(frozen=True)
+class Content:
+    """A tensor of the file by the name of its type in GGUF; `make` makes its blocks."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    make: Callable[[], Bytes]
+
+
 def write_gguf(path: Path, model: CausalLM, config: Config, tokenizer: Path | None = None) -> None:
-    """Write the file tensor by tensor; at most one tensor is held in memory besides the model. `tokenizer` is a folder
-    with the tokenizer's files; without one the file has none."""
+    """Writes the model's own values; at most one tensor is held in memory besides the model."""
+
+    def blocks(entry: Entry) -> Bytes:
+        return np.stack([encoded(m.view(-1, m.shape[-1]), entry.format) for m in entry.read()])
+
+    contents = [Content(e.name, e.shape, TYPES[e.format], partial(blocks, e)) for e in entries(model, config)]
+    write_tensors(path, config, contents, tokenizer)
+
+
+def write_tensors(path: Path, config: Config, contents: list[Content], tokenizer: Path | None = None) -> None:
+    """Writes the file tensor by tensor. `tokenizer` is a folder with the tokenizer's files; without one the file has
+    none."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURES[type(config)])
@@ -173,18 +193,17 @@ def write_gguf(path: Path, model: CausalLM, config: Config, tokenizer: Path | No
         describe_tokenizer(writer, tokenizer)
     else:
         writer.add_tokenizer_model("no_vocab")
-    tensors = list(entries(model, config))
-    for entry in tensors:
-        kind = GGMLQuantizationType[TYPES[entry.format]]
+    for content in contents:
+        kind = GGMLQuantizationType[content.kind]
         columns, size = GGML_QUANT_SIZES[kind]
-        nbytes = int(np.prod(entry.shape)) // columns * size
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), nbytes, kind)
+        nbytes = int(np.prod(content.shape)) // columns * size
+        writer.add_tensor_info(content.name, content.shape, np.dtype(np.float32), nbytes, kind)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for entry in tqdm(tensors, desc="writing GGUF", unit="tensor", disable=None, leave=False):
-            writer.write_tensor_data(np.stack([encoded(m.view(-1, m.shape[-1]), entry.format) for m in entry.read()]))
+        for content in tqdm(contents, desc="writing GGUF", unit="tensor", disable=None, leave=False):
+            writer.write_tensor_data(content.make())
         writer.close()
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None

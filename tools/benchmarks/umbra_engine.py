@@ -41,15 +41,17 @@ def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
 class Umbra:
     def __init__(
         self, case_name: str, layers: int | None, format: str, threads: int, instruction_set: str, sequences: int,
-        longest: int, kv_dtype: str = "auto", world_size: int = 1, rest: str = "none",
+        longest: int, kv_dtype: str = "auto", world_size: int = 1, rest: str = "none", checkpoint: Path | None = None,
     ):  # fmt: skip
         """An engine, or one rank of it, with room for `sequences` of `longest` tokens; `layers` None: as many as the
-        case's checkpoint."""
+        case's checkpoint. The weights are those of `checkpoint`, or random."""
         settings = dict(
             with_ckpt="false", exe_mode="graph", world_size=world_size, method=format, threads=threads,
             instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=ROOM,
             ignore_eos="true", kv_dtype=kv_dtype, rest=rest,
         )  # fmt: skip
+        if checkpoint:
+            settings |= dict(with_ckpt="true", keep_packed="false", model_path=str(checkpoint.absolute()))
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
         self.runner = make_runner(case, Path("results"), rank_env())
         if layers is not None:

@@ -16,6 +16,7 @@ from tests.fakes.peer import DyingPeer
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case, write_case
 from tools.benchmarks import cpu
 from tools.benchmarks.gguf_file import TYPES, entries, write_gguf
+from tools.benchmarks.gguf_mix import MIXES, write_mix
 from tools.benchmarks.peer_process import PeerDied, PeerProcess
 from tools.benchmarks.umbra_engine import Umbra
 
@@ -72,6 +73,18 @@ def test_gguf_file_has_every_weight(
     assert sum(int(np.prod(e.shape)) for e in entries(engine.model, engine.config)) == sum(
         p.kept_elements for path, layer in layers_of(engine.model) for p in layer.pieces(path)
     )
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_mix_of_types_is_read(mix: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", hidden_size=256, head_dim=32, num_attention_heads=8, moe_intermediate_size=256)
+    case, path = str(write_case(tmp_path / "tiny.yaml", tmp_path / "model")), tmp_path / "mix.gguf"
+    write_mix(path, case, 2, mix)
+    engine = Umbra(case, None, "auto", 1, "auto", 1, 16, checkpoint=path)
+    assert engine.config.num_hidden_layers == 2
+    for tensor in GGUFReader(path).tensors:
+        assert abs(dequantize(tensor.data, tensor.tensor_type).std() - 0.02) < 0.01, tensor.name
+    assert engine.prefill([1, 2, 3]).std() > 0.1
 
 
 def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:
