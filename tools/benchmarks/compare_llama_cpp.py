@@ -95,6 +95,10 @@ MEDIAN_ERROR = 0.05
 # The two largest of 150,000 normal logits lie sigma / 5 apart on average: an error of 2 % swaps one pair in 20, one of
 # 10 % one in 4.
 SAME_TOP = 0.75
+# Random layers of some families magnify errors: with 6 of gpt-oss, whose layers add thirty times the embeddings'
+# size to the residual stream, logits move by 30 % if embeddings do by 1 %. So much is allowed there as these layers
+# make of the error of both engines, which is twice 1.1 %.
+EMBEDDING_ERROR = 0.022
 
 
 def same_logits(ours: Umbra, theirs: PeerProcess, batch: int) -> dict[str, float]:
@@ -102,28 +106,55 @@ def same_logits(ours: Umbra, theirs: PeerProcess, batch: int) -> dict[str, float
     generator = torch.Generator().manual_seed(1)
     (prompt,) = ours.random_prompts(1, CHECKED, generator)
     theirs.reserve(batch, CHECKED + 1, max(CHECKED, batch))
-    prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt)
+    logits = prefill_logits(ours.runner, [prompt])[0]
+    with moved_embeddings(ours):
+        moved = prefill_logits(ours.runner, [prompt])[0]
     contexts = ours.random_prompts(batch, CHECKED, generator)
     tokens = [row[0] for row in ours.random_prompts(batch, 1, generator)]
+    prefill = logits, theirs.prefill_all(prompt)
     ours.begin(contexts)
     theirs.begin(contexts)
-    return checked(prefill, (ours.step(tokens), theirs.step(tokens)))
+    return checked(theirs.name, prefill, (ours.step(tokens), theirs.step(tokens)), (logits, moved))
 
 
-def checked(prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """The errors between (ours, theirs) in both phases, each (rows, vocabulary); raises where they are too large."""
+@contextmanager
+def moved_embeddings(ours: Umbra) -> Iterator[None]:
+    """Every element of the embeddings is off by EMBEDDING_ERROR of itself."""
+    table = ours.model.model.embed_tokens.table
+    kept = table.clone()
+    table += EMBEDDING_ERROR * table * torch.randn(table.shape, generator=torch.Generator().manual_seed(3))
+    yield
+    table.copy_(kept)
+
+
+def checked(
+    name: str, prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor], moved: tuple[Tensor, Tensor]
+) -> dict[str, float]:
+    """The errors between (ours, theirs) in both phases, each (rows, vocabulary); raises where they are larger than the
+    limits, or than what separates our own logits `moved`."""
     found: dict[str, float] = {}
+    errors = {phase: row_errors(*pair) for phase, pair in (("prefill", prefill), ("decode", decode))}
     for phase, (a, b) in (("prefill", prefill), ("decode", decode)):
         found[f"{phase}_error"] = float((a - b).norm() / a.norm())
-        found[f"{phase}_median_error"] = float(((a - b).norm(dim=1) / a.norm(dim=1)).median())
-    same = torch.cat([a.argmax(1) == b.argmax(1) for a, b in (prefill, decode)])
-    found["same_top"] = float(same.float().mean())
+        found[f"{phase}_median_error"] = float(errors[phase].median())
+    found["same_top"] = float(torch.cat([a.argmax(1) == b.argmax(1) for a, b in (prefill, decode)]).float().mean())
     text = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
-    errors = found["prefill_median_error"], found["decode_median_error"]
-    if not (max(errors) <= MEDIAN_ERROR and found["same_top"] >= SAME_TOP):  # a NaN fails this too
-        raise UserError(f"the logits differ: {text}; allowed: median_error {MEDIAN_ERROR}, same_top {SAME_TOP}")
+    allowed = max(MEDIAN_ERROR, float(row_errors(*moved).median()))
+    least = min(SAME_TOP, float((moved[0].argmax(1) == moved[1].argmax(1)).float().mean()))
+    medians = found["prefill_median_error"], found["decode_median_error"]
+    if not (max(medians) <= allowed and found["same_top"] >= least):  # a NaN fails this too
+        raise UserError(
+            f"the logits of {name} differ: {text}; allowed: median_error {allowed:.3f}, same_top {least:.2f}"
+        )
     print(f"same logits: {text}")
+    wrong = int((errors["decode"] > 1).sum())  # as far as those of other tokens
+    if wrong:
+        print(f"{name}: the logits of {wrong} of {len(decode[0])} sequences are wrong in a decode step of all")
     return found
+
+
+def row_errors(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).norm(dim=1) / a.norm(dim=1)
 
 
 def without_the_dead(peers: dict[str, PeerProcess], work: Callable[[], T]) -> T:

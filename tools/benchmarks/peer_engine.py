@@ -84,13 +84,32 @@ class Peer(ABC):
 def lengthened(state: bytes, start: int, length: int) -> bytes:
     """The saved state of a sequence of `length` tokens, a multiple of those in `state`: their keys and values repeat.
 
-    From `start` on, llama.cpp and ik_llama.cpp save the number of tokens; of each token its position, a number of
-    sequences and their ids; whether values are transposed; the number of layers; and of each layer's keys, then of each
-    layer's values, a header of 12 bytes and the rows. The header has the type and the bytes of a token's row; or, of
-    transposed values, the type, the bytes of an element and the number of rows, each with an element of every token.
+    llama.cpp and ik_llama.cpp save a cache after `start` bytes. llama.cpp goes on with a zero for every other stream,
+    and saves a second cache, after its number of streams, if there are layers with a window.
     """
-    (tokens,) = struct.unpack_from("<I", state, start)
-    made, at = [state[:start], struct.pack("<I", length)], start + 4
+    made, at = [state[:start]], start
+    while True:
+        parts, at = _lengthened_cache(state, at, length)
+        made += parts
+        while state[at : at + 4] == bytes(4):
+            made.append(bytes(4))
+            at += 4
+        if at == len(state):
+            return b"".join(made)
+        made.append(state[at : at + 4])
+        at += 4
+
+
+def _lengthened_cache(state: bytes, at: int, length: int) -> tuple[list[bytes], int]:
+    """The parts of the cache that starts at `at`, lengthened, and its end in `state`.
+
+    Saved are the number of tokens; of each token its position, a number of sequences and their ids; whether values are
+    transposed; the number of layers; and of each layer's keys, then of each layer's values, a header of 12 bytes and
+    the rows. The header has the type and the bytes of a token's row; or, of transposed values, the type, the bytes of
+    an element and the number of rows, each with an element of every token.
+    """
+    (tokens,) = struct.unpack_from("<I", state, at)
+    made, at = [struct.pack("<I", length)], at + 4
     each = 8 + 4 * struct.unpack_from("<I", state, at + 4)[0]
     ids = state[at + 4 : at + each]
     made += [struct.pack("<i", position) + ids for position in range(length)]
@@ -106,4 +125,4 @@ def lengthened(state: bytes, start: int, length: int) -> bytes:
         kept = np.frombuffer(state, np.uint8, rows * tokens * element, at + 12).reshape(rows, -1)
         made += [state[at : at + 12], np.tile(kept, (1, length // tokens)).tobytes()]
         at += 12 + kept.size
-    return b"".join([*made, state[at:]])
+    return made, at
