@@ -4,6 +4,7 @@ compressed-tensors by its own library), and beside each the same model in floats
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +63,34 @@ def awq_meaning(name: str, tensors: dict[str, Tensor]) -> Tensor:
     return meaning(levels, tensors[f"{name}.scales"].T, zeros)
 
 
-def gptq(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
-    group = w.shape[1] if group < 0 else group
-    levels, scales, zeros = levels_of(w, group, bits, symmetric)
+def gptq(w: Tensor, group: int, bits: int, symmetric: bool, ordered: bool = False) -> Written:
+    """`ordered`: the columns are quantised in another order than they are stored in."""
+    group, columns = w.shape[1] if group < 0 else group, w.shape[1]
+    place = torch.randperm(columns) if ordered else torch.arange(columns)
+    levels, scales, zeros = levels_of(w[:, place.argsort()], group, bits, symmetric)
     zeros = zeros.clamp(min=1)  # the format stores them less one
     shifts = list(range(0, 32, bits))
     tensors = {
-        "qweight": packed(levels, shifts).T, "qzeros": packed(zeros.T - 1, shifts), "scales": scales.T,
-        "g_idx": torch.arange(w.shape[1], dtype=torch.int32) // group,
+        "qweight": packed(levels[:, place], shifts).T, "qzeros": packed(zeros.T - 1, shifts), "scales": scales.T,
+        "g_idx": (place // group).int(),
     }  # fmt: skip
-    return tensors, meaning(levels, scales, zeros)
+    return tensors, meaning(levels, scales, zeros)[:, place]
 
 
-def pack_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
-    group = w.shape[1] if group < 0 else group
-    levels, scales, zeros = levels_of(w, group, bits, symmetric)
+def pack_quantized(w: Tensor, group: int, bits: int, symmetric: bool, ordered: bool = False) -> Written:
+    group, columns = w.shape[1] if group < 0 else group, w.shape[1]
+    place = torch.randperm(columns) if ordered else torch.arange(columns)
+    levels, scales, zeros = levels_of(w[:, place.argsort()], group, bits, symmetric)
     middle = 1 << (bits - 1)
     tensors = {
-        "weight_packed": pack_to_int32((levels - middle).to(torch.int8), bits),
+        "weight_packed": pack_to_int32((levels[:, place] - middle).to(torch.int8), bits),
         "weight_shape": torch.tensor(w.shape), "weight_scale": scales,
     }  # fmt: skip
     if not symmetric:
         tensors["weight_zero_point"] = pack_to_int32((zeros - middle).to(torch.int8), bits, packed_dim=0)
-    return tensors, meaning(levels, scales, zeros)
+    if ordered:
+        tensors["weight_g_idx"] = (place // group).int()
+    return tensors, meaning(levels, scales, zeros)[:, place]
 
 
 def int_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
@@ -130,7 +136,9 @@ def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> di
 
 WRITERS: dict[str, Callable[[Tensor, int, int, bool], Written]] = {
     "awq": awq, "gptq": gptq, "gptq_v2": gptq, "pack-quantized": pack_quantized, "int-quantized": int_quantized,
-    "float-quantized": float_quantized, "fp8": fp8,
+    "float-quantized": float_quantized, "fp8": fp8, "auto_round:auto_gptq": gptq, "auto_round": gptq,
+    "auto_round:auto_awq": awq, "desc_act": partial(gptq, ordered=True),
+    "actorder": partial(pack_quantized, ordered=True),
 }  # fmt: skip
 
 
@@ -138,13 +146,22 @@ def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, 
     if format == "awq":
         common = {"quant_method": "awq", "version": "gemm", "bits": bits, "group_size": group}
         return common | {"zero_point": True, "modules_to_not_convert": ["mlp.gate"]}
-    if format.startswith("gptq"):
-        common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": symmetric}
-        return common | {"checkpoint_format": format, "dynamic": {r"-:.*mlp\.gate$": {}}}
+    if format.startswith(("gptq", "desc_act")):
+        act, version = format == "desc_act", format if "gptq" in format else "gptq"
+        common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act, "sym": symmetric}
+        return common | {"checkpoint_format": version, "dynamic": {r"-:.*mlp\.gate$": {}}}
+    if format.startswith("auto_round"):
+        common = {"quant_method": "auto-round", "packing_format": format, "data_type": "int", "autoround_version": "1"}
+        extra = {f"model.layers.{i}.mlp.gate": {"bits": 16, "data_type": "float"} for i in range(2)}
+        return common | {"bits": bits, "group_size": group, "sym": symmetric, "extra_config": extra}
     if format == "fp8":
         common = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         gates = [f"model.layers.{i}.mlp.gate" for i in range(2)]
         return common | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", *gates]}
+    if format == "actorder":
+        config = compressed_config("pack-quantized", group, bits, symmetric)
+        config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+        return config
     return compressed_config(format, group, bits, symmetric)
 
 
@@ -163,7 +180,7 @@ def quantise_tiny(model: Path, to: Path, format: str, group: int = 32, bits: int
             tensors[name] = means[name] = w
             continue
         written, means[name] = WRITERS[format](w, group, bits, symmetric)
-        if format == "gptq_v2":
+        if format in ("gptq_v2", "auto_round"):
             written["qzeros"] = torch.from_numpy(
                 (written["qzeros"].numpy().view(np.uint32) + np.uint32(0x11111111 if bits == 4 else 0x01010101)).view(
                     np.int32

@@ -51,7 +51,10 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
             for piece in wanted[name]:
                 if piece.fill is not None:
                     part = _part(files, stored[name], piece)
-                    finite = piece.fill(part)
+                    try:
+                        finite = piece.fill(part)
+                    except UserError as error:
+                        raise UserError(f"{files.folder}: {name}: {error}") from None
                     if not (finite if isinstance(finite, bool) else _finite(part)) and name not in strange:
                         strange.append(name)
             files.relieve()

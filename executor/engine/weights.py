@@ -1,11 +1,13 @@
 """Fills a model from its checkpoint, from packed weights that an earlier start kept, or with random numbers."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.load import load_checkpoint
+from executor.checkpoint.formats.scheme import Encoding, Scheme
+from executor.checkpoint.load import load_checkpoint, wanted_by
 from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.random import random_weights
 from executor.config.case import Case
@@ -43,12 +45,20 @@ def fill_weights(
     if settings.method == "q4" and any(encoding.format == MXFP4 for encoding in scheme.encodings):
         print(f"quantization.method: q4: {ROUNDED_AGAIN}")
     kinds, dtype = PLATFORMS[case.platform].quantised, case.model_config.dtype
-    others = [e.title for e in scheme.encodings if not (e.format and e.format.kind in kinds)]
-    if others and (settings.method, settings.rest) == ("auto", "none") and "q8" in kinds:
+    others = [e for e in scheme.encodings if not (e.format and e.format.kind in kinds)]
+    if (settings.method, settings.rest) == ("auto", "none") and (counts := _counted(model, scheme, others)):
         key = "rest" if len(others) < len(scheme.encodings) else "method"
-        print(f"{', '.join(others)}: kept by no format, so in {dtype}; quantization.{key}: q8 takes half of that")
-    rounded = [e.title for e in scheme.encodings if not e.exact]
-    if rounded and settings.method in ("auto", "q8") and "q8" in kinds:
-        print(f"{', '.join(rounded)}: {ROUNDED}")
+        advice = f"; quantization.{key}: q8 takes half of that" if "q8" in kinds else ""
+        print(f"{counts}: kept by no format, so in {dtype}{advice}")
+    rounded = [e for e in scheme.encodings if not e.exact]
+    if settings.method in ("auto", "q8") and "q8" in kinds and (counts := _counted(model, scheme, rounded)):
+        print(f"{counts}: {ROUNDED}")
     if cache:
         cache.save()
+
+
+def _counted(model: CausalLM, scheme: Scheme, encodings: list[Encoding]) -> str:
+    """How many of the model's matrices are stored in each of `encodings`; empty if none is."""
+    linear = [pieces[0] for pieces in wanted_by(model).values() if pieces[0].linear] if encodings else []
+    found = Counter(scheme.encoding(piece.name.removesuffix(".weight")) for piece in linear)
+    return ", ".join(f"{found[e]} matrices in {e.title}" for e in encodings if found[e])

@@ -200,7 +200,7 @@ def assert_ranks(folder: Path, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("format", "group", "symmetric"),
-    [("awq", 32, False), ("gptq", 32, True), ("pack-quantized", 64, True), ("fp8", 0, True)],
+    [("awq", 32, False), ("gptq", 32, True), ("pack-quantized", 64, True), ("fp8", 0, True), ("desc_act", 32, False)],
 )
 def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, group: int, symmetric: bool) -> None:
     """4-bit checkpoints keep their levels in the NPU's layout, so the weights are equal to the last bit. FP8 becomes

@@ -5,7 +5,7 @@ qweight int32 (K, N / 8), qzeros int32 (K / group, N / 8), scales (K / group, N)
 
 from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.patterns import inside
-from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored, check_sizes
+from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Ruled, Stored, check_sizes
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Format, Quantised
 from ops.words import Words
@@ -14,22 +14,22 @@ NIBBLES = 8
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output j of eight is the nibble ORDER[j]
 
 
-class Awq(Scheme, Encoding):
+class Awq(Ruled):
+    def __init__(self, config: HfConfig):
+        config.refuse("version", "gemm", "GEMM")
+        config.refuse("w_bit", 4)
+        config.refuse("zero_point", True)
+        super().__init__(AwqMatrix(config), [(inside(config.names("modules_to_not_convert")), None)])
+
+
+class AwqMatrix(Encoding):
     bits, zeros, signs = 4, True, ("qweight",)
 
     def __init__(self, config: HfConfig):
-        config.refuse("version", "gemm", "GEMM")
         config.refuse("bits", 4)
-        config.refuse("w_bit", 4)
-        config.refuse("zero_point", True)
         self.group = config.one_of("group_size", "q_group_size", allowed=GROUP_SIZES)
-        self.excluded = inside(config.names("modules_to_not_convert"))
         self.title = f"AWQ, 4 bits in groups of {self.group} with zero points"
-        self.format, self.encodings = Format("q4", self.group, zeros=True), (self,)
-
-    def said(self, module: str) -> Encoding | None:
-        """Every module of the decoder is quantised, except those that `modules_to_not_convert` names."""
-        return self if ".layers." in module and not self.excluded(module) else None
+        self.format = Format("q4", self.group, zeros=True)
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         check_sizes(module, ("columns", columns, "group_size", self.group), ("rows", rows, "a word's", NIBBLES))

@@ -5,13 +5,14 @@ pack-quantized  weight_packed int32 (N, ceil(K bits / 32)), weight_shape int64 (
                 with zero points, weight_zero_point int32 (ceil(N bits / 32), K / group), packed along N
 int-quantized   weight int8 (N, K), weight_scale (N, K / group), weight_zero_point int8 (N, K / group)
 
-w = (level - zero) * scale. Levels and zero points are signed; packed ones are stored with 2^(bits - 1) added.
+w = (level - zero) * scale. Levels and zero points are signed; packed ones are stored with 2^(bits - 1) added. With
+actorder "group", weight_g_idx int32 (K) has each input's group, as GPTQ's g_idx.
 """
 
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.bitpack import covering, groups_of
+from executor.checkpoint.formats.bitpack import covering, groups_of, order_in
 from executor.checkpoint.formats.fp8 import BLOCK, SHARING, Fp8Matrix
 from executor.checkpoint.formats.patterns import target, vagueness
 from executor.checkpoint.formats.scheme import (
@@ -80,19 +81,21 @@ class Integers(Encoding):
         self.signs = ("weight_packed",) if self.packed else ("weight", "weight_scale")
         self.bits = weights.one_of("num_bits", allowed=(4, 8) if self.packed else (8,))
         weights.refuse("type", "int")
-        weights.refuse("actorder", "weight", "static", False)
+        weights.refuse("actorder", "weight", "static", "group", "dynamic", True, False)
         self.zeros = not weights.flag("symmetric", True)
         self.group = -1
         if weights.one_of("strategy", allowed=("group", "channel")) == "group":
             self.group = weights.one_of("group_size", allowed=GROUP_SIZES)
-        self.title = f"{format}, {in_words(self.bits, self.group, self.zeros)}"
-        self.format = kept_as(self.bits, self.group, self.zeros)
+        self.ordered = weights.value("actorder") in ("group", "dynamic", True) and self.group > 0
+        how = self.bits, self.group, self.zeros, self.ordered
+        self.title, self.format = f"{format}, {in_words(*how)}", kept_as(*how)
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         group = self.group if self.group > 0 else columns
         check_sizes(module, ("columns", columns, "group_size", group))
         scale, zero_point = f"{module}.weight_scale", f"{module}.weight_zero_point"
         groups, count = columns // group, 32 // self.bits
+        g_idx = f"{module}.weight_g_idx"
         weight, shape = f"{module}.weight_packed" if self.packed else f"{module}.weight", f"{module}.weight_shape"
 
         def levels(fetch: Fetch, outputs: slice, inputs: slice) -> Tensor | Words:
@@ -111,7 +114,8 @@ class Integers(Encoding):
             return Words(fetch(zero_point, held, in_groups).T, self.bits).unpacked().T[within]
 
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
-            in_groups, cut = groups_of(inputs, group)
+            order = order_in(fetch, g_idx, group, self.ordered) if self.ordered else None
+            in_groups, cut = groups_of(inputs, group, order)
             return Quantised(
                 bits=self.bits,
                 levels=levels(fetch, outputs, inputs),
@@ -124,6 +128,8 @@ class Integers(Encoding):
             tensors |= {weight: Needed((rows, -(-columns // count)), ("I32",)), shape: Needed((2,), ("I64", "I32"))}
         else:
             tensors[weight] = Needed((rows, columns), ("I8",))
+        if self.ordered:
+            tensors[g_idx] = Needed((columns,), ("I32", "I64"))
         if self.zeros:
             packed_zeros = Needed((-(-rows // count), groups), ("I32",))
             tensors[zero_point] = packed_zeros if self.packed else Needed((rows, groups), ("I8",))

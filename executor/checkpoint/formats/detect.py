@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from executor.checkpoint.formats.auto_round import AutoRound
 from executor.checkpoint.formats.awq import Awq
 from executor.checkpoint.formats.compressed_tensors import CompressedTensors
 from executor.checkpoint.formats.fp8 import Fp8, Fp8Matrix
@@ -19,6 +20,7 @@ from umbra.files import read_json
 SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
     "awq": Awq,
     "gptq": Gptq,
+    "auto-round": AutoRound,
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "mxfp4": Mxfp4,

@@ -2,17 +2,20 @@
 
 qweight int32 (K bits / 32, N), qzeros int32 (K / group, N bits / 32), scales (K / group, N), g_idx int32 (K): each
 input's group, in order unless the checkpoint was made with desc_act; w = (level - zero) * scale
+
+A matrix with desc_act becomes floats: each expert has an order of its own, so that a product in groups would gather its
+inputs anew for every expert.
 """
 
-import torch
+from collections.abc import Iterator
 
-from executor.checkpoint.formats.bitpack import covering, groups_of
-from executor.checkpoint.formats.patterns import Matches, pattern
+from executor.checkpoint.formats.bitpack import covering, groups_of, order_in
+from executor.checkpoint.formats.patterns import MOST_PATTERNS, Matches, pattern
 from executor.checkpoint.formats.scheme import (
     Encoding,
     Fetch,
     Needed,
-    Scheme,
+    Ruled,
     Stored,
     check_sizes,
     in_words,
@@ -24,33 +27,28 @@ from ops.words import Words
 from umbra.errors import UserError
 
 
-class Gptq(Scheme, Encoding):
-    signs = ("qweight",)
-
+class Gptq(Ruled):
     def __init__(self, config: HfConfig):
-        if config.value("desc_act", default=False) is not False:
-            raise config.error(
-                "desc_act", "is not supported: it scatters each group's inputs over the matrix; take a version of the "
-                "checkpoint made with desc_act: false"
-            )  # fmt: skip
-        self.bits = config.one_of("bits", allowed=(4, 8))
-        self.group = config.one_of("group_size", allowed=(-1, *GROUP_SIZES))
-        self.zeros = not config.flag("sym", True)
-        # The first version of the format stores zero points less one.
-        self.less = 0 if config.value("checkpoint_format", default="gptq") == "gptq_v2" else 1
         config.refuse("checkpoint_format", "gptq", "gptq_v2")
         config.refuse("pack_dtype", "int32")
-        self.with_head = config.flag("lm_head", False)
-        self.excluded = _excluded(config)
-        self.title = f"GPTQ, {in_words(self.bits, self.group, self.zeros)}"
-        self.format, self.encodings = kept_as(self.bits, self.group, self.zeros), (self,)
+        # The first version of the format stores zero points less one.
+        less = 0 if config.value("checkpoint_format") == "gptq_v2" else 1
+        super().__init__(GptqMatrix(config, less), _dynamic(config, less), config.flag("lm_head", False))
 
-    def said(self, module: str) -> Encoding | None:
-        """Every module of the decoder is quantised, except those that `dynamic` excludes; the head if the config says
-        so."""
-        if any(matches(module) for matches in self.excluded):
-            return None
-        return self if ".layers." in module or (self.with_head and module == "lm_head") else None
+
+class GptqMatrix(Encoding):
+    signs = ("qweight",)
+
+    def __init__(self, config: HfConfig, less: int):
+        """`less`: what was taken from the zero points that are stored."""
+        self.bits = config.one_of("bits", allowed=(4, 8))
+        self.group = config.one_of("group_size", allowed=(-1, *GROUP_SIZES))
+        self.zeros, self.less = not config.flag("sym", True), less
+        meta = config.inner("meta") if config.value("meta") is not None else config
+        static = any(holder.flag("static_groups", False) for holder in (config, meta))
+        self.ordered = config.flag("desc_act", False) and not static and self.group > 0
+        how = self.bits, self.group, self.zeros, self.ordered
+        self.title, self.format = f"GPTQ, {in_words(*how)}", kept_as(*how)
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         count = 32 // self.bits  # levels in a word
@@ -63,14 +61,12 @@ class Gptq(Scheme, Encoding):
         groups = columns // group
 
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
-            in_order = torch.arange(inputs.start, inputs.stop, dtype=torch.int32) // group
-            if g_idx in fetch and not torch.equal(fetch(g_idx, inputs), in_order):
-                raise UserError(f"{g_idx}: inputs are not in the order of their groups: desc_act is not supported")
+            order = order_in(fetch, g_idx, group, self.ordered) if g_idx in fetch else None
             held, within = covering(inputs, count)
             levels = Words(fetch(qweight, held, outputs).T, self.bits)  # (outputs, inputs)
-            in_groups, cut = groups_of(inputs, group)
-            in_words, among = covering(outputs, count)
-            zeros = Words(fetch(qzeros, in_groups, in_words), self.bits).unpacked()[:, among].T  # (outputs, groups)
+            in_groups, cut = groups_of(inputs, group, order)
+            words, among = covering(outputs, count)
+            zeros = Words(fetch(qzeros, in_groups, words), self.bits).unpacked()[:, among].T  # (outputs, groups)
             zeros = (zeros + self.less) & ((1 << self.bits) - 1)
             if not self.zeros and (zeros != 1 << (self.bits - 1)).any():
                 raise UserError(f"{qzeros}: sym is true, but zero points are not all {1 << (self.bits - 1)}")
@@ -85,18 +81,23 @@ class Gptq(Scheme, Encoding):
             qweight: Needed((columns // count, rows), ("I32",)),
             qzeros: Needed((groups, rows // count), ("I32",)),
             scales: Needed((groups, rows)),
-            g_idx: Needed((columns,), ("I32",), optional=True),
+            g_idx: Needed((columns,), ("I32",), optional=not self.ordered),
             f"{module}.bias": Needed((rows,), optional=True, zeros=True),  # AutoGPTQ gave every module one
         }
         return Stored(tensors, read)
 
 
-def _excluded(config: HfConfig) -> list[Matches]:
-    """The patterns of `dynamic`: "-:" excludes modules; "+:" gives them settings of their own, which is refused."""
+def _dynamic(config: HfConfig, less: int) -> Iterator[tuple[Matches, Encoding | None]]:
+    """The rules of `dynamic`: patterns after "-:" exclude modules, others give them settings of their own."""
     if config.value("dynamic") is None:
-        return []
+        return
     rules = config.inner("dynamic")
+    if len(rules.data) > MOST_PATTERNS:
+        raise config.error("dynamic", f"must have {MOST_PATTERNS} patterns or fewer")
     for rule in rules.data:
-        if not rule.startswith("-:"):
-            raise rules.error(rule, "gives modules settings of their own, which is not implemented")
-    return [pattern(rule[2:], rules.where) for rule in rules.data]
+        matches = pattern(rule.removeprefix("-:").removeprefix("+:"), rules.where)
+        if rule.startswith("-:"):
+            yield matches, None
+        else:
+            own = rules.inner(rule)
+            yield matches, GptqMatrix(HfConfig({**config.data, **own.data}, own.where), less)

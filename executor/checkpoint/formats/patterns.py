@@ -11,12 +11,14 @@ Matches = Callable[[str], object]
 # rest of the pattern; so matching takes polynomial time of a small degree in each of a few alternatives.
 TOKEN = re.compile(r"\(\?:|[()|]|(?:\.|\\[dw]|\[[\w\-]+\])[*+]|[\w$^.\-]|\\[.bdw\-]|\[[\w\-]+\]")
 LONGEST = 200  # characters of a pattern
+MOST_PATTERNS = 1000  # of a config
 MOST_REPEATS = 4  # in one alternative
 MOST_ALTERNATIVES = 32  # of the whole pattern, groups multiplied out
 
 
-def pattern(text: str, where: str) -> Matches:
-    """A function that says whether a module's path begins with a match of the regular expression `text`."""
+def pattern(text: str, where: str, anywhere: bool = False) -> Matches:
+    """A function that says whether a module's path begins with a match of the regular expression `text`, or has one
+    `anywhere`."""
     tokens = TOKEN.findall(text[: LONGEST + 1])
     if len(text) > LONGEST or "".join(tokens) != text or not _bounded(tokens):
         raise UserError(
@@ -24,9 +26,10 @@ def pattern(text: str, where: str) -> Matches:
             "round brackets are understood"
         )
     try:
-        return re.compile(text).match
+        compiled = re.compile(text)
     except re.error as error:
         raise UserError(f"{where}: pattern {text!r:.80}: {error}") from None
+    return compiled.search if anywhere else compiled.match
 
 
 def _bounded(tokens: Iterable[str]) -> bool:

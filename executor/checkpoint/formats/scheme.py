@@ -2,13 +2,15 @@
 of it from them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
 
+from executor.checkpoint.formats.patterns import Matches
 from ops.format import GROUP_SIZES, Alternating, Format, Quantised
 from umbra.errors import UserError
 
@@ -17,6 +19,8 @@ FLOATS = ("BF16", "F16", "F32")
 
 class Fetch(Protocol):
     """Reads parts of a checkpoint's tensors by name."""
+
+    file_of: dict[str, Path]  # the file that each tensor is in
 
     def __call__(self, name: str, *part: slice) -> Tensor: ...
 
@@ -136,17 +140,34 @@ class Scheme(ABC):
         return module
 
 
-def kept_as(bits: int, group: int, zeros: bool) -> Format | None:
+class Ruled(Scheme):
+    """Every module of the decoder, and the head if `with_head`, is stored as the first of `rules` says that matches it,
+    and as `main` if none does. Encodings with the same title are one."""
+
+    def __init__(self, main: Encoding, rules: Iterable[tuple[Matches, Encoding | None]], with_head: bool = False):
+        encodings = {main.title: main}
+        self.rules = [(matches, e and encodings.setdefault(e.title, e)) for matches, e in rules]
+        self.encodings, self.with_head = tuple(encodings.values()), with_head
+        self.title = ", ".join(encodings)
+
+    def said(self, module: str) -> Encoding | None:
+        if not (".layers." in module or (self.with_head and module == "lm_head")):
+            return None
+        return next((encoding for matches, encoding in self.rules if matches(module)), self.encodings[0])
+
+
+def kept_as(bits: int, group: int, zeros: bool, ordered: bool = False) -> Format | None:
     """The format that keeps integers of 4 or 8 bits unchanged. `group` -1: a row has one scale, which smaller groups
-    then share."""
-    if zeros and bits == 8:
+    then share. `ordered`: the columns of a group are not neighbours."""
+    if (zeros and bits == 8) or ordered:
         return None
     return Format({4: "q4", 8: "q8"}[bits], group if group > 0 else GROUP_SIZES[-1], zeros)
 
 
-def in_words(bits: int, group: int, zeros: bool) -> str:
+def in_words(bits: int, group: int, zeros: bool, ordered: bool = False) -> str:
     groups = f"groups of {group}" if group > 0 else "one group a row"
-    return f"{bits} bits in {groups}, {'with zero points' if zeros else 'symmetric'}"
+    order = " in activation order" if ordered else ""
+    return f"{bits} bits in {groups}{order}, {'with zero points' if zeros else 'symmetric'}"
 
 
 class Unquantised(Scheme):

@@ -26,6 +26,7 @@ def compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"version": "gemm", "bits": 4, "w_bit": 4, "zero_point": True, "group_size": 32},
     "gptq": {"bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gptq", "pack_dtype": "int32"},
+    "auto-round": {"bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_awq"},
     "fp8": {"fmt": "e4m3", "weight_block_size": [128, 128]},
     "pack-quantized": compressed("pack-quantized", INTEGERS),
     "int-quantized": compressed("int-quantized", INTEGERS | {"num_bits": 8}),
@@ -37,12 +38,17 @@ REFUSED: dict[str, dict[str, list[Any]]] = {
         "modules_to_not_convert": ["gate"],
     },
     "gptq": {
-        "desc_act": [True], "bits": [2], "group_size": [16], "sym": ["yes"], "lm_head": [1],
+        "desc_act": [1], "bits": [2], "dynamic": [{"+:a": {"bits": 3}}, {"+:a": 1}, {"a" * i: {} for i in range(1001)}],
+        "group_size": [16], "sym": ["yes"], "lm_head": [1],
         "checkpoint_format": ["marlin"], "pack_dtype": ["int8"],
+    },
+    "auto-round": {
+        "packing_format": [None, "mlx"], "bits": [2, 8], "data_type": ["mx_fp"], "act_bits": [8], "super_bits": [6],
+        "rotation_config": [{"a": 1}], "extra_config": [{"a": {"bits": 3}}, {"(a": {}}, {"a": []}],
     },
     "fp8": {"fmt": ["e5m2"], "weight_block_size": [None, [128, 64]]},
     "pack-quantized": {
-        "num_bits": [2], "type": ["float"], "actorder": ["group"], "symmetric": [1], "strategy": ["tensor"],
+        "num_bits": [2], "type": ["float"], "actorder": ["x"], "symmetric": [1], "strategy": ["tensor"],
         "group_size": [16],
     },
     "int-quantized": {"num_bits": [4]},

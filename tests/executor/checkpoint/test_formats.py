@@ -54,6 +54,11 @@ FORMATS = [
     ("float-quantized", -1, 8, True, True),
     ("float-quantized", 0, 8, True, True),
     ("fp8", 0, 8, True, True),
+    ("auto_round:auto_gptq", 128, 4, True, True),
+    ("auto_round", 64, 4, False, True),
+    ("auto_round:auto_awq", 32, 4, False, True),
+    ("desc_act", 64, 4, False, False),
+    ("actorder", 128, 8, True, False),
 ]
 IDS = [f"{name}-{bits}bit-g{group}-{'sym' if sym else 'asym'}" for name, group, bits, sym, _ in FORMATS]
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
@@ -119,7 +124,7 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
     return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
 
 
-@pytest.mark.parametrize("format", ["awq", "int-quantized", "float-quantized", "fp8"])
+@pytest.mark.parametrize("format", ["awq", "int-quantized", "float-quantized", "fp8", "desc_act", "actorder"])
 def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None:
     """Also where the columns of a rank begin inside a quantisation group of 128, or its rows inside a packed word."""
     rows = format.endswith("-quantized")
@@ -127,7 +132,58 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None
     floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=rows)
     means = load_file(floats / "model.safetensors")
     for rank in range(4):
-        assert_kept(built(tmp_path / "quantised", rank, world_size=4), means, kept=True)
+        assert_kept(built(tmp_path / "quantised", rank, world_size=4), means, kept="act" not in format)
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "rule"),
+    [("gptq", "dynamic", r"+:.*\.1\..*_attn\.(q|k|v|o)_proj"), ("auto_round", "extra_config", r"layers\.1\.self_attn")],
+)
+def test_modules_may_have_settings_of_their_own(tmp_path: Path, model: Path, format: str, key: str, rule: str) -> None:
+    """Attention of layer 1 in 8 bits in groups of 32, the rest in 4 bits in groups of 64."""
+    quantise_tiny(model, tmp_path / "eight", format, 32, 8, True)
+    quantise_tiny(model, tmp_path / "quantised", format, 64, 4, True)
+    means: dict[str, Tensor] = {}
+    for suffix in ("", "-floats"):
+        files = [tmp_path / f"{name}{suffix}" / "model.safetensors" for name in ("quantised", "eight")]
+        four, eight = (load_file(file) for file in files)
+        means = four | {name: tensor for name, tensor in eight.items() if ".1.self_attn." in name}
+        save_file(means, files[0])
+    config = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    config["quantization_config"][key][rule] = {"bits": 8, "group_size": 32}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    found = built(tmp_path / "quantised")
+    assert_kept(found, means, kept=True)
+    kinds = [cast(Any, found).model.layers[i].self_attn.o_proj.weight.packed.format for i in (0, 1)]
+    assert [(kind.kind, kind.group) for kind in kinds] == [("q4", 64), ("q8", 32)]
+
+
+@pytest.mark.parametrize("scale", [1.5e-5, 6e4, 7e4])
+def test_scales_in_bfloat16_are_kept_if_float16_has_them(tmp_path: Path, model: Path, scale: float) -> None:
+    """As Kimi-K2-Thinking has them: routed experts only, symmetric, in groups of 32."""
+    floats = quantise_tiny(model, tmp_path / "quantised", "pack-quantized", 32, 4, True)
+    tensors, means = (load_file(folder / "model.safetensors") for folder in (tmp_path / "quantised", floats))
+    tensors = {name: tensor for name, tensor in tensors.items() if ".self_attn." not in name}
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        levels = (means[name[:-6]].unflatten(1, (-1, 32)) / tensors[name].float()[..., None]).round()
+        tensors[name] = tensors[name].bfloat16()
+        tensors[name][0, 0] = scale
+        means[name[:-6]] = (levels * tensors[name].float()[..., None]).flatten(1)
+    save_file(
+        tensors | {n: t for n, t in means.items() if ".self_attn." in n}, tmp_path / "quantised/model.safetensors"
+    )
+    config = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(r"re:.*self_attn.*")
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    if scale > 65504:
+        with pytest.raises(UserError, match=r"quantised: .*experts\.0\.gate_proj\.weight: .* beyond float16's range"):
+            built(tmp_path / "quantised")
+        return
+    experts = cast(Any, built(tmp_path / "quantised")).model.layers[1].mlp.experts.weights
+    assert (experts.w13.format.kind, experts.w13.format.group) == ("q4", 32)
+    for expert, which in itertools.product(range(8), ("gate", "up", "down")):
+        mean = means[f"model.layers.1.mlp.experts.{expert}.{which}_proj.weight"]
+        assert torch.equal(experts.dequantised(expert, which), mean)
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +307,12 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("awq", lambda t, c: c.update(group_size=128), r"qzeros has shape \[8, 16\], expected \[2, 16\]"),
         ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
         ("gptq", put(f"{Q}.g_idx", lambda x: x.flip(0)), rf"{Q}\.g_idx: inputs are not in the order of their groups"),
+        ("gptq", lambda t, c: c.update(dynamic={"+:.*up_proj": {"bits": 8}}), r"qweight has shape \[32, 128\], exp"),
+        ("desc_act", put(f"{Q}.g_idx", lambda x: x + 1), rf"{Q}\.g_idx: each group from 0 to 7 must have 32 inputs"),
+        ("actorder", put(f"{Q}.weight_g_idx", lambda x: x - (x == 3).int()), rf"{Q}\.weight_g_idx: each group from 0"),
+        ("actorder", lambda t, c: t.pop(f"{Q}.weight_g_idx"), rf"1 tensors missing: {Q}\.weight_g_idx"),
+        ("auto_round", lambda t, c: c.update(extra_config={"a{9}": {"bits": 8}}), "is too intricate"),
+        ("auto_round", lambda t, c: c.update(packing_format="auto_round:llm_compressor"), "packing_format: '.*must be"),
         ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),
         ("gptq", lambda t, c: c.update(quant_method="awq", modules_to_not_convert=["gate"]), r"g_idx, GPTQ's"),
         ("pack-quantized", put(f"{Q}.weight_shape", lambda x: x + 1), rf"{Q}\.weight_shape: \[129, 257\] is not the"),
@@ -282,7 +344,8 @@ def test_ranks_that_would_cut_a_block_are_refused(oss: Path) -> None:
     st.sampled_from(list(SCHEMES)),
     st.dictionaries(
         st.sampled_from(["bits", "group_size", "version", "sym", "desc_act", "format", "config_groups", "ignore",
-                         "modules_to_not_convert", "weight_block_size", "dynamic", "zero_point", "lm_head"]),
+                         "modules_to_not_convert", "weight_block_size", "dynamic", "zero_point", "lm_head",
+                         "packing_format", "extra_config"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
