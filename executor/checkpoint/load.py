@@ -76,6 +76,10 @@ def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
     return wanted
 
 
+def linear_modules(wanted: dict[str, list[Piece]]) -> list[str]:
+    return [name.removesuffix(".weight") for name, pieces in wanted.items() if pieces[0].linear]
+
+
 def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
     """Returns the storage of the weight that `pieces` are parts of."""
     first = pieces[0]

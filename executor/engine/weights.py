@@ -7,7 +7,7 @@ from pathlib import Path
 
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Encoding, Scheme
-from executor.checkpoint.load import load_checkpoint, wanted_by
+from executor.checkpoint.load import linear_modules, load_checkpoint, wanted_by
 from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.random import random_weights
 from executor.config.case import Case
@@ -59,6 +59,5 @@ def fill_weights(
 
 def _counted(model: CausalLM, scheme: Scheme, encodings: list[Encoding]) -> str:
     """How many of the model's matrices are stored in each of `encodings`; empty if none is."""
-    linear = [pieces[0] for pieces in wanted_by(model).values() if pieces[0].linear] if encodings else []
-    found = Counter(scheme.encoding(piece.name.removesuffix(".weight")) for piece in linear)
+    found = Counter(scheme.encoding(module) for module in linear_modules(wanted_by(model)) if encodings)
     return ", ".join(f"{found[e]} matrices in {e.title}" for e in encodings if found[e])

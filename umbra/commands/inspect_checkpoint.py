@@ -21,6 +21,7 @@ from executor.checkpoint.load import (
     CONTRADICTION,
     contradictions,
     ignorable,
+    linear_modules,
     problems_of,
     stored_as,
     wanted_by,
@@ -162,10 +163,6 @@ def encodings_of(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[dict[st
         }
         for e in used
     ]  # fmt: skip
-
-
-def linear_modules(wanted: dict[str, list[Piece]]) -> list[str]:
-    return [name.removesuffix(".weight") for name, pieces in wanted.items() if pieces[0].linear]
 
 
 def excluded_from(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[Excluded]:

@@ -89,6 +89,7 @@ class Integers(Encoding):
         self.ordered = weights.value("actorder") in ("group", "dynamic", True) and self.group > 0
         how = self.bits, self.group, self.zeros, self.ordered
         self.title, self.format = f"{format}, {in_words(*how)}", kept_as(*how)
+        self.exact = not self.ordered or self.format is None
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         group = self.group if self.group > 0 else columns

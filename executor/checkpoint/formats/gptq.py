@@ -3,8 +3,8 @@
 qweight int32 (K bits / 32, N), qzeros int32 (K / group, N bits / 32), scales (K / group, N), g_idx int32 (K): each
 input's group, in order unless the checkpoint was made with desc_act; w = (level - zero) * scale
 
-A matrix with desc_act becomes floats: each expert has an order of its own, so that a product in groups would gather its
-inputs anew for every expert.
+Matrices with desc_act are not kept: each expert has an order of its own, for which a product would gather its inputs
+anew.
 """
 
 from collections.abc import Iterator
@@ -49,6 +49,7 @@ class GptqMatrix(Encoding):
         self.ordered = config.flag("desc_act", False) and not static and self.group > 0
         how = self.bits, self.group, self.zeros, self.ordered
         self.title, self.format = f"GPTQ, {in_words(*how)}", kept_as(*how)
+        self.exact = not self.ordered or self.format is None
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         count = 32 // self.bits  # levels in a word

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from executor.checkpoint.formats.patterns import Matches
-from ops.format import GROUP_SIZES, Alternating, Format, Quantised
+from ops.format import FORMATS, GROUP_SIZES, Alternating, Format, Quantised
 from umbra.errors import UserError
 
 FLOATS = ("BF16", "F16", "F32")
@@ -158,8 +158,10 @@ class Ruled(Scheme):
 
 def kept_as(bits: int, group: int, zeros: bool, ordered: bool = False) -> Format | None:
     """The format that keeps integers of 4 or 8 bits unchanged. `group` -1: a row has one scale, which smaller groups
-    then share. `ordered`: the columns of a group are not neighbours."""
-    if (zeros and bits == 8) or ordered:
+    then share. `ordered`: the columns of a group are not neighbours, so that 4 bits are rounded to 8."""
+    if ordered:
+        return FORMATS["q8"] if bits == 4 else None
+    if zeros and bits == 8:
         return None
     return Format({4: "q4", 8: "q8"}[bits], group if group > 0 else GROUP_SIZES[-1], zeros)
 

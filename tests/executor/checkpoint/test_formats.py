@@ -85,7 +85,16 @@ def test_every_format_means_its_floats(
     expected = logits(tmp_path, floats, **none)
     for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised", **none), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
-    assert_kept(built(tmp_path / "quantised"), load_file(floats / "model.safetensors"), kept)
+    found = built(tmp_path / "quantised", quantization=none["quantization"] if format == "desc_act" else {})
+    assert_kept(found, load_file(floats / "model.safetensors"), kept)
+
+
+def test_activation_order_is_rounded(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = logits(tmp_path, quantise_tiny(model, tmp_path / "quantised", "desc_act", 64))
+    for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised"), expected, strict=True):
+        assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()
+    title = "56 matrices in GPTQ, 4 bits in groups of 64 in activation order, with zero points"
+    assert f"\n{title}: kept by no format, so rounded to 8 bits" in capsys.readouterr().out
 
 
 def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
@@ -131,8 +140,9 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None
     bits, group = (8, -1) if rows else (4, 128)
     floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=rows)
     means = load_file(floats / "model.safetensors")
+    sections: dict[str, Any] = {"world_size": 4, "quantization": {"method": "none" if "act" in format else "auto"}}
     for rank in range(4):
-        assert_kept(built(tmp_path / "quantised", rank, world_size=4), means, kept="act" not in format)
+        assert_kept(built(tmp_path / "quantised", rank, **sections), means, kept="act" not in format)
 
 
 @pytest.mark.parametrize(
