@@ -49,8 +49,8 @@ def chat(case: Case) -> None:
             print("(the conversation is forgotten)\n")
         elif line == "/help":
             print(f"{HELP}\n")
-        elif line.startswith("/") and line[1:].isalpha():
-            print(f"({line} is no command) {HELP}\n")
+        elif line.startswith("/") and line.split()[0][1:].isalpha():
+            print(f"unknown command {line:.40}, see /help\n")
         elif line:
             history = llm.shortened([*history, {"role": "user", "content": line}])
             history.append(_answer(llm, history))
