@@ -111,11 +111,15 @@ class Layout:
         return float(self.placing.sharing * self.counted.memory.experts)  # every shadow is on the host
 
     @cached_property
+    def sequence_bytes(self) -> int:
+        """Memory of the keys and values of a sequence."""
+        load = self.cluster.load
+        return self.counted.memory.page * self.counted.limits.pages_of(load.prompt_tokens + load.output_tokens)
+
+    @cached_property
     def most_sequences(self) -> int:
         """The most sequences of a group whose keys and values fit."""
-        load = self.cluster.load
-        each = self.counted.memory.token * (load.prompt_tokens + load.output_tokens)
-        return min(int(self.free_bytes / each), self.cluster.search.most_sequences)
+        return min(int(self.free_bytes / self.sequence_bytes), self.cluster.search.most_sequences)
 
     def decode(self, sequences: int) -> Times:
         """A decode step of `sequences` sequences of each group, half of whose answers are there on average."""
@@ -144,8 +148,8 @@ def make_layout(cluster: Cluster, sizes: Sizes, hardware: Hardware) -> Layout:
         raise UserError(f"case {case.name} runs on {case.platform}, hardware {hardware.name} is {hardware.platform}")
     layout = Layout(cluster, sizes, hardware, Counted(case))
     if layout.most_sequences < 1:
-        need = layout.counted.memory.token * (cluster.load.prompt_tokens + cluster.load.output_tokens)
-        raise UserError(f"does not fit: {(need - layout.free_bytes) / GB:.1f} GB of a device's memory are missing")
+        missing = layout.sequence_bytes - layout.free_bytes
+        raise UserError(f"does not fit: {missing / GB:.1f} GB of a device's memory are missing")
     if layout.host_bytes > (room := hardware.host.memory_gb or 0.0) * GB:
         raise UserError(f"does not fit: a host holds {layout.host_bytes / GB:.0f} GB of experts in {room:.0f} GB")
     return layout

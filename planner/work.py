@@ -15,14 +15,14 @@ from torch import Tensor
 from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
-from executor.engine.kv_caches import bind_caches, sets_of
+from executor.engine.batch_limits import limits_of
+from executor.engine.kv_caches import bind_caches, frame_of, sets_of
 from executor.engine.weight_formats import build_of
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import most_rows, why_gathered
 from executor.run.activations import CountedGroup, batch_of
 from models.causal_lm import CausalLM
 from models.config import ModelConfig, with_layers
-from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.registry import load, model_class
@@ -74,7 +74,7 @@ class Memory:
 
     experts: int
     rest: int  # all other weights
-    token: float  # keys and values of a token, in all layers
+    page: int  # a page of keys and values, of all layers of a set (executor/engine/layer_sets.py)
 
 
 class Counted:
@@ -82,6 +82,7 @@ class Counted:
 
     def __init__(self, case: Case):
         self.case, self.config = case, load_model_config(case)
+        self.limits = limits_of(case, self.config)
         config, self.multiples = one_of_each_layer(self.config)
         platform, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
         self.ops = ops = CountedOps(
@@ -105,7 +106,7 @@ class Counted:
             exchanged = sys.maxsize if case.parallel_sizes.expert_slots else 0
         exchange = CountedExchange(ops, case.world_size, exchanged) if exchanged else None
         meta = torch.device("meta")
-        build = build_of(
+        self.build = build = build_of(
             case, cast(Ops, ops), parallel, meta, platform.quantised_head, None, cast("Exchange | None", exchange)
         )
         self.model: CausalLM = model_class(case.model_name)(config, build)
@@ -126,12 +127,7 @@ class Counted:
                 experts += size
             else:
                 rest += size
-        token = 0.0
-        for path, module in self.model.named_modules():
-            if isinstance(module, PagedAttention) and module.window is None:  # a window takes the same at any length
-                caches = module.k_cache.nbytes + module.v_cache.nbytes
-                token += self._multiple(path) * caches / len(module.k_cache) / self.ops.page_size
-        return Memory(experts, rest, token)
+        return Memory(experts, rest, frame_of(self.model, self.case, self.build, self.config.windows)[1])
 
     @property
     def expert_layers(self) -> int:

@@ -1,5 +1,7 @@
 """Binds the KV caches of a model: a cache for each place in its sets of layers, or one arena for all."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -42,10 +44,13 @@ def sharing(model: nn.Module) -> list[list[PagedAttention]]:
     return [[layers[of.layers[place]] for of in sets if place < len(of.layers)] for place in range(places)]
 
 
-def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
+def frame_of(
+    model: nn.Module, case: Case, build: Build, windows: Sequence[int | None] | None = None
+) -> tuple[int, int]:
     """(units, bytes) of one frame of the arena. A frame holds one page of all layers of a set: two units for each
-    layer, its keys and its values."""
-    units = 2 * len(sharing(model))
+    layer, its keys and its values. `windows` are those of all layers, if `model` has only some of them."""
+    sets = sets_of(model) if windows is None else layer_sets(windows)
+    units = 2 * max(len(of.layers) for of in sets)
     return units, units * _units(model, case, build, 1).nbytes
 
 

@@ -178,8 +178,7 @@ def layout_of(case: Path, figures: Figures) -> Layout:
     search = Search(most_sequences=ROWS, chunk=CHUNK)
     cluster = Cluster(case=str(case), devices=1, load=Load(prompt_tokens=PROMPT, output_tokens=ANSWER), search=search)
     counted = Counted(case_of(cluster, sizes))
-    page = counted.memory.token * read.cache_config.page_size
-    memory = counted.memory.rest + counted.memory.experts + (figures.pages + 1.5) * page
+    memory = counted.memory.rest + counted.memory.experts + (figures.pages + 1.5) * counted.memory.page
     hardware = Hardware(platform="cpu", device=Device(memory_gb=memory / GB), name="this machine")
     return Layout(cluster, sizes, hardware, counted)
 

@@ -164,11 +164,13 @@ class Replica:
         left = min(s.longest - len(s.ids) for s in step.sequences)
         if left == 1:
             return 1
-        least = min(s.covered - len(s.ids) for s in step.sequences)  # besides the next token, in promised pages
+        sets = len(self.limits.windows)
+        # Besides the next token, in promised pages. Those of windows suffice for one step's tokens only.
+        least = 0 if sets > 1 else min(s.covered - len(s.ids) for s in step.sequences)
         for group, sequences in enumerate(scheduler.by_group(step.sequences)):
             if sequences and left > 1 + least:
                 spare = scheduler.pools[group].pages - scheduler.committed(group)
-                left = min(left, 1 + max(least, spare // len(sequences) * size))
+                left = min(left, 1 + max(least, spare // (len(sequences) * sets) * size))
         if self.experts and left > 1:
             left = min(left, self.experts.alike())
             taken = sum(max(0, -(-(s.num_computed + left) // size) - len(s.blocks)) for s in step.sequences)

@@ -50,12 +50,11 @@ def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
     layers, all_experts = counted.expert_layers, config.expert_count
     experts = all_experts // ranks.moe_ep
     slot = memory.experts // (layers * experts)
-    frame = round(memory.token * case.cache_config.page_size)
     fixed = None if simulation.memory == "elastic" else round(ranks.resident * layers * experts)
     copy_s = slot / (layout.hardware.need("host.copy_gbps") * GIGA)
     swaps = min(max(int(layout.decode(1).total / COPYING / copy_s), 1), MOST_SWAPS)  # of a server, after every step
     sizes = ExpertSizes(
-        layers, experts, all_experts, config.experts_per_token, slot, frame, case.cache_config.page_size,
+        layers, experts, all_experts, config.experts_per_token, slot, memory.page, case.cache_config.page_size,
         int(layout.all_free_bytes), copy_s, INTERVAL * swaps,
     )  # fmt: skip
     return SimulatedExperts(sizes, fixed, simulation.skew, simulation.seed)
@@ -68,7 +67,7 @@ class Simulator:
         self.simulation, self.layout = simulation, layout
         size, elastic = case.cache_config.page_size, simulation.memory == "elastic"
         free = layout.all_free_bytes if elastic else layout.free_bytes
-        pages = int(free / layout.counted.memory.token / size) - 1
+        pages = int(free / layout.counted.memory.page) - 1
         most = min(cluster.search.most_sequences, pages)
         self.limits = Limits(
             batch_size=most * sizes.attn_dp,
@@ -80,11 +79,12 @@ class Simulator:
             reserve=simulation.reserve,
             prefixes=simulation.prefix_cache,
             prefix_floor=case.serve_config.prefix_floor // size,
+            windows=layout.counted.limits.windows,
         )
-        if pages * size < simulation.longest:
+        if self.limits.pages_of(simulation.longest) > pages:
             raise UserError(
-                f"simulation.longest: {simulation.longest} tokens of one sequence do not fit into the {pages * size} "
-                f"of a group of {sizes}"
+                f"simulation.longest: {simulation.longest} tokens of one sequence do not fit into the {pages} pages of "
+                f"a group of {sizes}"
             )
         times = times or StepTimes(layout, simulation.longest)
         made = None

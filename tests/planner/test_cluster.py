@@ -13,8 +13,7 @@ import yaml
 
 from executor.config.load import load_case
 from executor.run.ascend_memory_plan import make_plan
-from executor.run.model_sketch import sketch_of, weights_of
-from models.layers.attention import PagedAttention
+from executor.run.model_sketch import cache_of, sketch_of, weights_of
 from ops.counted import Done, Message
 from planner.cluster import Cluster, Load, Search, Targets, read_cluster
 from planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of
@@ -29,8 +28,9 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
     ("qwen3_235b_a22b_bf16_tp16", ("attn_tp_size=1", "moe_tp_size=1", "batch_size=32", "aiv_group=none")),
     ("minimax_m2_w4a16_tp8", ()),
     ("qwen3_30b_a3b_q4_cpu", ()),
+    ("gpt_oss_120b_bf16_tp8", ()),
 ]
-IDS = ["235b", "235b-ep", "m2", "30b-cpu"]
+IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss"]
 PRINTED = Path(__file__).parents[1] / "data" / "cluster_plan.txt"
 LINKS = Links(devices=8, gbps=100.0, collective_us=10.0, peer_us=1.0, exchange_us=40.0)
 HARDWARE = Hardware(
@@ -56,9 +56,7 @@ def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]
     experts = sizes.pop("experts") + sizes.pop("experts' scales and biases", 0)
     assert memory.experts == experts
     assert memory.rest == sum(sizes.values()) - sizes["rotary"]
-    layers = [module for module in sketch.model.modules() if isinstance(module, PagedAttention)]
-    cached = sum((a.k_cache.nbytes + a.v_cache.nbytes) / len(a.k_cache) for a in layers)
-    assert memory.token == cached / case.cache_config.page_size
+    assert memory.page * (sketch.pages + 1) == cache_of(sketch.model, case.cache_config.page_size).nbytes
 
 
 @pytest.mark.parametrize(("name", "overrides"), [CASES[0], CASES[2]], ids=["235b", "m2"])
