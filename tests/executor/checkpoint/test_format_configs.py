@@ -75,6 +75,13 @@ def test_what_would_be_read_wrong_is_refused(name: str, key: str, value: Any) ->
         scheme(name, key, value)
 
 
+@pytest.mark.parametrize("more", [{"static_groups": True}, {"meta": {"static_groups": True}}, {"group_size": -1}])
+def test_an_order_of_groups_that_changes_nothing(more: dict[str, Any]) -> None:
+    data = CONFIGS["gptq"] | {"desc_act": True}
+    formats = [SCHEMES["gptq"](HfConfig(d, "config.json")).encodings[0].format for d in (data, data | more)]
+    assert [format and format.kind for format in formats] == ["q8", "q4"]
+
+
 PATHS = [
     "lm_head",
     "model.layers.0.self_attn.q_proj",

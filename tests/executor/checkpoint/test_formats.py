@@ -29,6 +29,7 @@ from models.registry import family_in, model_class
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
+from ops.format import Format
 from ops.parallel.join import parallel_of
 from tests.quantised import mxfp4_tiny, quantise_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
@@ -146,26 +147,33 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("format", "key", "rule"),
-    [("gptq", "dynamic", r"+:.*\.1\..*_attn\.(q|k|v|o)_proj"), ("auto_round", "extra_config", r"layers\.1\.self_attn")],
+    ("format", "key", "rule", "part"),
+    [
+        ("gptq", "dynamic", r"+:.*\.1\..*_attn\.(q|k|v|o)_proj", ".1.self_attn."),
+        ("auto_round", "extra_config", r"layers\.1\..*down_proj$", ".down_proj."),
+    ],
 )
-def test_modules_may_have_settings_of_their_own(tmp_path: Path, model: Path, format: str, key: str, rule: str) -> None:
-    """Attention of layer 1 in 8 bits in groups of 32, the rest in 4 bits in groups of 64."""
+def test_modules_may_have_settings_of_their_own(
+    tmp_path: Path, model: Path, format: str, key: str, rule: str, part: str
+) -> None:
+    """Attention or the downs of layer 1 in 8 bits in groups of 32, the rest in 4 bits in groups of 64."""
     quantise_tiny(model, tmp_path / "eight", format, 32, 8, True)
     quantise_tiny(model, tmp_path / "quantised", format, 64, 4, True)
     means: dict[str, Tensor] = {}
     for suffix in ("", "-floats"):
         files = [tmp_path / f"{name}{suffix}" / "model.safetensors" for name in ("quantised", "eight")]
         four, eight = (load_file(file) for file in files)
-        means = four | {name: tensor for name, tensor in eight.items() if ".1.self_attn." in name}
+        means = four | {name: tensor for name, tensor in eight.items() if part in name and ".layers.1." in name}
         save_file(means, files[0])
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     config["quantization_config"][key][rule] = {"bits": 8, "group_size": 32}
     (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
     found = built(tmp_path / "quantised")
     assert_kept(found, means, kept=True)
-    kinds = [cast(Any, found).model.layers[i].self_attn.o_proj.weight.packed.format for i in (0, 1)]
-    assert [(kind.kind, kind.group) for kind in kinds] == [("q4", 64), ("q8", 32)]
+    layer = cast(Any, found).model.layers[1]
+    formats = [w.format for w in (layer.self_attn.o_proj.weight.packed, layer.mlp.experts.weights.w2)]
+    wide = [format == Format("q8", 32) for format in formats]
+    assert wide == [part != ".down_proj.", part == ".down_proj."]
 
 
 @pytest.mark.parametrize("scale", [1.5e-5, 6e4, 7e4])
@@ -321,6 +329,7 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("desc_act", put(f"{Q}.g_idx", lambda x: x + 1), rf"{Q}\.g_idx: each group from 0 to 7 must have 32 inputs"),
         ("actorder", put(f"{Q}.weight_g_idx", lambda x: x - (x == 3).int()), rf"{Q}\.weight_g_idx: each group from 0"),
         ("actorder", lambda t, c: t.pop(f"{Q}.weight_g_idx"), rf"1 tensors missing: {Q}\.weight_g_idx"),
+        ("actorder", lambda t, c: c.update(format="nvfp4-pack-quantized"), "format: 'nvfp4-pack-quantized' must be"),
         ("auto_round", lambda t, c: c.update(extra_config={"a{9}": {"bits": 8}}), "is too intricate"),
         ("auto_round", lambda t, c: c.update(packing_format="auto_round:llm_compressor"), "packing_format: '.*must be"),
         ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),
@@ -365,7 +374,8 @@ def test_ranks_that_would_cut_a_block_are_refused(oss: Path) -> None:
 )  # fmt: skip
 def test_any_config_is_read_or_refused(method: str, config: dict[str, Any]) -> None:
     with contextlib.suppress(UserError):
-        scheme = SCHEMES[method](HfConfig(config, "config.json"))
+        settings = {"bits": 4, "group_size": 32, "packing_format": "auto_round"} | config
+        scheme = SCHEMES[method](HfConfig(settings, "config.json"))
         assert scheme.encoding("model.layers.0.mlp.gate_proj") in (None, *scheme.encodings)
         for encoding in scheme.encodings:
             stored = encoding.stored("model.layers.0.mlp.gate_proj", 256, 256)
