@@ -20,31 +20,33 @@ void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* 
     }
 }
 
+// What 32 columns from c on add to the product of row r of the block, without the activations' scale. The sums are those
+// of levels times activations, of 16 columns each, and of activations.
+template <Format F>
+float scaled(const Matrix& w, int block, int c, int r, const int32_t* dots, int32_t sum) {
+    const int32_t dot = dots[0] + dots[1];
+    if constexpr (nested(F)) {
+        const uint16_t* scales = w.scales + block * w.scale_count();
+        const auto half = [&](int which) { return half_to_float(w.nested_halves(scales, c, which)[r]); };
+        const auto byte = [&](int which) { return w.nested_bytes(scales, c, which)[r]; };
+        if (lowered(F))
+            return half(0) * static_cast<float>(byte(0) * dot) - half(1) * static_cast<float>(byte(1) * sum);
+        const auto scale = [&](int which) { return half(0) * static_cast<float>(static_cast<int8_t>(byte(which))); };
+        if (F == Format::q6k) return scale(0) * static_cast<float>(dots[0]) + scale(1) * static_cast<float>(dots[1]);
+        return scale(0) * static_cast<float>(dot);
+    } else if constexpr (F == Format::mx4) {
+        return 0.5f * mx4_scale(w.mx4_scales(block)[c / w.group * kRows + r]) * static_cast<float>(dot);
+    } else {
+        const size_t at = block * w.scale_count() + static_cast<size_t>(c / w.group) * kRows + r;
+        const int zero = w.zeros ? w.zeros[at] : F == Format::q8 ? 128 : 8;
+        return half_to_float(w.scales[at]) * static_cast<float>(dot - zero * sum);
+    }
+}
+
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
     const int blocks = w.k / kBlock;
-    const size_t bytes = w.quant_stride() / blocks;
-    for (int t = 0; t < count; t++) {
-        const size_t row = index ? index[t] : t;
-        float sums[kRows] = {};
-        for (int b = 0; b < blocks; b++) {
-            const uint8_t* plane = w.quants + block * w.quant_stride() + b * bytes;
-            const size_t at = block * w.scale_count() + static_cast<size_t>(b * kBlock / w.group) * kRows;
-            const Block& x = rows.blocks[row * blocks + b];
-            for (int r = 0; r < kRows; r++) {
-                int32_t dot = -(w.zeros ? w.zeros[at + r] : F == Format::q8 ? 128 : 8) * x.sum();
-                for (int c = 0; c < kBlock; c++) dot += quant_at(F, w.order, plane, r, c) * x.q[c];
-                sums[r] += half_to_float(w.scales[at + r]) * x.scale * static_cast<float>(dot);
-            }
-        }
-        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
-    }
-}
-
-void product_mx4(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
-                 size_t stride) {
-    const int blocks = w.k / kBlock;
     for (int t = 0; t < count; t++) {
         const size_t row = index ? index[t] : t;
         float sums[kRows] = {};
@@ -52,46 +54,10 @@ void product_mx4(const Matrix& w, int block, const Rows& rows, const int32_t* in
             const uint8_t* plane = w.quants + block * w.quant_stride() + b * w.block_bytes();
             const Block& x = rows.blocks[row * blocks + b];
             for (int r = 0; r < kRows; r++) {
-                int32_t dot = -kMx4Zero * x.sum();
+                int32_t dots[2] = {};
                 for (int c = 0; c < kBlock; c++)
-                    dot += kMx4Levels[quant_at(Format::mx4, w.order, plane, r, c)] * x.q[c];
-                sums[r] += mx4_scale(w.mx4_scales(block)[b * kRows + r]) * x.scale * static_cast<float>(dot);
-            }
-        }
-        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r] * 0.5f;
-    }
-}
-
-template <Format F>
-void product_nested(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
-                    size_t stride) {
-    const int blocks = w.k / kBlock;
-    for (int t = 0; t < count; t++) {
-        const size_t row = index ? index[t] : t;
-        float sums[kRows] = {};
-        for (int b = 0; b < blocks; b++) {
-            const uint8_t* plane = w.quants + block * w.quant_stride() + b * w.block_bytes();
-            const Block& x = rows.blocks[row * blocks + b];
-            const int c = b * kBlock;
-            for (int r = 0; r < kRows; r++) {
-                int32_t dots[2] = {};  // of 16 columns each
-                for (int i = 0; i < kBlock; i++)
-                    dots[i / 16] += level_of(F, quant_at(F, w.order, plane, r, i)) * x.q[i];
-                const uint16_t* scales = w.scales + block * w.scale_count();
-                const float d = half_to_float(w.nested_halves(scales, c, 0)[r]);
-                const auto scale = [&](int which) {
-                    const uint8_t byte = w.nested_bytes(scales, c, which)[r];
-                    return lowered(F) ? static_cast<float>(byte) : static_cast<float>(static_cast<int8_t>(byte));
-                };
-                float sum;
-                if (F == Format::q6k) {
-                    sum = d * scale(0) * static_cast<float>(dots[0]) + d * scale(1) * static_cast<float>(dots[1]);
-                } else {
-                    sum = d * scale(0) * static_cast<float>(dots[0] + dots[1]);
-                    if (lowered(F))
-                        sum -= half_to_float(w.nested_halves(scales, c, 1)[r]) * scale(1) * static_cast<float>(x.sum());
-                }
-                sums[r] += sum * x.scale;
+                    dots[c / 16] += level_of(F, quant_at(F, w.order, plane, r, c)) * x.q[c];
+                sums[r] += scaled<F>(w, block, b * kBlock, r, dots, x.sum()) * x.scale;
             }
         }
         for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
@@ -140,8 +106,8 @@ const Kernels& kernels_generic() {
     static const Kernels kernels{
         "generic",
         {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-         product_quantised<Format::q4>, product_f8, product_mx4, product_nested<Format::q4k>,
-         product_nested<Format::q5k>, product_nested<Format::q6k>, product_nested<Format::iq4>},
+         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
+         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
         quantise};
     return kernels;
 }

@@ -289,9 +289,14 @@ inline float bf16_to_float(uint16_t b) {
     return v.f;
 }
 
-// What a quant of nested scales stands for.
+// What a quant stands for; in mx4 twice that, in q8 and q4 before the zero point is subtracted.
 inline int level_of(Format format, int quant) {
-    return format == Format::iq4 ? kIq4Levels[quant] - 128 : format == Format::q6k ? quant - 32 : quant;
+    switch (format) {
+        case Format::mx4: return kMx4Levels[quant] - kMx4Zero;
+        case Format::iq4: return kIq4Levels[quant] - 128;
+        case Format::q6k: return quant - 32;
+        default: return quant;
+    }
 }
 
 // The bits of an e4m3 float stand in those of a half with the bias 15 in place of 7: the half is 2^-8 of the value.

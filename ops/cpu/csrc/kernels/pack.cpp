@@ -48,8 +48,7 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
         if (w.format == Format::mx4) {
             const float scale = mx4_scale(reinterpret_cast<const uint8_t*>(from.scales)[at]) * 0.5f;
             for (int i = 0; i < kBlock; i++)
-                to[c + i] =
-                    static_cast<float>(kMx4Levels[quant_at(w.format, w.order, block, lane, i)] - kMx4Zero) * scale;
+                to[c + i] = static_cast<float>(level_of(w.format, quant_at(w.format, w.order, block, lane, i))) * scale;
             continue;
         }
         const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
