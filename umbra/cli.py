@@ -146,12 +146,14 @@ def make_parser() -> Parser:
     add = command(
         "quantize",
         quantize,
-        "quantise a checkpoint to 4 bits (AWQ) or to FP8; started again, it resumes",
+        "quantise a checkpoint to 4 bits (AWQ, MXFP4) or to FP8; started again, it resumes",
         "--model checkpoints/austen_moe --out OUT --group 32 --calibrate TEXT.txt",
     )
     add.add_argument("--model", required=True, help="a checkpoint in floats, or in FP8 blocks: folder or name on a hub")
     add.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
-    add.add_argument("--format", choices=("awq", "fp8"), default="awq", help="what to write (default awq)")
+    add.add_argument(
+        "--format", choices=("awq", "fp8", "mxfp4"), default="awq", help="what to write (default awq); gpt-oss: mxfp4"
+    )
     add.add_argument("--group", type=int, choices=GROUP_SIZES, help="awq: columns that share a scale (default 128)")
     add.add_argument("--calibrate", type=Path, metavar="TEXT", help="awq: a UTF-8 text like those the model will see")
     add.add_argument("--tokens", type=int, help=f"tokens of the text to use at most (default {QUANTIZE_TOKENS})")
@@ -307,15 +309,20 @@ def inspect(args: argparse.Namespace) -> None:
 def quantize(args: argparse.Namespace) -> None:
     if args.tokens is not None and (args.calibrate is None or args.tokens < 2):
         raise UserError(f"--tokens {args.tokens}: must be at least 2, and needs --calibrate")
-    if args.format == "fp8" and (args.group or args.calibrate):
-        raise UserError("--format fp8: has neither --group nor --calibrate")
+    if args.format != "awq" and (args.group or args.calibrate):
+        raise UserError(f"--format {args.format}: has neither --group nor --calibrate")
     from umbra.commands.quantize.awq import AwqTarget
     from umbra.commands.quantize.convert import Calibration, convert
     from umbra.commands.quantize.fp8 import Fp8Target
+    from umbra.commands.quantize.mxfp4 import Mxfp4Target
     from umbra.commands.quantize.source import Source
+    from umbra.commands.quantize.target import Target
 
     source, keep = Source(checkpoint_path(args.model)), tuple(args.keep)
-    target = Fp8Target(source, keep) if args.format == "fp8" else AwqTarget(source, keep, args.group or 128)
+    if args.format == "awq":
+        target: Target = AwqTarget(source, keep, args.group or 128)
+    else:
+        target = (Fp8Target if args.format == "fp8" else Mxfp4Target)(source, keep)
     convert(args.out, target, Calibration(args.calibrate, args.tokens or QUANTIZE_TOKENS) if args.calibrate else None)
     print(f"wrote {args.out}")
 

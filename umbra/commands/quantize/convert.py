@@ -8,7 +8,7 @@ calibration, the hidden states of its tokens and the attention's weights of one 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
                     folds = list(search_layer(layer, weights, hidden, target.group, rounded, each))
                 hidden = layer.forward(weights, hidden, each)
             if index in missing:
-                _write_tensors(layers[index], dict(_written(target, index, folds, each)))
+                _write_tensors(layers[index], _written(target, index, folds, each))
             progress.layer()
     if not (out / REST).is_file():
         _write_tensors(out / REST, source.rest())
@@ -127,18 +127,22 @@ def _rounded(target: Target, index: int, name: str) -> bool:
     return target.quantised(f"model.layers.{index}.{name}".removesuffix(".weight"))
 
 
-def _written(target: Target, index: int, folds: list[Fold], each: Each) -> Iterator[tuple[str, Tensor]]:
+def _written(target: Target, index: int, folds: list[Fold], each: Each) -> dict[str, Tensor]:
     """The tensors of one layer as they are written to the checkpoint."""
+    layer, made = target.source.layer(index), dict[str, list[Tensor]]()
 
     def written(named: tuple[str, Tensor]) -> dict[str, Tensor]:
         full = f"model.layers.{index}.{named[0]}"
         module = full.removesuffix(".weight")
         if target.quantised(module):
             return target.tensors(module, named[1])
-        return {full: named[1].to(target.source.float_type(full))}
+        stored = named[1].to(target.source.float_type(full))
+        return {full: stored.mT.contiguous() if full in target.source.fused else stored}
 
-    for tensors in each(written, fold(target.source.layer(index), folds)):
-        yield from tensors.items()
+    for tensors in each(written, fold(layer, folds) if folds else layer.parts()):
+        for name, part in tensors.items():
+            made.setdefault(name, []).append(part)
+    return {name: torch.cat(parts) if parts[1:] else parts[0] for name, parts in made.items()}
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

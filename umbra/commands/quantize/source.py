@@ -43,10 +43,6 @@ FAMILIES: dict[str, type[LayerMath[Any]]] = {
     "glm4_moe": Glm4MoeLayer,
     "minimax_m2": MiniMaxM2Layer,
 }
-NOT_WRITTEN = {
-    "gpt_oss": "AWQ and FP8 have matrices of one expert each, its files have all experts in one: run the original, "
-    "which is in MXFP4, or let quantization.method quantise it while it is loaded",
-}
 PLAIN = FORMATS["float32"]
 
 
@@ -55,11 +51,8 @@ class Source:
         if not folder.is_dir():
             raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
         name = family_in(folder)
-        if name not in FAMILIES:
-            why = NOT_WRITTEN.get(name, f"only {', '.join(FAMILIES)}")
-            raise UserError(f"--model {folder}: {name} cannot be quantised: {why}")
         config = read_config(folder, name)
-        self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
+        self.folder, self.name, self.config = folder, name, cast(LayerConfig, config)
         scheme = read_scheme(folder)
         self.title = scheme.title
         build = Build(
@@ -71,6 +64,9 @@ class Source:
         self.shapes = {name: pieces[0].shape for name, pieces in wanted.items()}
         linear = [name for name, pieces in wanted.items() if pieces[0].linear]
         self.linear = {name.removesuffix(".weight"): self.shapes[name] for name in linear}  # (out, in) of each module
+        self.fused = {name for name in linear if len(self.shapes[name]) == 3}  # (experts, out, in): of all experts
+        if name not in FAMILIES and not self.fused:
+            raise UserError(f"--model {folder}: {name} cannot be quantised: only {', '.join(FAMILIES)}, gpt_oss")
         self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
         if self.encodings - {Fp8Matrix}:
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
@@ -80,6 +76,16 @@ class Source:
         self.stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
         for problem, names in problems_of(self.files, self.stored, scheme, model.ignores):
             raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+
+    @property
+    def family(self) -> type[LayerMath[Any]]:
+        """What AWQ and FP8 need to know of the model."""
+        if self.fused:
+            raise UserError(
+                f"--model {self.folder}: AWQ and FP8 have matrices of one expert each, {self.name}'s files have all "
+                "experts in one: --format mxfp4"
+            )
+        return FAMILIES[self.name]
 
     def layer(self, index: int) -> "LayerTensors":
         return LayerTensors(self, f"model.layers.{index}.")
@@ -92,10 +98,11 @@ class Source:
         names = [name for name in self.shapes if not name.startswith("model.layers.")]
         return {name: self.read(name).to(self.float_type(name)) for name in names}
 
-    def read(self, name: str) -> Tensor:
-        """The weight of this name: as it is stored, or in float32 if it is quantised."""
+    def read(self, name: str, *cut: slice) -> Tensor:
+        """The weight of this name, or a cut of it: as it is stored, or in float32 if it is quantised."""
+        rest = self.shapes[name][len(cut) :]
         with self._reading:
-            part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
+            part = self.stored[name].read(self.files, *cut, *(slice(0, size) for size in rest))
             self.files.relieve()
         if isinstance(part, Alternating):
             raise AssertionError(f"{name}: of no family that is quantised")
@@ -130,6 +137,15 @@ class LayerTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.source.read(self.prefix + name)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor by name; of a tensor of all experts one after another, (1, out, in)."""
+        for name in self.names:
+            if (full := self.prefix + name) in self.source.fused:
+                for expert in range(self.source.shapes[full][0]):
+                    yield name, self.source.read(full, slice(expert, expert + 1))
+            else:
+                yield name, self[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -55,6 +55,7 @@ class Target(ABC):
         for name in self.keep:
             if not any(map(inside([name]), source.linear)):
                 raise UserError(f"--keep {name}: is no module of {source.folder}, and no part of one's path")
-        for module, (rows, columns) in source.linear.items():
+        for module, (*_, rows, columns) in source.linear.items():
             if self.quantised(module) and (wrong := self.check_sizes(rows, columns)):
-                raise UserError(f"{source.folder}: {module}.weight: {wrong}")
+                weight = module if module in source.fused else f"{module}.weight"
+                raise UserError(f"{source.folder}: {weight}: {wrong}")

@@ -10,15 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3MoeForCausalLM
+from transformers import GptOssForCausalLM, Mxfp4Config, PreTrainedModel, Qwen3MoeForCausalLM
 
+from ops.format import E2M1
+from tests import quantised
 from tests.command import umbra
-from tests.quantised import awq_meaning
+from tests.quantised import awq_meaning, mxfp4_tiny
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
-from umbra.commands.quantize import awq, fp8, workers
+from umbra.commands.quantize import awq, fp8, mxfp4, workers
 from umbra.commands.quantize.awq import AwqTarget, quantise
 from umbra.commands.quantize.convert import Calibration, convert
+from umbra.commands.quantize.mxfp4 import Mxfp4Target
 from umbra.commands.quantize.search import fold, search_layer
 from umbra.commands.quantize.source import FAMILIES, Source
 from umbra.errors import UserError
@@ -143,6 +146,33 @@ def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: s
     torch.testing.assert_close(ours, oracle_logits(dequantised, ids[1].tolist()), atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_all_experts_in_one_tensor_are_written_as_gpt_oss_is(tmp_path: Path) -> None:
+    """Weights that were MXFP4 keep their values, others are nearer than with scales that cut nothing off; Umbra and
+    transformers read what is written, and what is kept."""
+    save_tiny_of(tmp_path / "model", "gpt_oss")
+    exact, floats = tmp_path / "exact", mxfp4_tiny(tmp_path / "model", tmp_path / "official")
+    convert(exact, Mxfp4Target(Source(floats), ()))
+    convert(tmp_path / "kept", Mxfp4Target(Source(floats), ("layers.0.mlp",)))
+    ids, settings = list(range(40)), Mxfp4Config(dequantize=True)
+    expected = oracle_logits(GptOssForCausalLM.from_pretrained(floats, dtype=torch.float32), ids)
+    for folder in (exact, tmp_path / "kept"):
+        theirs = GptOssForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
+        torch.testing.assert_close(oracle_logits(theirs, ids), expected, atol=1e-5, rtol=0)
+        case = tiny_case(tmp_path, folder, model_name="gpt_oss", quantization={"method": "none"})
+        ours = torch.from_numpy(collect_logits(make_runner(case, tmp_path), [ids], 0)["prefill_0"])
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+    names = tensors_of(tmp_path / "kept").keys()
+    assert {name for name in names if "layers.0." in name} == {n for n in tensors_of(floats) if "layers.0." in n}
+    weight = torch.randn(2, 64, 64)
+    codes, exponents = mxfp4.quantise(weight)
+    ours = (torch.tensor(E2M1)[codes.int()] * (exponents.float() - 127).exp2()[..., None]).flatten(-2)
+    others = quantised.mxfp4(weight)[1]
+    errors = [(means - weight).unflatten(-1, (-1, 32)).square().sum(-1) for means in (ours, others)]
+    assert (errors[0] <= errors[1]).all()
+    assert errors[0].sum() < errors[1].sum()
+
+
 @pytest.mark.parametrize(("layer", "kv_heads"), [(0, 2), (1, 8)])  # sparse, dense
 @torch.no_grad()
 def test_folding_keeps_the_function(tmp_path: Path, layer: int, kv_heads: int) -> None:
@@ -260,8 +290,10 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 tensors missing: model\.norm\.weight"):
         Source(tmp_path / "odd")
     save_tiny_of(tmp_path / "fused", "gpt_oss")
-    with pytest.raises(UserError, match="gpt_oss cannot be quantised: AWQ and FP8 have matrices of one expert each"):
-        Source(tmp_path / "fused")
+    with pytest.raises(UserError, match=r"AWQ and FP8 have matrices of one expert each.*: --format mxfp4"):
+        convert(tmp_path / "out", AwqTarget(Source(tmp_path / "fused"), (), GROUP))
+    with pytest.raises(UserError, match=r"--format mxfp4: is for tensors of all experts, which .* has not"):
+        convert(tmp_path / "out", Mxfp4Target(Source(model), ()))
 
 
 @pytest.mark.parametrize(
