@@ -29,6 +29,7 @@ from executor.platform import load_platform
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
 from executor.run.host_memory import check_host_memory
+from executor.run.model_sketch import sketch_of
 from executor.run.prompts import encode_prompts
 from executor.run.report import Completion, make_report
 from executor.run.shadow_plan import plan_run
@@ -63,7 +64,7 @@ class ModelRunner:
             f"moe_ep {parallel.moe_ep.rank}/{parallel.moe_ep.size}"
         )
         if PLATFORMS[case.platform].is_host:
-            check_host_memory(case, ranks.local_world_size)
+            check_host_memory(case, ranks.local_world_size, sketch_of(case, config=self.config))
         self.planned = None
         if case.offload_config.mode != "none":
             self.planned = plan_run(case, ranks, parallel.world, platform)

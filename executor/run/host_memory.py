@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch | None" = None) -> None:
+def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch") -> None:
     """Checks a case whose platform's device is the CPU. `local_ranks` is the number of the job's ranks on this
-    machine, each of which counts as much as this process has by now: the program and its libraries. `sketch` is that
-    of the case, if it was made already."""
-    from executor.run.model_sketch import cache_of, sketch_of, weights_of  # which imports torch
+    machine, each of which counts as much as this process has by now: the program and its libraries."""
+    from executor.run.model_sketch import cache_of, weights_of  # which imports torch
 
-    sketch = sketch or sketch_of(case)
     arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None
     weights = sum(part.nbytes for part in weights_of(sketch.model))
     cache = cache_of(sketch.model, case.cache_config.page_size).nbytes

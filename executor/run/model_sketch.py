@@ -54,11 +54,12 @@ class Sketch:
 
 
 def sketch_of(
-    case: Case, shadows: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None
-) -> Sketch:
-    """The model and its caches on meta. By default, `ops` only has the platform's layouts: enough to build a model, but
-    not to run a step."""
-    config = load_model_config(case)
+    case: Case, shadows: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None,
+    config: ModelConfig | None = None,
+) -> Sketch:  # fmt: skip
+    """The model and its caches on meta, of the case's checkpoint or of another `config`. By default, `ops` only has the
+    platform's layouts: enough to build a model, but not to run a step."""
+    config = config or load_model_config(case)
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
     parallel = counted(parallel_of(case.parallel_sizes, 0, {}))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from executor.run.host_memory import check_host_memory, memory_limit
+from executor.run.model_sketch import sketch_of
 from tests.tiny import save_tiny, tiny_case
 from umbra.errors import UserError
 
@@ -35,10 +36,10 @@ def test_the_smallest_limit_of_a_cgroup_and_those_above_it_counts(tmp_path: Path
 def test_a_case_that_does_not_fit_is_refused_with_its_sizes(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     case = tiny_case(tmp_path, tmp_path / "model")
-    check_host_memory(case, 1)
+    check_host_memory(case, 1, sketch_of(case))
     many = 1_000_000
     with pytest.raises(UserError, match=rf"on each of {many} rank\(s\) do not fit into the .* GB of .*: set qua"):
-        check_host_memory(case, many)
+        check_host_memory(case, many, sketch_of(case))
     arena = tiny_case(tmp_path, tmp_path / "model", offload_config={"mode": "elastic", "arena_mb": 100})
     with pytest.raises(UserError, match=r"0\.10 GB of KV cache"):  # the arena, which is allocated whole
-        check_host_memory(arena, many)
+        check_host_memory(arena, many, sketch_of(arena))
