@@ -15,15 +15,18 @@ constexpr int kAhead = 4096;  // bytes that are prefetched ahead
 // Rounds columns c .. c + count - 1 of each row; an odd number is followed by a zero.
 template <int M>
 TARGET void round_rows(const float* const* x, int c, int count, Bf16 (*to)[kChunk]) {
-    for (int t = 0; t < M; t++)
-        for (int i = 0; i < count; i += 2 * kLanes) {
-            const auto mask = [&](int from) {
-                return static_cast<__mmask16>((1u << std::clamp(count - i - from, 0, kLanes)) - 1);
-            };
-            const __m512 low = _mm512_maskz_loadu_ps(mask(0), x[t] + c + i);
-            const __m512 high = _mm512_maskz_loadu_ps(mask(kLanes), x[t] + c + i + kLanes);
-            _mm512_storeu_si512(to[t] + i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-        }
+    const auto store = [](__m512 low, __m512 high, Bf16* at) TARGET {
+        _mm512_storeu_si512(at, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    };
+    const int whole = count / (2 * kLanes) * 2 * kLanes, left = count - whole;
+    const auto mask = [&](int from) { return static_cast<__mmask16>((1u << std::clamp(left - from, 0, kLanes)) - 1); };
+    for (int t = 0; t < M; t++) {
+        for (int i = 0; i < whole; i += 2 * kLanes)
+            store(_mm512_loadu_ps(x[t] + c + i), _mm512_loadu_ps(x[t] + c + i + kLanes), to[t] + i);
+        if (left)
+            store(_mm512_maskz_loadu_ps(mask(0), x[t] + c + whole),
+                  _mm512_maskz_loadu_ps(mask(kLanes), x[t] + c + whole + kLanes), to[t] + whole);
+    }
 }
 
 // M activation rows by B neighbouring row blocks.
