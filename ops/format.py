@@ -3,7 +3,9 @@
 The launcher reads GROUP_SIZES and must start quickly, so this file does not import torch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,6 +63,10 @@ class Quantised:
     zeros: "Tensor | Words | None"
     # Made for activations of eight bits: w8a8, levels in int8, one float32 scale a row.
     int8_inputs: bool = field(default=False, kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.levels.shape
 
     @property
     def group(self) -> int:
@@ -187,6 +193,64 @@ class Nested(Quantised):
         )
 
 
+@dataclass(frozen=True)
+class Undecoded:
+    """m rows in the blocks of one of ggml's types, as a GGUF file has them."""
+
+    type: int  # ggml's number
+    data: "Tensor"  # (m, blocks of a row, bytes of a block) uint8
+    skipped: int  # columns that come before these in the first block, a multiple of 32
+    columns: int
+    kept: Format | None  # the format that keeps them
+    decode: "Callable[[Tensor], Tensor | Quantised]"  # all columns of blocks, as levels or as floats
+
+    @cached_property
+    def decoded(self) -> "Tensor | Quantised":
+        values, end = self.decode(self.data), self.skipped + self.columns
+        if isinstance(values, Nested) and (self.skipped, end) != (0, values.levels.shape[1]):
+            return values.columns(self.skipped, end)
+        return values if isinstance(values, Quantised) else values[:, self.skipped : end]
+
+
+class Blocks(Quantised):
+    """Rows that the CPU's packing reads as they are, and that others decode."""
+
+    of: Undecoded
+
+    def __init__(self, of: Undecoded):
+        vars(self)["of"] = of  # the fields of a frozen class cannot be set otherwise
+
+    @property
+    def _levels(self) -> Quantised:
+        if not isinstance(self.of.decoded, Quantised):
+            raise AssertionError("a type that no format keeps has floats only")
+        return self.of.decoded
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.of.data), self.of.columns
+
+    bits = property(lambda self: self._levels.bits)
+    levels = property(lambda self: self._levels.levels)
+    scales = property(lambda self: self._levels.scales)
+    zeros = property(lambda self: self._levels.zeros)
+
+    @property
+    def finite(self) -> bool:
+        decoded = self.of.decoded
+        return decoded.finite if isinstance(decoded, Quantised) else bool(decoded.isfinite().all())
+
+    def fits(self, format: Format) -> bool:
+        kept = self.of.kept
+        return bool(kept and kept.kind == format.kind and kept.group % format.group == 0 and not format.zeros)
+
+    def floats(self) -> "Tensor":
+        return floats(self.of.decoded)
+
+    def rows(self, rows: "list[int]") -> "Blocks":
+        return Blocks(replace(self.of, data=self.of.data[rows]))
+
+
 class Alternating(NamedTuple):
     """A part (m, ...) that is stored in two: the rows 0, 2, 4 ... and the rows 1, 3, 5 ..."""
 
@@ -206,7 +270,7 @@ def every_other(part: "Tensor | Quantised") -> "tuple[Tensor | Quantised, Tensor
 
 def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantised":
     """The rows of `part` (m, ...) in the order `order`, m row numbers."""
-    if isinstance(part, Nested):
+    if isinstance(part, Nested | Blocks):
         return part.rows(order)
     if not isinstance(part, Quantised):
         return part[order]

@@ -156,7 +156,7 @@ class Ops(Protocol):
     def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates a table of which each token reads one row."""
 
-    def fill_table(self, table: Tensor, part: Tensor) -> bool | None:
+    def fill_table(self, table: Tensor, part: Tensor | Quantised) -> bool | None:
         """Writes all of a table. Returns what `Matrix.fill` returns."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:

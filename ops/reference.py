@@ -79,8 +79,8 @@ def table(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
-def fill_table(table: Tensor, part: Tensor) -> None:
-    table.copy_(part)
+def fill_table(table: Tensor, part: Tensor | Quantised) -> None:
+    table.copy_(floats(part))
 
 
 def vector_type(dtype: torch.dtype) -> torch.dtype:

@@ -40,6 +40,13 @@ EXPERT = re.compile(r"(.*\.experts\.)\d+\.(.*)")
 Kinds = Callable[[str], str]  # the type of the tensor of this name
 
 
+def mostly_q4_k(name: str) -> str:
+    """The types of a file that is called Q4_K_M: another one for values and downs in half of the layers."""
+    if any(word in name for word in ("norm", "gate_inp")):
+        return "F32"
+    return "Q6_K" if name == "output.weight" or re.match(r"blk\.0\.(attn_v|ffn_down)", name) else "Q4_K"
+
+
 def stacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors, with those of all experts in one and the gates apart from the ups."""
     stacks: dict[str, list[Tensor]] = {}

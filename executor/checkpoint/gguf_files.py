@@ -1,6 +1,7 @@
 """The tensors of GGUF files, read as blocks through memory maps. `models/gguf` has checked where they lie."""
 
 import mmap
+import warnings
 from math import prod
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from executor.checkpoint.files import MAPPED, CheckpointFiles, TensorFiles
 from executor.checkpoint.formats.gguf import GgufScheme
 from executor.checkpoint.formats.scheme import Scheme
 from models.gguf.folder import Index
-from models.gguf.types import BY_NAME
+from models.gguf.types import BY_NAME, FLOATS
 from umbra.errors import UserError
 
 
@@ -59,10 +60,14 @@ class GgufFiles:
             outer[:1] = [slice(cut.start + view.first_row, cut.stop + view.first_row) for cut in outer[:1]]
         elif len(view.shape) > len(info.shape):  # a matrix of one row
             mapped = mapped[None]
-        found = np.array(mapped[(*outer, slice(last.start // columns, -(-last.stop // columns)))])
+        found = mapped[(*outer, slice(last.start // columns, -(-last.stop // columns)))]
         self.read += found.nbytes
         self._mapped += found.nbytes
-        return torch.from_numpy(found if len(view.shape) > 1 else found[None])
+        if info.kind in FLOATS:
+            found = np.array(found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of blocks that cannot be written
+            return torch.from_numpy(found if len(view.shape) > 1 else found[None])
 
     def relieve(self) -> None:
         if self._mapped > MAPPED:

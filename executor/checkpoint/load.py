@@ -5,7 +5,7 @@ the right shape and type, and the pieces cover every parameter. Only then is dat
 memory maps: peak memory is what the rank keeps plus one weight.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
 from executor.checkpoint.gguf_files import open_files
 from executor.checkpoint.progress import loading_bar
 from models.layers.base import Piece, layers_of
-from ops.format import Alternating, Quantised
+from ops.format import Alternating, Blocks, Quantised
 from umbra.errors import UserError, listed
 
 SIGNS = {  # endings of tensor names that only one format uses
@@ -55,7 +55,11 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
                         finite = piece.fill(part)
                     except UserError as error:
                         raise UserError(f"{files.folder}: {name}: {error}") from None
-                    if not (finite if isinstance(finite, bool) else _finite(part)) and name not in strange:
+                    if finite if isinstance(finite, bool) else _finite(part):
+                        continue
+                    if any(isinstance(half, Blocks) for half in halves_of(part)):
+                        raise not_finite(files, stored[name])
+                    if name not in strange:
                         strange.append(name)
             files.relieve()
             bar.update(files.read - bar.n)
@@ -101,24 +105,35 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
     return sorted(module for module, piece in odd.items() if not piece.router or scheme.encoding(module))
 
 
-def scales_are_finite(part: Tensor | Quantised, stored: Stored) -> bool:
+def _scales_are_finite(part: Tensor | Quantised, stored: Stored) -> bool:
+    """Those of blocks are looked at when these are read."""
     if isinstance(part, Quantised):
-        return part.finite
+        return isinstance(part, Blocks) or part.finite
     return len(stored.tensors) == 1 or _finite(part)
 
 
 def _part(files: TensorFiles, stored: Stored, piece: Piece) -> Tensor | Quantised | Alternating:
     sizes = zip(piece.part, piece.shape, strict=True)
     part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
-    if not all(scales_are_finite(half, stored) for half in (part if isinstance(part, Alternating) else [part])):
-        raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
+    if not all(_scales_are_finite(half, stored) for half in halves_of(part)):
+        raise not_finite(files, stored)
     return part
+
+
+def not_finite(files: TensorFiles, stored: Stored) -> UserError:
+    return UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
+
+
+def halves_of(part: Tensor | Quantised | Alternating) -> Sequence[Tensor | Quantised]:
+    return part if isinstance(part, Alternating) else [part]
 
 
 def _finite(part: Tensor | Quantised | Alternating) -> bool:
     """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
     if isinstance(part, Alternating):
         return all(map(_finite, part))
+    if isinstance(part, Blocks):
+        return part.finite
     if isinstance(part, Quantised):  # the scales were checked; of the levels, only floats can be strange
         return not part.float8 or bool((part.plain_levels.view(torch.uint8) & 0x7F != 0x7F).all())
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())

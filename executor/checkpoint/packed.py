@@ -1,4 +1,4 @@
-"""Keeps a rank's quantised weights in `packed_cache/`, so that the next start maps them instead of quantising again.
+"""Keeps a rank's quantised weights in `packed_cache/`, so that the next start maps them instead of packing again.
 
 Each checkpoint, rank and set of settings has a folder, whose `manifest.json` says what it was made from. The folder is
 used only while all of that is unchanged; otherwise a new one replaces it. A folder appears whole or not at all, also
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.checkpoint.progress import loading_bar
+from models.gguf.folder import INDEX, name_of, read_index
 from models.layers.base import layers_of
 from ops.cpu import memory
 from umbra.errors import UserError
@@ -57,17 +58,18 @@ class PackedCache:
         }
         self.large = {f"{name}.bin": storage for name, storage in storages.items() if memory.is_allocated(storage)}
         self.small = [storage for storage in storages.values() if not memory.is_allocated(storage)]
+        name, sources = _sources(checkpoint)
         settings = {
             "layout": LAYOUT,
-            "checkpoint": str(checkpoint.resolve()),
+            "checkpoint": str(name),
             "rank": rank,
             **facts,
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        self.folder = root / f"{checkpoint.name}-{digest}"
+        self.folder = root / f"{name_of(name)}-{digest}"
         self.manifest: dict[str, Any] = {
             "settings": settings,
-            "sources": {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in _sources(checkpoint)},
+            "sources": {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sources},
             "bytes": {name: storage.nbytes for name, storage in storages.items()},
         }
 
@@ -166,5 +168,9 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _sources(checkpoint: Path) -> list[Path]:
-    return sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))
+def _sources(checkpoint: Path) -> tuple[Path, list[Path]]:
+    """The path of the checkpoint in this folder, and the files that its weights depend on."""
+    if (checkpoint / INDEX).is_file():
+        parts = read_index(checkpoint).paths
+        return parts[0], parts
+    return checkpoint.resolve(), sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))

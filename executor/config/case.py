@@ -206,7 +206,7 @@ class QuantizationSettings:
     )
     keep_packed: bool = key(
         True, "keep quantised weights in `packed_cache/`, as large as they are in memory, so that the next start "
-        "maps them instead of quantising again",
+        "maps them instead of packing again",
     )  # fmt: skip
     zero_points: bool = key(False, "a zero point for each group as well, as AWQ checkpoints have; q4 only")
 

@@ -32,19 +32,20 @@ def fill_weights(
     settings = case.quantization
     if not case.model_config.with_ckpt:
         return random_weights(model, seed=rank)
-    cache = None
-    quantises = "q8" in (settings.method, settings.rest) or settings.method == "q4"
-    if quantises and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
+    cache, scheme = None, read_scheme(folder)
+    kinds, dtype = PLATFORMS[case.platform].quantised, case.model_config.dtype
+    kept = settings.method == "auto" and any(e.format and e.format.kind in kinds for e in scheme.encodings)
+    packs = kept or "q8" in (settings.method, settings.rest) or settings.method == "q4"
+    if packs and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
         cache = packed_cache(packed_facts(case), folder, rank, model, mapped=not case.parallel_config.expert_slots)
         if cache.load(rank == 0):
             return None
-    start, scheme = time.perf_counter(), read_scheme(folder)
+    start = time.perf_counter()
     read = load_checkpoint(model, folder, scheme, model.ignores, rank == 0)
     seconds = time.perf_counter() - start
     print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
     if settings.method == "q4" and any(encoding.format == MXFP4 for encoding in scheme.encodings):
         print(f"quantization.method: q4: {ROUNDED_AGAIN}")
-    kinds, dtype = PLATFORMS[case.platform].quantised, case.model_config.dtype
     others = [e for e in scheme.encodings if not (e.format and e.format.kind in kinds)]
     if (settings.method, settings.rest) == ("auto", "none") and (counts := _counted(model, scheme, others)):
         key = "rest" if len(others) < len(scheme.encodings) else "method"

@@ -136,7 +136,7 @@ class Matrices:
 
     def put(self, index: tuple[int, ...], row: int, part: Tensor | Quantised) -> None:
         """Put `part` (m, columns) at rows row .. row + m of the matrix at `index`."""
-        count = part.levels.shape[0] if isinstance(part, Quantised) else len(part)
+        count = part.shape[0]
         end = row + count
         if self.scales is None:
             self.data[index][:, row:end] = floats(part).T

@@ -60,23 +60,18 @@ class SplitMatrix:
 class Table:
     def __init__(self, address: int, kind: int, row: int, step: int) -> None: ...
 
+class Given:
+    @overload
+    def __init__(
+        self, values: Table, scales: Table, zeros: Table, group: int, middle: int, of_scales: Table, of_zeros: Table
+    ) -> None: ...
+    @overload
+    def __init__(self, address: int, type: int, row: int, skipped: int) -> None: ...
+
 def pack_rows(
-    w: SplitMatrix,
-    index: int,
-    first: int,
-    step: int,
-    count: int,
-    columns: int,
-    values: Table,
-    scales: Table,
-    zeros: Table,
-    of_scales: Table,
-    of_zeros: Table,
-    group: int,
-    middle: int,
-    keep: bool,
+    w: SplitMatrix, index: int, first: int, step: int, count: int, columns: int, given: Given, keep: bool
 ) -> int: ...
-def fill_table(to: int, type: int, rows: int, columns: int, from_: Table) -> bool: ...
+def fill_table(to: int, type: int, rows: int, columns: int, given: Given) -> bool: ...
 def unpack_rows(w: SplitMatrix, index: int, first: int, step: int, count: int, rows: int) -> None: ...
 def split(count: int) -> list[int]: ...
 

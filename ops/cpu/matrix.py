@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ops.cpu.engine import TYPES, module, native, pointer
 from ops.cpu.memory import allocate
-from ops.format import LARGEST_F8, Format, Nested, Quantised, floats
+from ops.format import LARGEST_F8, Blocks, Format, Nested, Quantised, floats
 from ops.interface import SILU_EXPERTS, ExpertKind
 from ops.words import Words
 from umbra.errors import UserError
 
 if TYPE_CHECKING:
-    from ops.cpu._native import SplitMatrix, Table
+    from ops.cpu._native import Given, SplitMatrix, Table
 
 ROWS, BLOCK = 16, 32
 BITS = {
@@ -74,12 +74,11 @@ def elements(x: "Tensor | Words | None") -> "Table":
     return module.Table(address=pointer(x, x.dtype, contiguous=False), kind=KINDS[x.dtype], row=row, step=step)
 
 
-def fill_table(table: Tensor, part: Tensor) -> bool:
+def fill_table(table: Tensor, part: Tensor | Quantised) -> bool:
     """Whether all values are finite numbers."""
-    return native.fill_table(
-        to=pointer(table, table.dtype), type=TYPES[table.dtype], rows=table.shape[0], columns=table.shape[1],
-        from_=rows_of(part),
-    )  # fmt: skip
+    given, (rows, columns) = given_of(part if isinstance(part, Blocks) else floats(part)), table.shape
+    to = pointer(table, table.dtype)
+    return native.fill_table(to=to, type=TYPES[table.dtype], rows=rows, columns=columns, given=given)
 
 
 class MatrixView:
@@ -97,27 +96,15 @@ class MatrixView:
             part, keep = as_f8(floats(part), self.format.group), True
         if not keep and self.format.kind in NESTED_BYTES:
             raise AssertionError(f"{self.format} holds rows of that format only")
-        if isinstance(part, Quantised) and (part.group % BLOCK or (_only_kept(part) and not keep)):
+        if isinstance(part, Quantised) and not keep and _only_kept(part):
             part = part.floats()
-        scales, zeros, of_scales, of_zeros, group, middle = *(elements(None) for _ in range(4)), 0, 0
-        if isinstance(part, Nested):
-            given, group = part.levels, part.group
-            of_scales, of_zeros = elements(part.d), elements(part.dmin)
-            scales, zeros = elements(part.scales), elements(part.zeros)
-        elif isinstance(part, Quantised):
-            given, group, middle = part.levels, part.group, part.middle
-            if part.scales.shape != (given.shape[0], given.shape[1] // group):
-                raise AssertionError(f"scales of shape {part.scales.shape} for levels of shape {given.shape}")
-            scales, zeros = elements(part.scales), elements(part.zeros)
-        else:
-            given = part
-        if given.shape[1] != self.columns and (self.format.group or given.shape[1] > self.columns):
-            raise AssertionError(f"{given.shape[1]} columns for a matrix of {self.columns}")
+        rows, columns = part.shape
+        if columns != self.columns and (self.format.group or columns > self.columns):
+            raise AssertionError(f"{columns} columns for a matrix of {self.columns}")
+        given = given_of(part)
         flags = native.pack_rows(
-            w=self.handle, index=index, first=row, step=step, count=given.shape[0], columns=given.shape[1],
-            values=rows_of(given), scales=scales, zeros=zeros, of_scales=of_scales, of_zeros=of_zeros, group=group,
-            middle=middle, keep=keep,
-        )  # fmt: skip
+            w=self.handle, index=index, first=row, step=step, count=rows, columns=columns, given=given, keep=keep
+        )
         if flags & LARGE_SCALE:
             raise UserError("quantization: a scale is beyond float16's range: set quantization.method: none")
         return not flags & STRANGE
@@ -129,9 +116,31 @@ class MatrixView:
         return out
 
 
+def given_of(part: Tensor | Quantised) -> "Given":
+    """The rows, whose memory must outlive the result."""
+    if isinstance(part, Blocks):
+        data = part.of.data
+        if data.stride()[1:] != (data.shape[2], 1):
+            raise TypeError(f"blocks {tuple(data.shape)} {data.stride()} are not of neighbours")
+        address = pointer(data, torch.uint8, contiguous=False)
+        return native.Given(address=address, type=part.of.type, row=data.stride(0), skipped=part.of.skipped)
+    scales, zeros, of_scales, of_zeros, group, middle = *(elements(None) for _ in range(4)), 0, 0
+    if isinstance(part, Nested):
+        of_scales, of_zeros = elements(part.d), elements(part.dmin)
+    if isinstance(part, Quantised):
+        rows, columns = part.levels.shape
+        if not isinstance(part, Nested) and part.scales.shape != (rows, columns // part.group):
+            raise AssertionError(f"scales of shape {part.scales.shape} for levels of shape {part.levels.shape}")
+        scales, zeros, group, middle = elements(part.scales), elements(part.zeros), part.group, part.middle
+    return native.Given(
+        values=rows_of(part.levels if isinstance(part, Quantised) else part), scales=scales, zeros=zeros, group=group,
+        middle=middle, of_scales=of_scales, of_zeros=of_zeros,
+    )  # fmt: skip
+
+
 def _only_kept(part: Quantised) -> bool:
     """Whether rows in another format are packed as floats."""
-    return part.float4 or isinstance(part, Nested)
+    return not isinstance(part, Blocks) and (part.group % BLOCK > 0 or part.float4 or isinstance(part, Nested))
 
 
 def as_f8(part: Tensor, group: int) -> Quantised:

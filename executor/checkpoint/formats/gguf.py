@@ -9,14 +9,15 @@ from torch import Tensor
 from executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
 from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
 from models.gguf.folder import Index
-from models.gguf.types import BY_NAME, FLOATS
-from ops.format import Alternating, Nested, Quantised, floats
+from models.gguf.types import BY_NAME, FLOATS, TYPES
+from ops.format import Alternating, Blocks, Quantised, Undecoded, floats
 
-BLOCK = 32  # columns that a rank's part of a row with nested scales is a multiple of
+BLOCK = 32  # columns that parts of blocks are multiples of
+NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 PAIRS, APART = "gate_up_proj", ("gate_proj", "up_proj")  # all gates and ups, whose rows alternate, in two tensors here
 
 
-class Blocks(Encoding):
+class InBlocks(Encoding):
     """One of ggml's quantised types."""
 
     zeros, signs = False, ("weight",)
@@ -41,7 +42,7 @@ class GgufScheme(Scheme):
         for info in index.tensors.values():
             sizes[info.kind] += info.nbytes
         self.title = f"GGUF: {', '.join(kind for kind, _ in sizes.most_common())}"
-        self._blocks = {kind: Blocks(kind) for kind, _ in sizes.most_common() if kind not in FLOATS}
+        self._blocks = {kind: InBlocks(kind) for kind, _ in sizes.most_common() if kind not in FLOATS}
         self.encodings = tuple(self._blocks.values())
 
     def said(self, module: str) -> Encoding | None:
@@ -62,7 +63,8 @@ class GgufScheme(Scheme):
         if not (kind := self._kind(name)):
             return None
         stored = in_blocks(name, shape, kind)
-        return stored if linear else Stored(stored.tensors, lambda *part: floats(part_of(name, kind, *part)))
+        table = len(shape) == 2 and name.endswith(".weight")
+        return stored if linear or table else Stored(stored.tensors, partial(floats_of, name, kind))
 
     def _kind(self, name: str) -> str | None:
         view = self.index.views.get(name)
@@ -80,17 +82,17 @@ def in_blocks(name: str, shape: tuple[int, ...], kind: str) -> Stored:
 
 
 def part_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quantised:
-    block, columns = BY_NAME[kind].columns, part[-1]
+    columns, block = part[-1], BY_NAME[kind].columns
     start = columns.start // block * block
     first, end = columns.start - start, columns.stop - start
-    values = values_of(kind, fetch(name, *part).flatten(0, -3))
-    if isinstance(values, Quantised):
-        if (first, end) == (0, values.levels.shape[1]):
-            return values
-        if isinstance(values, Nested) and first % BLOCK == end % BLOCK == 0:
-            return values.columns(first, end)
-        values = values.floats()
-    return values[:, first:end].reshape([cut.stop - cut.start for cut in part])
+    data = fetch(name, *part).flatten(0, -3)
+    if kind not in FLOATS and first % BLOCK == end % BLOCK == 0:
+        return Blocks(Undecoded(NUMBERS[kind], data, first, end - first, KEPT.get(kind), partial(values_of, kind)))
+    return floats(values_of(kind, data))[:, first:end].reshape([cut.stop - cut.start for cut in part])
+
+
+def floats_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor:
+    return floats(part_of(name, kind, fetch, *part)).reshape([cut.stop - cut.start for cut in part])
 
 
 def alternating(gates: str, ups: str, shape: tuple[int, ...], kinds: tuple[str, str], linear: bool) -> Stored:
@@ -98,10 +100,9 @@ def alternating(gates: str, ups: str, shape: tuple[int, ...], kinds: tuple[str, 
 
     def read(fetch: Fetch, one: slice, pairs: slice, *rest: slice) -> Alternating:
         half = slice(pairs.start // 2, pairs.stop // 2)
-        even, odd = (
-            part_of(name, kind, fetch, one, half, *rest) for name, kind in zip((gates, ups), kinds, strict=True)
-        )
-        return Alternating(even, odd) if linear else Alternating(floats(even), floats(odd))
+        read_one = part_of if linear else floats_of
+        even, odd = (read_one(*each, fetch, one, half, *rest) for each in zip((gates, ups), kinds, strict=True))
+        return Alternating(even, odd)
 
     half = shape[0], shape[1] // 2, *shape[2:]
     return Stored({name: Needed(half, (kind,)) for name, kind in zip((gates, ups), kinds, strict=True)}, read)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from gguf import GGUFReader
 from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import parallel_of
-from tests.gguf_models import save_gguf
+from tests.gguf_models import mostly_q4_k, save_gguf
 from tests.tiny import TINY_OF, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from text.tokenizer import Tokenizer
 from umbra import LLM
@@ -260,13 +260,6 @@ def test_parts_are_one_checkpoint(tmp_path: Path) -> None:
         logits(tmp_path, first, "qwen3_moe")
 
 
-def mostly_q4_k(name: str) -> str:
-    """The types of a file that is called Q4_K_M: another one for values and downs in half of the layers."""
-    if any(word in name for word in ("norm", "gate_inp")):
-        return "F32"
-    return "Q6_K" if name == "output.weight" or re.match(r"blk\.0\.(attn_v|ffn_down)", name) else "Q4_K"
-
-
 def test_mixed_types_mean_their_floats(tmp_path: Path) -> None:
     """Within what rounded activations cost; the same bits wherever experts are."""
     save_tiny(tmp_path / "model", **SIZES)
@@ -277,6 +270,19 @@ def test_mixed_types_mean_their_floats(tmp_path: Path) -> None:
     offload = {"mode": "fixed", "slots": 5, "measure_s": 0.01, "stream_tokens": 20}
     for ours, theirs in zip(logits(tmp_path, path, "qwen3_moe", offload_config=offload), found, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_scales_must_be_finite(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", **SIZES)
+    save_gguf(tmp_path / "model", tmp_path / "m.gguf", "qwen3_moe", mostly_q4_k)
+    reader = GGUFReader(tmp_path / "m.gguf", "r+")
+    for name in ("blk.0.ffn_up_exps.weight", "token_embd.weight"):
+        (tensor,) = [tensor for tensor in reader.tensors if tensor.name == name]
+        half, tensor.data.reshape(-1)[:2] = tensor.data.reshape(-1)[:2].copy(), (0, 0x7C)
+        reader.data.flush()
+        with pytest.raises(UserError, match=r"(up_proj|embed_tokens).weight: scales are not all finite numbers"):
+            logits(tmp_path, tmp_path / "m.gguf", "qwen3_moe")
+        tensor.data.reshape(-1)[:2] = half
 
 
 def test_what_has_no_planes_is_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,10 @@ from torch import nn
 from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.model_runner import make_runner
+from models.gguf import folder as unpacked
 from models.layers.base import layers_of
 from models.layers.experts import Experts
+from tests.gguf_models import mostly_q4_k, save_gguf
 from tests.quantised import mxfp4_tiny
 from tests.tiny import ONE_RANK, save_tiny, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
@@ -28,9 +30,14 @@ def case(tmp_path: Path) -> Case:
     return case_of(tmp_path)
 
 
-@pytest.fixture(params=["q4", "mxfp4"])
-def either(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    """All is quantised here, or experts are as in the checkpoint and the rest is quantised here."""
+@pytest.fixture(params=["q4", "mxfp4", "gguf"])
+def either(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """All is quantised here, or experts are as in the checkpoint and the rest is quantised here, or nothing is."""
+    if request.param == "gguf":
+        monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
+        save_tiny(tmp_path / "model", hidden_size=256, head_dim=32, num_attention_heads=8, moe_intermediate_size=256)
+        save_gguf(tmp_path / "model", tmp_path / "model.gguf", "qwen3_moe", mostly_q4_k)
+        return tiny_case(tmp_path, tmp_path / "model.gguf", quantization={"keep_packed": True})
     if request.param == "q4":
         quantised: Case = request.getfixturevalue("case")
         return quantised
@@ -114,6 +121,14 @@ def test_whatever_changed_is_made_anew_and_named(
     other = case_of(tmp_path, zero_points=True)
     assert start(other, tmp_path, capsys)[0].startswith("packed weights: none cached yet, packing now; ")
     assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_a_changed_gguf_file_is_packed_anew(either: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not either.model_path.endswith(".gguf"):
+        pytest.skip("no GGUF file")
+    start(either, tmp_path, capsys)
+    os.utime(tmp_path / "model.gguf", ns=(1, 1))
+    assert start(either, tmp_path, capsys)[0].startswith("packed weights: changed: sources, packing now; ")
 
 
 def test_what_others_put_there_stays(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,27 +44,37 @@ void bind_weights(py::module_& m) {
                  return Table{at<const uint8_t>(address), static_cast<Kind>(kind), row, step};
              }),
              py::arg("address"), py::arg("kind"), py::arg("row"), py::arg("step"));
+    py::class_<Given>(m, "Given")
+        .def(py::init([](const Table& values, const Table& scales, const Table& zeros, int64_t group, int middle,
+                         const Table& of_scales, const Table& of_zeros) {
+                 return Given{values, scales, zeros, group, middle, of_scales, of_zeros};
+             }),
+             py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("group"), py::arg("middle"),
+             py::arg("of_scales"), py::arg("of_zeros"), "Ordinary rows.")
+        .def(py::init([](uintptr_t address, int type, int64_t row, int64_t skipped) {
+                 Given given;
+                 given.blocks = {at<const uint8_t>(address), static_cast<Ggml>(type), row, skipped};
+                 return given;
+             }),
+             py::arg("address"), py::arg("type"), py::arg("row"), py::arg("skipped"), "Rows of blocks.");
     m.def(
         "pack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, int64_t columns,
-           const Table& values, const Table& scales, const Table& zeros, const Table& of_scales, const Table& of_zeros,
-           int64_t group, int middle, bool keep) {
+           const Given& given, bool keep) {
             py::gil_scoped_release release;
             Context context = engine.context();
-            const Given given{values, scales, zeros, group, middle, of_scales, of_zeros};
             return pack_rows(context, w, {index, first, step}, count, columns, given, keep);
         },
         py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("columns"),
-        py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("of_scales"), py::arg("of_zeros"),
-        py::arg("group"), py::arg("middle"), py::arg("keep"));
+        py::arg("given"), py::arg("keep"));
     m.def(
         "fill_table",
-        [](uintptr_t to, int type, int64_t rows, int64_t columns, const Table& from) {
+        [](uintptr_t to, int type, int64_t rows, int64_t columns, const Given& given) {
             py::gil_scoped_release release;
             Context context = engine.context();
-            return fill_table(context, at<void>(to), static_cast<Type>(type), rows, columns, from);
+            return fill_table(context, at<void>(to), static_cast<Type>(type), rows, columns, given);
         },
-        py::arg("to"), py::arg("type"), py::arg("rows"), py::arg("columns"), py::arg("from_"));
+        py::arg("to"), py::arg("type"), py::arg("rows"), py::arg("columns"), py::arg("given"));
     m.def(
         "unpack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {

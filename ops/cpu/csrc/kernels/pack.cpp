@@ -125,9 +125,34 @@ int pack_nested(const RowBlock& to, const Given& from, int64_t c) {
     return flags;
 }
 
+// The levels of 32 columns from `c` on, and their scales.
+int pack_blocks(const RowBlock& to, const Blocks& from, int64_t c) {
+    const Matrix& w = to.w;
+    Words levels;
+    BlockScales scales;
+    read_blocks(from, to.rows, c, levels, scales);
+    write_levels(w.format, w.order, levels, to.rows, to.place.quants + c / kBlock * w.block_bytes());
+    const auto put = [&](auto* plane, const auto* given) {
+        std::copy_n(given + to.rows.lane, to.rows.count, plane + to.rows.lane);
+    };
+    if (w.format == Format::mx4) {
+        put(reinterpret_cast<uint8_t*>(to.place.scales) + c / w.group * kRows, scales.scale[0]);
+    } else if (!nested(w.format)) {
+        put(to.place.scales + c / w.group * kRows, scales.d);
+    } else {
+        const uint8_t* second = lowered(w.format) ? scales.minimum[0] : scales.scale[1];
+        for (int which = 0; which < bytes_of(w.format); which++)
+            put(const_cast<uint8_t*>(w.nested_bytes(to.place.scales, c, which)), which ? second : scales.scale[0]);
+        for (int which = 0; which < halves_of(w.format) && c % w.group == 0; which++)
+            put(const_cast<uint16_t*>(w.nested_halves(to.place.scales, c, which)), which ? scales.dmin : scales.d);
+    }
+    return scales.finite ? 0 : kStrange;
+}
+
 // The levels of 32 columns from `c` on, and at the beginning of a group its scales and zero points.
 int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
     const Matrix& w = to.w;
+    if (from.blocks.at) return pack_blocks(to, from.blocks, c);
     Panel panel;
     read_levels(from.values, to.rows, c, kBlock, panel);
     write_levels(w.format, w.order, panel, to.rows, to.place.quants + c / kBlock * w.block_bytes());
@@ -225,11 +250,11 @@ int pack_rows(Context& context, const SplitMatrix& split, const RowRange& where,
     return flags;
 }
 
-bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Table& from) {
+bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Given& from) {
     std::atomic<bool> finite{true};
-    context.pool.each(static_cast<int>(rows), [&](int row, int) {
-        const uint8_t* at = from.at + row * from.row;
-        with_type(static_cast<Type>(from.kind), [&](auto source) {
+    const auto floats = [&](int row, int) {
+        const uint8_t* at = from.values.at + row * from.values.row;
+        with_type(static_cast<Type>(from.values.kind), [&](auto source) {
             with_type(type, [&](auto target) {
                 using S = decltype(source);
                 using T = decltype(target);
@@ -237,7 +262,28 @@ bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t col
                 if (!copy_floats<S, T>(reinterpret_cast<const S*>(at), columns, out)) finite = false;
             });
         });
-    });
+    };
+    const auto blocks = [&](int task, int) {
+        const int64_t first = int64_t{task} * kRows;
+        const LaneRows lanes{first, 0, static_cast<int>(std::min<int64_t>(kRows, rows - first))};
+        with_type(type, [&](auto target) {
+            using T = decltype(target);
+            Panel panel;
+            T tile[kBlock][kRows];
+            for (int64_t c = 0; c < columns; c += kBlock) {
+                if (!dequantise_blocks(from.blocks, lanes, c, panel.floats)) finite = false;
+                write_floats(static_cast<Format>(type), panel, lanes, kBlock, reinterpret_cast<uint8_t*>(tile));
+                for (int l = 0; l < lanes.count; l++) {
+                    T* out = static_cast<T*>(to) + (first + l) * columns + c;
+                    for (int i = 0; i < kBlock; i++) out[i] = tile[i][l];
+                }
+            }
+        });
+    };
+    if (from.blocks.at)
+        context.pool.each(static_cast<int>((rows + kRows - 1) / kRows), blocks);
+    else
+        context.pool.each(static_cast<int>(rows), floats);
     return finite;
 }
 

@@ -26,7 +26,7 @@ int pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int
               const Given& from, bool keep);
 
 // Writes a row-major table (rows, columns) of `type`. Returns whether all values are finite numbers.
-bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Table& from);
+bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Given& from);
 
 // Reads `count` rows and writes them dequantised to float32.
 void unpack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, float* to);

@@ -168,6 +168,7 @@ CLONES bool read_levels(const Table& values, const LaneRows& rows, int64_t start
 }
 
 CLONES bool read_floats(const Given& given, const LaneRows& rows, int64_t start, int count, Panel& to) {
+    if (given.blocks.at) return dequantise_blocks(given.blocks, rows, start, to.floats);
     const Kind kind = given.values.kind;
     if (given.group) {
         const bool finite = read_levels(given.values, rows, start, count, to);
@@ -281,21 +282,14 @@ CLONES void quantise_group(Format format, Panel* panels, int count, uint16_t* sc
         }
 }
 
-CLONES void write_levels(Format format, Order order, const Panel& from, const LaneRows& rows, uint8_t* to) {
-    const int vectors = format == Format::q8 ? 8 : 4;
+CLONES void write_levels(Format format, Order order, const Words& from, const LaneRows& rows, uint8_t* to) {
     const uint32_t flip = 0x01010101u * sign_bits(format, order);
-    for (int i = 0; i < vectors; i++) {
-        Bits out{};
-        for (int j = 0; j < 4; j++) {
-            Bits level;
-            load(from.levels[4 * i + j], level);
-            if (format == Format::q8) {
-                out |= level << 8 * j;
-                continue;
-            }
-            out |= (level & 15) << 8 * j;
-            load(from.levels[16 + 4 * i + j], level);
-            out |= (level & 15) << (8 * j + 4);
+    for (int i = 0; i < (format == Format::q8 ? 8 : 4); i++) {
+        Bits out, upper;
+        load(from.of[i], out);
+        if (format != Format::q8) {
+            load(from.of[4 + i], upper);
+            out = (out & 0x0f0f0f0f) | (upper & 0x0f0f0f0f) << 4;
         }
         out ^= flip;
         if (order == Order::signed_eights)
@@ -303,17 +297,30 @@ CLONES void write_levels(Format format, Order order, const Panel& from, const La
         else
             put(out, rows, to + i * 64);
     }
-    const int bits = high_bits(format);
+    const int bits = high_bits(format), each = bits ? 8 / bits : 0;
     for (int vector = 0; vector < bits; vector++) {
         Bits out{};
-        for (int i = 0; i < 8 / bits; i++)
-            for (int j = 0; j < 4; j++) {
-                Bits level;
-                load(from.levels[(8 / bits * vector + i) * 4 + j], level);
-                out |= (level >> 4 & ((1u << bits) - 1)) << (8 * j + i * bits);
-            }
+        for (int i = 0; i < each; i++) {
+            Bits levels;
+            load(from.of[each * vector + i], levels);
+            out |= (levels >> 4 & ((1u << bits) - 1) * 0x01010101u) << i * bits;
+        }
         put(out, rows, to + 256 + 64 * vector);
     }
+}
+
+CLONES void write_levels(Format format, Order order, const Panel& from, const LaneRows& rows, uint8_t* to) {
+    Words words;
+    for (int i = 0; i < kBlock / 4; i++) {
+        Bits out{};
+        for (int j = 0; j < 4; j++) {
+            Bits level;
+            load(from.levels[4 * i + j], level);
+            out |= level << 8 * j;
+        }
+        store(out, words.of[i]);
+    }
+    write_levels(format, order, words, rows, to);
 }
 
 CLONES void write_floats(Format format, const Panel& from, const LaneRows& rows, int count, uint8_t* to) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/blocks.h"
 #include "kernels/matrix.h"
 
 namespace umbra {
@@ -30,6 +31,7 @@ struct Given {
     int middle = 0;     // every zero point, if there are none
     // Of nested scales: `scales` and `zeros` (minimums) are bytes, and these halves for every `group` columns.
     Table of_scales{}, of_zeros{};
+    Blocks blocks{};  // in place of all others
 };
 
 // Lanes lane .. lane + count - 1 are the given rows from `first` on. The other lanes repeat the nearest of these.
@@ -70,6 +72,7 @@ uint16_t half_at(const Table& halves, int64_t row, int64_t group);
 
 // Write a panel to the 32 columns at `to`, in the layout of matrix.h, only the lanes of `rows`.
 void write_levels(Format format, Order order, const Panel& from, const LaneRows& rows, uint8_t* to);
+void write_levels(Format format, Order order, const Words& from, const LaneRows& rows, uint8_t* to);
 void write_floats(Format format, const Panel& from, const LaneRows& rows, int count, uint8_t* to);
 void write_f8(const Panel& from, const LaneRows& rows, uint8_t* to);
 

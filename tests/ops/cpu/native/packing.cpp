@@ -51,6 +51,7 @@ uint64_t packed(Format format, Kind kind, const Given& given, bool zeros, bool k
         part.values.at += first * given.values.row / (kind == Kind::awq ? 8 : 1);
         part.scales.at += first * given.scales.row;
         part.zeros.at += first * given.zeros.row;
+        if (part.blocks.at) part.blocks.at += first * part.blocks.row;
         if (pack_rows(context, w, {0, first + 8, 1}, count, kK, part, keep)) fail("flags", first, 1, 0);
     }
     return hash(planes[2], hash(planes[1], hash(planes[0], 0xcbf29ce484222325u)));
@@ -82,5 +83,32 @@ int main() {
         if (kind >= Kind::f8)
             std::printf("%d kept %016llx\n", static_cast<int>(kind),
                         static_cast<unsigned long long>(packed(own, kind, given, own == Format::q4, true)));
+    }
+    struct Type {
+        Ggml type;
+        int bytes;  // of 256 columns
+        Format own;
+    };
+    for (auto [type, bytes, own] : std::initializer_list<Type>{{Ggml::q4_0, 144, Format::q4},
+                                                               {Ggml::q4_1, 160, Format::q4k},
+                                                               {Ggml::q5_0, 176, Format::q5k},
+                                                               {Ggml::q5_1, 192, Format::q5k},
+                                                               {Ggml::q8_0, 272, Format::q8},
+                                                               {Ggml::q4_k, 144, Format::q4k},
+                                                               {Ggml::q5_k, 176, Format::q5k},
+                                                               {Ggml::q6_k, 210, Format::q6k},
+                                                               {Ggml::iq4_nl, 144, Format::iq4},
+                                                               {Ggml::iq4_xs, 136, Format::iq4},
+                                                               {Ggml::mxfp4, 136, Format::mx4},
+                                                               {Ggml::q2_k, 84, Format::f32},
+                                                               {Ggml::q3_k, 110, Format::f32}}) {
+        std::vector<uint8_t> rows(kN * bytes);
+        for (uint8_t& byte : rows) byte = static_cast<uint8_t>(below(256)) & 0xbf;  // no scale is infinite
+        Given given;
+        given.blocks = {rows.data(), type, bytes, 0};
+        for (Format format : {Format::f32, Format::q8, own})
+            std::printf("blocks %d %d %016llx\n", static_cast<int>(type), static_cast<int>(format),
+                        static_cast<unsigned long long>(
+                            packed(format, Kind::f32, given, false, format == own && own != Format::f32)));
     }
 }

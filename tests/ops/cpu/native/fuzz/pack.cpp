@@ -101,7 +101,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const int64_t rows = input.range<int64_t>(0, 5), columns = input.range<int64_t>(0, 40);
         const Values values(input, from, rows, columns);
         Plane to(rows * columns * (type == Type::f32 ? 4 : 2));
-        fill_table(context, to.at(), type, rows, columns, values.table);
+        fill_table(context, to.at(), type, rows, columns, {values.table, {}, {}});
         return 0;
     }
 

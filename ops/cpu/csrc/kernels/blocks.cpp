@@ -1,0 +1,252 @@
+#include "kernels/blocks.h"
+
+#include "kernels/panel.h"
+#include "kernels/vector.h"
+
+namespace umbra {
+namespace {
+
+constexpr uint32_t kEach = 0x01010101;  // times a byte: that byte four times
+
+struct Lanes16 {  // the block of each lane
+    const uint8_t* at[kRows];
+};
+
+int columns_of(Ggml type) {
+    switch (type) {
+        case Ggml::q2_k:
+        case Ggml::q3_k:
+        case Ggml::q4_k:
+        case Ggml::q5_k:
+        case Ggml::q6_k:
+        case Ggml::iq4_xs: return 256;
+        default: return 32;
+    }
+}
+
+int bytes_of(Ggml type) {
+    switch (type) {
+        case Ggml::q4_0:
+        case Ggml::iq4_nl: return 18;
+        case Ggml::q4_1: return 20;
+        case Ggml::q5_0: return 22;
+        case Ggml::q5_1: return 24;
+        case Ggml::q8_0: return 34;
+        case Ggml::q2_k: return 84;
+        case Ggml::q3_k: return 110;
+        case Ggml::q4_k: return 144;
+        case Ggml::q5_k: return 176;
+        case Ggml::q6_k: return 210;
+        case Ggml::iq4_xs: return 136;
+        default: return 17;
+    }
+}
+
+ALWAYS_INLINE uint32_t word(const uint8_t* at) {
+    uint32_t bits;
+    std::memcpy(&bits, at, 4);
+    return bits;
+}
+ALWAYS_INLINE uint16_t half(const uint8_t* at) {
+    uint16_t bits;
+    std::memcpy(&bits, at, 2);
+    return bits;
+}
+
+ALWAYS_INLINE void gather(const Lanes16& from, int offset, Bits& to) {
+    alignas(64) uint32_t words[kRows];
+    for (int l = 0; l < kRows; l++) words[l] = word(from.at[l] + offset);
+    std::memcpy(&to, words, sizeof to);
+}
+ALWAYS_INLINE void store(const Bits& v, uint32_t (&to)[kRows]) { std::memcpy(to, &v, sizeof v); }
+
+// Sixteen bytes at `offset`: their low nibbles, then their high ones.
+ALWAYS_INLINE void nibbles(const Lanes16& from, int offset, Words& to) {
+    for (int i = 0; i < 4; i++) {
+        Bits v;
+        gather(from, offset + 4 * i, v);
+        store(v & 15 * kEach, to.of[i]);
+        store(v >> 4 & 15 * kEach, to.of[4 + i]);
+    }
+}
+
+// Adds the fifth bits, bit c of the 32 at `offset` to the level of column c.
+ALWAYS_INLINE void fifths(const Lanes16& from, int offset, Words& to) {
+    Bits all;
+    gather(from, offset, all);
+    for (int i = 0; i < 8; i++) {
+        Bits v;
+        std::memcpy(&v, to.of[i], sizeof v);
+        store(v | ((all >> 4 * i & 15) * 0x00204081 & kEach) << 4, to.of[i]);
+    }
+}
+
+// Thirty-two bytes at `offset`, of each byte so many bits from `shift` on, and of those at `more` others above them.
+ALWAYS_INLINE void pieces(const Lanes16& from, int offset, int shift, int bits, int more, int more_shift, int more_bits,
+                          Words& to) {
+    const uint32_t mask = ((1u << bits) - 1) * kEach, more_mask = ((1u << more_bits) - 1) * kEach;
+    for (int i = 0; i < 8; i++) {
+        Bits v, w;
+        gather(from, offset + 4 * i, v);
+        v = v >> shift & mask;
+        if (more_bits) {
+            gather(from, more + 4 * i, w);
+            v |= (w >> more_shift & more_mask) << bits;
+        }
+        store(v, to.of[i]);
+    }
+}
+
+// What is taken off a level, or off the number of its code.
+int zero_of(Ggml type) {
+    switch (type) {
+        case Ggml::q3_k: return 4;
+        case Ggml::q4_0: return 8;
+        case Ggml::mxfp4: return kMx4Zero;
+        case Ggml::q6_k: return 32;
+        case Ggml::q8_0:
+        case Ggml::iq4_nl:
+        case Ggml::iq4_xs: return 128;
+        default: return 0;
+    }
+}
+
+// The levels of block part `s`: 32 columns from 32 s on.
+ALWAYS_INLINE void levels_of(Ggml type, const Lanes16& from, int s, Words& to) {
+    const int h = s / 4, j = s % 4;
+    switch (type) {
+        case Ggml::q4_0:
+        case Ggml::iq4_nl: return nibbles(from, 2, to);
+        case Ggml::q4_1: return nibbles(from, 4, to);
+        case Ggml::mxfp4: return nibbles(from, 1, to);
+        case Ggml::iq4_xs: return nibbles(from, 8 + 16 * s, to);
+        case Ggml::q5_0: nibbles(from, 6, to); return fifths(from, 2, to);
+        case Ggml::q5_1: nibbles(from, 8, to); return fifths(from, 4, to);
+        case Ggml::q4_k: return pieces(from, 16 + s / 2 * 32, s % 2 * 4, 4, 0, 0, 0, to);
+        case Ggml::q5_k: return pieces(from, 48 + s / 2 * 32, s % 2 * 4, 4, 16, s, 1, to);
+        case Ggml::q6_k: return pieces(from, 64 * h + j % 2 * 32, j / 2 * 4, 4, 128 + 32 * h, 2 * j, 2, to);
+        case Ggml::q3_k: return pieces(from, 32 + 32 * h, 2 * j, 2, 0, s, 1, to);
+        case Ggml::q2_k: return pieces(from, 16 + 32 * h, 2 * j, 2, 0, 0, 0, to);
+        case Ggml::q8_0:
+            for (int i = 0; i < 8; i++) {
+                Bits v;
+                gather(from, 2 + 4 * i, v);
+                store(v ^ 128 * kEach, to.of[i]);
+            }
+    }
+}
+
+// Those of one row, whose block is at `b`.
+ALWAYS_INLINE void scales_of(Ggml type, const uint8_t* b, int s, int l, BlockScales& to) {
+    uint16_t d = half(b), dmin = 0;
+    uint8_t scale[2] = {1, 1}, minimum[2] = {1, 1};
+    switch (type) {
+        case Ggml::q4_1:
+        case Ggml::q5_1: dmin = half(b + 2) ^ 0x8000; break;
+        case Ggml::q5_0:
+            dmin = d;
+            minimum[0] = minimum[1] = 16;
+            break;
+        case Ggml::q4_k:
+        case Ggml::q5_k: {
+            dmin = half(b + 2);
+            const uint8_t* p = b + 4;
+            scale[0] = s < 4 ? p[s] & 63 : (p[s + 4] & 15) | p[s - 4] >> 6 << 4;
+            minimum[0] = s < 4 ? p[s + 4] & 63 : p[s + 4] >> 4 | p[s] >> 6 << 4;
+            scale[1] = scale[0];
+            minimum[1] = minimum[0];
+            break;
+        }
+        case Ggml::q6_k:
+            d = half(b + 208);
+            scale[0] = b[192 + 2 * s];
+            scale[1] = b[193 + 2 * s];
+            break;
+        case Ggml::q3_k: {
+            d = half(b + 108);
+            const uint8_t* p = b + 96;
+            for (int i = 0; i < 2; i++) {
+                const int j = 2 * s + i;
+                scale[i] =
+                    static_cast<uint8_t>((p[j % 8] >> j / 8 * 4 & 15) + ((p[8 + j % 4] >> j / 4 * 2 & 3) << 4) - 32);
+            }
+            break;
+        }
+        case Ggml::q2_k:
+            d = half(b + 80);
+            dmin = half(b + 82);
+            for (int i = 0; i < 2; i++) {
+                scale[i] = b[2 * s + i] & 15;
+                minimum[i] = b[2 * s + i] >> 4;
+            }
+            break;
+        case Ggml::iq4_xs:
+            scale[0] = static_cast<uint8_t>((b[4 + s / 2] >> s % 2 * 4 & 15) + ((half(b + 2) >> 2 * s & 3) << 4) - 32);
+            scale[1] = scale[0];
+            break;
+        case Ggml::mxfp4:
+            d = 0;
+            scale[0] = scale[1] = b[0];
+            to.finite &= b[0] != 255;
+            break;
+        default: break;
+    }
+    to.finite &= (d & 0x7c00) != 0x7c00 && (dmin & 0x7c00) != 0x7c00;
+    to.d[l] = d;
+    to.dmin[l] = dmin;
+    for (int i = 0; i < 2; i++) {
+        to.scale[i][l] = scale[i];
+        to.minimum[i][l] = minimum[i];
+    }
+}
+
+ALWAYS_INLINE void read(const Blocks& from, const LaneRows& rows, int64_t start, Words& levels, BlockScales& scales) {
+    const int64_t c = start + from.skipped;
+    const int each = columns_of(from.type), part = static_cast<int>(c % each / kBlock);
+    Lanes16 lanes;
+    for (int l = 0; l < kRows; l++) lanes.at[l] = from.at + rows.row(l) * from.row + c / each * bytes_of(from.type);
+    levels_of(from.type, lanes, part, levels);
+    scales.finite = true;
+    for (int l = 0; l < kRows; l++) scales_of(from.type, lanes.at[l], part, l, scales);
+}
+
+}  // namespace
+
+CLONES void read_blocks(const Blocks& from, const LaneRows& rows, int64_t start, Words& levels, BlockScales& scales) {
+    read(from, rows, start, levels, scales);
+}
+
+CLONES bool dequantise_blocks(const Blocks& from, const LaneRows& rows, int64_t start, float (*to)[kRows]) {
+    Words levels;
+    BlockScales scales;
+    read(from, rows, start, levels, scales);
+    const bool unsigned_scales = from.type == Ggml::q4_k || from.type == Ggml::q5_k;
+    const bool mxfp4 = from.type == Ggml::mxfp4;
+    alignas(64) float scale[2][kRows], lowest[2][kRows];
+    for (int i = 0; i < 2; i++)
+        for (int l = 0; l < kRows; l++) {
+            const uint8_t byte = scales.scale[i][l];
+            const float wide = static_cast<float>(unsigned_scales ? byte : static_cast<int8_t>(byte));
+            scale[i][l] = mxfp4 ? 0.5f * mx4_scale(byte) : half_to_float(scales.d[l]) * wide;
+            lowest[i][l] = half_to_float(scales.dmin[l]) * static_cast<float>(scales.minimum[i][l]);
+        }
+    const bool codes = mxfp4 || from.type == Ggml::iq4_nl || from.type == Ggml::iq4_xs;
+    const uint8_t* table = mxfp4 ? kMx4Levels : kIq4Levels;
+    for (int c = 0; c < kBlock; c++) {
+        typedef int32_t Ints __attribute__((vector_size(64)));
+        Bits level;
+        Lanes times, less;
+        std::memcpy(&level, levels.of[c / 4], sizeof level);
+        level = level >> c % 4 * 8 & 255;
+        if (codes)
+            for (int l = 0; l < kRows; l++) level[l] = table[level[l]];
+        load(scale[c / 16], times);
+        load(lowest[c / 16], less);
+        const Lanes value = __builtin_convertvector(reinterpret_cast<Ints>(level) - zero_of(from.type), Lanes);
+        const Lanes v = value * times - less;
+        std::memcpy(to[c], &v, sizeof v);
+    }
+    return scales.finite;
+}
+
+}  // namespace umbra
