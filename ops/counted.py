@@ -20,8 +20,10 @@ from ops.interface import SILU_EXPERTS, Heads, Paged, Slots
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
 # real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
-ASCEND_KERNELS = {"moe": 5, "write_kv": 2, "split_rms_norm": 6, "add_gated": 2}
-EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three, a cast, combine
+ASCEND_KERNELS = {"linear by int8": 2, "moe by int8": 4, "moe": 5, "write_kv": 2, "split_rms_norm": 6, "add_gated": 2}
+BY_INT8 = " by int8"  # of the name of an op
+EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three (two by int8), a cast,
+# combine
 IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
 
 
@@ -38,6 +40,7 @@ class Done:
     macs: float = 0.0  # multiply-adds
     tokens: int = 0  # rows that are multiplied by the weights
     mixture: bool = False  # whether the weights are those of experts
+    int8: bool = False  # whether the weights are in int8, by which products multiply as they are
     few: bool = True  # whether Ascend's kernels for few rows by 4-bit weights compute it
 
 
@@ -59,6 +62,11 @@ class Notes:
         self.done: list[Done] = []
         self.messages: list[Message] = []
         self.multiple = 1
+
+
+def in_int8(weights: Any) -> bool:
+    """Whether products multiply by these matrices as they are, in int8, which rounds their rows too."""
+    return any(t.dtype == torch.int8 for t in weights.storages)
 
 
 class CountedOps:
@@ -91,11 +99,12 @@ class CountedOps:
         return tensor
 
     def note(
-        self, name: str, *rows: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0, tokens: int = 0
-    ) -> None:
-        nbytes = float(sum(t.numel() for t in rows) * self.dtype.itemsize)
+        self, name: str, *rows: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0, tokens: int = 0,
+        int8: bool = False,
+    ) -> None:  # fmt: skip
+        nbytes, times = float(sum(t.numel() for t in rows) * self.dtype.itemsize), self.notes.multiple
         kernels = self.kernels.get(name, 1)
-        self.notes.done.append(Done(name, self.notes.multiple, kernels, weights, cached, nbytes, macs, tokens))
+        self.notes.done.append(Done(name, times, kernels, weights, cached, nbytes, macs, tokens, int8=int8))
 
     def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         rows = self.made("rows", table, len(ids), table.shape[1], dtype=self.dtype)
@@ -105,10 +114,16 @@ class CountedOps:
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         if x.dtype != torch.float32 and weight.data.dtype == torch.float32:
             x = self.made("input in float32", x, *x.shape, dtype=torch.float32)
+        int8 = in_int8(weight)
+        _rows = self._rounded(x) if int8 else None
         out = self.made("product", x, len(x), weight.rows)
         size, macs = sum(t.nbytes for t in weight.storages), len(x) * weight.rows * weight.columns
-        self.note("linear", x, out, weights=size, macs=macs, tokens=len(x))
+        self.note("linear" + BY_INT8 * int8, x, out, weights=size, macs=macs, tokens=len(x), int8=int8)
         return out
+
+    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.made("rows in int8", x, *x.shape, dtype=torch.int8)
+        return rows, self.made("scales of rows", x, *x.shape[:-1], dtype=torch.float32)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.note("rms_norm", x, x)
@@ -249,7 +264,8 @@ class CountedOps:
         return self.made("argmax", x, len(x), dtype=torch.int64)
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None) -> Tensor:
-        self.note_mixture("moe", len(x), x.shape[1], ids.shape[1], experts, self.kernels.get("moe", 1))
+        kernels = self.kernels.get("moe" + BY_INT8 * in_int8(experts), 1)
+        self.note_mixture("moe", len(x), x.shape[1], ids.shape[1], experts, kernels)
         if first_expert is not None:
             weights = self.made("weights of experts here", weights, *weights.shape)
             ids = self.made("ids of experts here", ids, *ids.shape)
@@ -263,7 +279,7 @@ class CountedOps:
         rows = self.dtype.itemsize * pairs * (4 * width + 4 * experts.inner)  # sorted, gate and up, product, result
         weights, macs = share * sum(t.nbytes for t in experts.storages), 3 * pairs * experts.inner * width
         few = experts.kind == SILU_EXPERTS
-        done = Done(name, self.notes.multiple, kernels, weights, 0.0, rows, macs, tokens, mixture=True, few=few)
+        done = Done(name, self.notes.multiple, kernels, weights, 0.0, rows, macs, tokens, True, in_int8(experts), few)
         self.notes.done.append(done)
 
     def _tp(self, x: Tensor, ids: Tensor, experts: Any) -> Tensor:
@@ -291,10 +307,11 @@ class CountedOps:
         return self._finalized(x, sums)
 
     def _fusion_v2(self, x: Tensor, ids: Tensor, experts: Any) -> Tensor:
-        rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])
+        dtype = torch.int8 if in_int8(experts) else x.dtype
+        rows = self.made("rows in expert order", x, *ids.shape, x.shape[1], dtype=dtype)
         _back = self.made("order back", ids, *ids.shape)
         _counts = self.made("rows of each expert", ids, experts.count, dtype=torch.int64)
-        _scales = self.made("unused scales", ids, *ids.shape, dtype=torch.float32)
+        _scales = self.made("scales of rows", ids, *ids.shape, dtype=torch.float32)
         return self._finalized(x, self.products(rows, experts))
 
     def _finalized(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -302,10 +319,19 @@ class CountedOps:
 
     def products(self, rows: Tensor, experts: Any) -> Tensor:
         """rows (T, K, H)"""
+        if in_int8(experts):
+            return self._int8_products(rows, experts)
         gate_up = self.made("gate and up", rows, *rows.shape[:2], 2 * experts.inner)
         act = self._activated(gate_up)
         del gate_up
         return self.made("down's result", act, *rows.shape)
+
+    def _int8_products(self, rows: Tensor, experts: Any) -> Tensor:
+        if rows.dtype != torch.int8:
+            rows, _scales = self._rounded(rows)
+        act = self.made("silu(gate) * up", rows, *rows.shape[:2], experts.inner)
+        _scales_of_act = self.made("scales of rows", act, *rows.shape[:2], dtype=torch.float32)
+        return self.made("down's result", rows, *rows.shape, dtype=self.dtype)
 
 
 class CountedExchange:
@@ -321,18 +347,19 @@ class CountedExchange:
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, slots: Slots | None = None) -> Tensor:
         made, notes, top_k = self.ops.made, self.ops.notes, ids.shape[1]
-        for kind in ("dispatch", "combine"):
-            notes.messages.append(Message(kind, "world", self.size, top_k * x.nbytes, notes.multiple))
-        kernels = EXCHANGED + (IN_SLOTS if slots else 0)
+        sent = torch.int8 if in_int8(experts) else x.dtype
+        for kind, dtype in (("dispatch", sent), ("combine", x.dtype)):
+            nbytes = top_k * x.numel() * dtype.itemsize
+            notes.messages.append(Message(kind, "world", self.size, nbytes, notes.multiple))
+        kernels = EXCHANGED + (IN_SLOTS if slots else 0) - in_int8(experts)
         self.ops.note_mixture("exchanged moe", self.size * len(x), x.shape[1], top_k, experts, kernels)
         here = self.size * len(x) * min(experts.count, top_k)
         _slots = made("slots of experts", ids, *ids.shape) if slots else None
-        rows = made("rows for experts here", x, here, 1, x.shape[1])
-        _scales = made("unused scales", x, here, dtype=torch.float32)
+        rows = made("rows for experts here", x, here, 1, x.shape[1], dtype=sent)
+        _scales = made("scales of rows", x, here, dtype=torch.float32)
         _assist = made("places of rows", ids, here * ASSIST)
         _counts = made("rows of each expert", ids, experts.count, dtype=torch.int64)
         _received = made("rows of each rank and expert", ids, self.size * experts.count)
-        del _scales
         y = self.ops.products(rows, experts)
         _weights = made("weights in float32", weights, *weights.shape, dtype=torch.float32)
         return made("sums over experts", y, *x.shape)

@@ -75,7 +75,7 @@ def step_times(work: Work, placing: Placing, hardware: Hardware) -> Times:
         weights, activations = here * done.weights / read, here * done.rows / read
         cached = done.cached / attending
         product = 2 * here * done.macs / rate
-        if placing.quantised and done.tokens:
+        if placing.quantised and done.tokens and not done.int8:
             few = 2 * here * done.macs / (hardware.need("device.quantised_tflops") * TERA)
             if on_host:  # whose kernels are the same for few rows and for many
                 product = few

@@ -24,8 +24,7 @@ def check_ascend(case: Case, where: str) -> None:
     method, rest, kinds = case.quantization.method, case.quantization.rest, PLATFORMS[case.platform].quantised
     if method not in ("auto", "none", *kinds):
         raise UserError(
-            f"{where}: quantization.method: {method} has no fused kernels on platform: ascend: choose "
-            f"{' or '.join(kinds)} or none"
+            f"{where}: quantization.method: {method} has no fused kernels on platform: ascend: choose q4 or none"
         )
     if rest not in ("none", *kinds):
         raise UserError(f"{where}: quantization.rest: {rest} has no fused kernels on platform: ascend: leave it out")

@@ -41,7 +41,7 @@ PLATFORMS = {
         "ops.ascend.layout:AscendLayout",
         ("eager", "ge_graph", "acl_graph", "npugraph_ex"),
         page_size=128,
-        quantised=("q4",),
+        quantised=("q4", "w8a8"),
         expert_slot="ops.ascend.vector_core.blocks:expert_slot",
         environment="executor.platform.ascend.environment:ascend_environment",
         plugin="torch_npu",

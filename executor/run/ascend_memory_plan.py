@@ -125,7 +125,7 @@ def _unpacked(sketch: Sketch) -> list[Part]:
     """The values of a layer's 4-bit experts: npu_grouped_matmul unpacks all of them to its workspace before it
     multiplies by them. Where the vector cores' kernels are used, they are in the banks of ops/ascend/tiles.py."""
     banks = [layer.weights for _, layer in layers_of(sketch.model) if isinstance(layer, Experts)]
-    quantised = [bank for bank in banks if isinstance(bank, AscendExperts) and bank.w13.format.quantised]
+    quantised = [bank for bank in banks if isinstance(bank, AscendExperts) and bank.w13.format.kind == "q4"]
     parts = []
     for name in ("w13", "w2") if quantised else ():
         experts, rows, words = max((getattr(bank, name).data.shape for bank in quantised), key=math.prod)

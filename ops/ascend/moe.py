@@ -11,18 +11,19 @@ below zero, so experts of other ranks become expert 0 with weight 0 (`resident`)
 multiplied by 0.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch_npu
 from torch import Tensor
 
+from ops.ascend import w8a8
+from ops.ascend.cann import Abilities
 from ops.ascend.vector_core.calls import unpacked
+from ops.ascend.w8a8 import BY_TOKEN, COUNTS, ENDS
 from ops.ascend.weights import Bank, Stored
+from ops.format import W8A8
 from ops.interface import ExpertKind
 
-Activate = Callable[[Tensor, ExpertKind], Tensor]  # `activated`, for the installed release
-ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how many they are
+AS_THEY_ARE = -1  # quant_mode
 BY_COLUMN, BY_ROW = 0, 2  # drop_pad_mode of finalize_routing: row k T + t, or t K + k, is token t's k-th expert
 
 
@@ -57,45 +58,57 @@ def activated(x: Tensor, kind: ExpertKind, clipped: bool) -> Tensor:
     return (up + 1) * (gate * (kind.alpha * gate).sigmoid())
 
 
-def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, activate: Activate) -> Tensor:
+def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilities) -> Tensor:
     tokens, top_k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)  # (T K): element i is the row t K + k that comes i-th
     each = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
     counts = (flat == each[:, None]).sum(1)  # (E) int64
-    rows = products(x[order // top_k], counts, COUNTS, experts, activate)
+    rows = products(x[order // top_k], None, counts, COUNTS, experts, can, x.dtype)
     back = order.argsort()  # (T K): the position of row t K + k
     return (rows[back].view(tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
 
 
-def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, activate: Activate) -> Tensor:
+def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilities) -> Tensor:
     tokens, top_k = ids.shape
     places = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
     rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=places, expert_idx=ids, active_num=tokens)
     ends = torch_npu.npu_moe_compute_expert_tokens(sorted_expert_for_source_row=sorted_ids, num_expert=experts.count)
-    sums = products(rows, ends.to(torch.int64), ENDS, experts, activate)
+    sums = products(rows, None, ends.to(torch.int64), ENDS, experts, can, x.dtype)
     return weighted_sum(sums, weights.to(x.dtype), back, ids, BY_COLUMN)
 
 
-def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, activate: Activate) -> Tensor:
+def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilities) -> Tensor:
     tokens, top_k = ids.shape
-    rows, back, counts, _ = torch_npu.npu_moe_init_routing_v2(
+    mode = BY_TOKEN if in_int8(experts) else AS_THEY_ARE
+    rows, back, counts, scales = torch_npu.npu_moe_init_routing_v2(
         x=x, expert_idx=ids, scale=None, offset=None, active_num=tokens * top_k, expert_capacity=0,
         expert_num=experts.count, drop_pad_mode=0, expert_tokens_num_type=1, expert_tokens_num_flag=True,
-        quant_mode=-1, active_expert_range=[0, experts.count], row_idx_type=0,
+        quant_mode=mode, active_expert_range=[0, experts.count], row_idx_type=0,
     )  # fmt: skip
     counts = counts.to(torch.int64)  # some releases of torch_npu give int32 for 128 experts of 2048 columns
-    sums = products(rows, counts, COUNTS, experts, activate)
+    sums = products(rows, scales, counts, COUNTS, experts, can, x.dtype)
     return weighted_sum(sums, weights.to(x.dtype), back, None, BY_ROW)
 
 
 ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fusion_v2}
 
 
-def products(rows: Tensor, groups: Tensor, kind: int, experts: Bank, activate: Activate) -> Tensor:
-    """Computes what the experts' kind says of rows (T K, H) in expert order, H in the order of w13. Results of rows
-    that no group has are undefined."""
-    hidden = activate(grouped(rows, experts.w13, groups, kind), experts.kind)
+def in_int8(experts: Bank) -> bool:
+    """Whether their rows are rounded to eight bits."""
+    return experts.w13.format.kind == W8A8.kind
+
+
+def products(
+    rows: Tensor, scales: Tensor | None, groups: Tensor, kind: int, experts: Bank, can: Abilities, dtype: torch.dtype
+) -> Tensor:
+    """Computes what the experts' kind says of rows (T K, H) in expert order, H in the order of w13. Rows that are in
+    int8 have `scales`. Results are of `dtype`; those of rows that no group has are undefined."""
+    if in_int8(experts):
+        if rows.dtype != torch.int8 or scales is None:
+            rows, scales = w8a8.rounded(rows)
+        return w8a8.products(rows, scales, groups, kind, experts, dtype, can.fused_swiglu)
+    hidden = activated(grouped(rows, experts.w13, groups, kind), experts.kind, can.clipped)
     return grouped(hidden, experts.w2, groups, kind)
 
 

@@ -18,7 +18,7 @@ import torchair
 from torch import Tensor
 
 from ops import composed
-from ops.ascend import moe
+from ops.ascend import moe, w8a8
 from ops.ascend.attention import attend
 from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
@@ -27,7 +27,7 @@ from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.cpu import ops as cpu
-from ops.format import Format
+from ops.format import W8A8, Format
 from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Heads, Ops, Paged, Routed, Scores
 from ops.sampling import Choice
 from umbra.errors import UserError
@@ -65,7 +65,6 @@ class AscendOps(AscendLayout):
         self.gemv_tokens, self.float_sums, self.can, self.super_kernel = gemv_tokens, float_sums, can, super_kernel
         # The type of npu_moe_finalize_routing's scales: float32 is taken with bfloat16 rows only.
         self.scales_type = torch.float32 if dtype == torch.bfloat16 else dtype
-        self.activate = partial(moe.activated, clipped=can.clipped)
         self.route_experts = moe.ROUTINGS[routing]
         self.tiles = TileBanks(dtype) if gemv_tokens else None
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
@@ -100,6 +99,8 @@ class AscendOps(AscendLayout):
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
         if self.few(len(x), weight):
             return calls.linear(x, weight, bias, self.float_sums)
+        if weight.format.kind == W8A8.kind:
+            return w8a8.linear(x, weight, bias)
         if weight.order is not None:
             x, data = x.index_select(1, weight.order), calls.unpacked(weight)
             return torch.mm(x, data) if bias is None else torch.addmm(bias, x, data)
@@ -293,4 +294,4 @@ class AscendOps(AscendLayout):
                 x = x.index_select(1, experts.w13.order)
             if first_expert is not None:
                 weights, ids = moe.resident(weights, ids, first_expert, experts.count)
-            return self.route_experts(x, weights, ids, experts, self.activate)
+            return self.route_experts(x, weights, ids, experts, self.can)

@@ -38,6 +38,7 @@ class Gathered:
     def __post_init__(self, like: Stored) -> None:
         self.format, self.role, self.columns, self.planes = like.format, like.role, like.columns, like.planes
         self.values: Values | None = None
+        self.gathered = True
 
 
 @dataclass

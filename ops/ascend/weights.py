@@ -4,6 +4,8 @@ format     shape               a value is
 float      (K, N)              w, in the format's own type
 q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, low bits first, is output 8 n + i, signed
   scales   (K / group, N)      in the model's type, and offsets likewise where there are zero points
+w8a8       (K, N) int8         level * scale
+  scales   (N)                 float32; of down, which npu_grouped_matmul multiplies, bfloat16 with bfloat16 rows
 bias       (N)                 of experts: float32 with bfloat16, else in the model's type
 q4 in planes                   for the kernels of the vector cores: ops/ascend/vector_core/planes.py. Other products
                                unpack them to (N, K) first
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
-from ops.format import GROUP_SIZES, Format, Quantised, floats, in_order
+from ops.format import GROUP_SIZES, W8A8, Format, Quantised, floats, in_order
 from ops.interface import SILU_EXPERTS, ExpertKind, fixed
 from umbra.errors import UserError
 
@@ -59,6 +61,7 @@ class Stored(Protocol):
     planes: Planes | None
     order: Tensor | None
     values: Values | None
+    gathered: bool  # in each step, and so never in tiles
 
 
 class Bank(Protocol):
@@ -100,10 +103,15 @@ class Matrices:
         self.planes: Planes | None = None
         self.order: Tensor | None = None
         self.values: Values | None = None
+        self.gathered = False
         # Some ranks never fill it: of those that share an expert, one adds its last bias.
         self.bias = make((*lead, rows), bias_type(dtype)).zero_() if biased else None
         if not format.quantised:
             self.data = make((*lead, columns, rows), getattr(torch, format.kind))
+            return
+        if format.kind == W8A8.kind:
+            self.data = make((*lead, columns, rows), torch.int8)
+            self.scales = make((*lead, rows), dtype if role == Role.DOWN and dtype == torch.bfloat16 else torch.float32)
             return
         if format.kind != "q4":
             raise UserError(f"quantization.method: {format.kind} has no products on ascend: use q4 or none")
@@ -140,6 +148,10 @@ class Matrices:
         end = row + count
         if self.scales is None:
             self.data[index][:, row:end] = floats(part).T
+        elif self.format.kind == W8A8.kind:
+            part = in_levels(part, self.format)
+            self.data[index][:, row:end] = (part.plain_levels ^ 128).view(torch.int8).T
+            self.scales[index][row:end] = part.scales[:, 0]
         elif row % NIBBLES or count % NIBBLES:
             raise UserError(f"quantization: rows {row} to {end} of a matrix do not fill words of {NIBBLES} outputs")
         elif self.planes is not None:
@@ -155,7 +167,8 @@ class Matrices:
             if self.offsets is not None:
                 self.offsets[index][:, row:end] = offsets.T
         self.missing -= count
-        if not self.missing and self.format.tiled and self.planes is None and self.data.device.type == "npu":
+        tiled = self.format.tiled or self.format.kind == W8A8.kind
+        if not self.missing and tiled and self.planes is None and self.data.device.type == "npu":
             self.data, self.tiled = fixed(self._cast(self.data, FRACTAL_NZ)), True
 
     def stored(self, experts: Sequence[int]) -> Tensor:
@@ -229,6 +242,8 @@ class AscendExperts:
         self.count, self.inner, self.number, self.kind = count, inner, number, kind
         self.ahead: AscendMatrix | None = None  # the weight that is read next, if it is to be prefetched
         how = format, dtype, device, room
+        if format.kind == W8A8.kind and kind != SILU_EXPERTS:
+            raise UserError("quantization.method: auto: w8a8 experts with biases or a clipped SwiGLU: use none")
         in_planes, biased = in_planes and not unfit(format, hidden, inner, kind), kind.biased
         self.w13 = Matrices((count,), 2 * inner, hidden, *how, Role.UP, in_planes, biased)
         self.w2 = Matrices((count,), hidden, inner, *how, Role.DOWN, in_planes, biased)
@@ -300,6 +315,11 @@ def in_levels(part: Tensor | Quantised, format: Format) -> Quantised:
     """`part` quantised to `format`. Levels already in this format are not rounded again."""
     if isinstance(part, Quantised) and part.fits(format):
         return part
+    if format.kind == W8A8.kind:
+        rows = floats(part)
+        scales = rows.abs().amax(1, keepdim=True) / 127
+        levels = (rows / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
+        return Quantised(8, levels, scales, None, int8_inputs=True)
     nibbles, scales, offsets = quantise(floats(part), format.group, format.zeros)
     zeros = (8 - offsets).to(torch.uint8) if format.zeros else None
     return Quantised(4, (nibbles + 8).to(torch.uint8), scales, zeros)

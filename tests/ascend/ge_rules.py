@@ -17,18 +17,23 @@ _fake.fake_broken_rule.restype = ctypes.c_char_p
 KERNELS = {  # type of a node -> kernel
     "ApplyRotaryPosEmb": "aclnnApplyRotaryPosEmbV2",
     "ClippedSwiglu": "aclnnClippedSwiglu",
+    "DequantSwigluQuant": "aclnnDequantSwigluQuantV2",
+    "DynamicQuant": "aclnnDynamicQuantV2",
     "FusedInferAttentionScore": "aclnnFusedInferAttentionScoreV3",
     "GroupedMatmul": "aclnnGroupedMatmulWeightNz",
+    "GroupedMatmulSwigluQuantV2": "aclnnGroupedMatmulSwigluQuantWeightNzV2",
     "MoeDistributeCombineV2": "aclnnMoeDistributeCombineV4",
     "MoeDistributeDispatchV2": "aclnnMoeDistributeDispatchV4",
     "MoeFinalizeRoutingV2": "aclnnMoeFinalizeRoutingV2",
     "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
     "MoeInitRoutingV3": "aclnnMoeInitRoutingV3",
     "QkvRmsNormRopeCache": "aclnnQkvRmsNormRopeCache",
+    "QuantBatchMatmulV3": "aclnnQuantMatmulWeightNz",
     "ScatterPaKvCache": "aclnnScatterPaKvCache",
 }
 TYPES = {  # the numbers of AscendCL
-    torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.bool: 12, torch.bfloat16: 27,
+    torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.int64: 9, torch.bool: 12,
+    torch.bfloat16: 27,
 }  # fmt: skip
 
 
@@ -57,6 +62,6 @@ def _arguments(node: "Node", made: dict[str, "Value"], origin: dict[str, str]) -
         if name and not name.endswith(":-1"):
             value = made[origin.get(name, name)]
             if value.shape is not None:
-                yield bool(re.fullmatch(r"\D+\d+", desc.name)), value
+                yield bool(re.fullmatch(r"\D+\d+", desc.name)) and desc.name not in ("x1", "x2"), value
     for value in node.outputs:
         yield node.type == "GroupedMatmul", value

@@ -193,16 +193,23 @@ def npu_moe_init_routing_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     expect(expert_idx.dtype == torch.int32, "init_routing_v2: int32")
     expect(expert_tokens_num_type == 1 and expert_tokens_num_flag, "init_routing_v2: counts")
-    expect(
-        quant_mode == -1 and drop_pad_mode == 0 and row_idx_type == 0, "init_routing_v2: nothing quantised or dropped"
-    )
+    expect(quant_mode in (-1, 1) and scale is None, "init_routing_v2: rows as they are, or rounded by their own scale")
+    expect(drop_pad_mode == 0 and row_idx_type == 0, "init_routing_v2: nothing dropped")
     expect(list(active_expert_range) == [0, expert_num], "init_routing_v2: all experts")
     flat = expert_idx.flatten()
     order = flat.argsort(stable=True)
     back = torch.empty_like(flat)
     back[order] = torch.arange(len(flat), dtype=torch.int32)
-    undefined = torch.full((len(flat),), float("nan"))
-    return x[order // expert_idx.shape[1]], back, torch.bincount(flat.long(), minlength=expert_num), undefined
+    rows, scales = x[order // expert_idx.shape[1]], torch.full((len(flat),), float("nan"))
+    if quant_mode == 1:
+        rows, scales = rounded(rows)
+    return rows, back, torch.bincount(flat.long(), minlength=expert_num), scales
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (T, K) in int8, and the scale of each row."""
+    scales = x.float().abs().amax(-1) / 127
+    return (x.float() / torch.where(scales > 0, scales, 1)[:, None]).round().to(torch.int8), scales
 
 
 @under_schema
@@ -210,7 +217,7 @@ def npu_grouped_matmul(
     x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: Sequence[Tensor] | None = None,
     antiquant_scale: Sequence[Tensor] | None = None,
     antiquant_offset: Sequence[Tensor] | None = None, group_list: Tensor | None = None, split_item: int = 0,
-    group_type: int | None = None, group_list_type: int = 0, **others: object,
+    group_type: int | None = None, group_list_type: int = 0, **others: Any,
 ) -> list[Tensor]:  # fmt: skip
     expect(len(x) == len(weight) == 1 and group_list is not None, "grouped_matmul: single tensors")
     assert group_list is not None
@@ -219,6 +226,8 @@ def npu_grouped_matmul(
     rest = len(x[0]) - int(counts.sum())
     expect(rest >= 0, "grouped_matmul: groups have no more rows than there are")
     matrices = weight[0]
+    if matrices.dtype == torch.int8:
+        return [int8_products(x[0], matrices, counts, **others)]
     if antiquant_scale is not None:
         matrices = dequantised(matrices, antiquant_scale[0], None if antiquant_offset is None else antiquant_offset[0])
     *parts, _ = x[0].split([*counts.tolist(), rest])
@@ -230,6 +239,89 @@ def npu_grouped_matmul(
         (part.float() @ m.float() + b.float()).to(part.dtype) for part, m, b in zip(parts, matrices, added, strict=True)
     ]
     return [torch.cat([*products, x[0].new_full((rest, matrices.shape[-1]), torch.nan)])]
+
+
+def int8_products(
+    x: Tensor, matrices: Tensor, counts: Tensor, scale: Sequence[Tensor] | None = None,
+    per_token_scale: Sequence[Tensor] | None = None, output_dtype: Any = None, **others: object,
+) -> Tensor:  # fmt: skip
+    """Of rows that no group has, the sums are 0 and the values NaN."""
+    each = torch.arange(len(matrices)).repeat_interleave(counts)
+    sums = torch.zeros(len(x), matrices.shape[-1], dtype=torch.float64)
+    for expert, matrix in enumerate(matrices):
+        sums[: len(each)][each == expert] = x[: len(each)][each == expert].double() @ matrix.double()
+    if scale is None or per_token_scale is None:
+        expect(output_dtype in (torch.int32, 3), "grouped_matmul: sums of integers are int32")
+        return sums.int()
+    dtype = {torch.bfloat16: torch.bfloat16, 15: torch.bfloat16}.get(output_dtype, torch.float16)
+    own = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    expect(scale[0].dtype == own and per_token_scale[0].dtype == torch.float32, "grouped_matmul: types of scales")
+    expect(scale[0].shape == (len(matrices), matrices.shape[-1]), "grouped_matmul: a scale for each column")
+    y = x.new_full(sums.shape, torch.nan, dtype=dtype)
+    y[: len(each)] = (sums[: len(each)].float() * scale[0].float()[each] * per_token_scale[0][: len(each), None]).to(
+        dtype
+    )
+    return y
+
+
+@under_schema
+def npu_grouped_matmul_swiglu_quant_v2(
+    x: Tensor, weight: Sequence[Tensor], weight_scale: Sequence[Tensor], x_scale: Tensor, group_list: Tensor, *,
+    dequant_mode: int = 0, dequant_dtype: int = 6, quant_mode: int = 0, quant_dtype: int = 1, group_list_type: int = 0,
+    **others: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    expect(len(weight) == 1 and all(given is None for given in others.values()), "swiglu_quant: single tensors")
+    expect((dequant_mode, dequant_dtype, quant_mode, quant_dtype) == (0, 6, 0, 1), "swiglu_quant: int8 by float32")
+    counts = group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1))
+    sums = int8_products(x, weight[0], counts, output_dtype=torch.int32)
+    return npu_dequant_swiglu_quant(
+        sums,
+        weight_scale=weight_scale[0],
+        activation_scale=x_scale,
+        group_index=counts,
+        activate_left=True,
+        quant_mode=1,
+    )  # type: ignore[return-value]
+
+
+@under_schema
+def npu_dequant_swiglu_quant(
+    x: Tensor, *, weight_scale: Tensor | None = None, activation_scale: Tensor | None = None,
+    group_index: Tensor | None = None, activate_left: bool = False, quant_mode: int = 0, swiglu_mode: int = 0,
+    clamp_limit: float = 7.0, glu_alpha: float = 1.702, glu_bias: float = 1.0, **others: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scales of rows that no group has are NaN."""
+    assert weight_scale is not None
+    assert activation_scale is not None
+    assert group_index is not None
+    expect(x.dtype == torch.int32 and group_index.dtype == torch.int64, "dequant_swiglu_quant: int32, counts int64")
+    expect(weight_scale.dtype == activation_scale.dtype == torch.float32, "dequant_swiglu_quant: float32 scales")
+    expect(activate_left and quant_mode == 1 and swiglu_mode == 0, "dequant_swiglu_quant: gates left, rows rounded")
+    each = torch.arange(len(weight_scale)).repeat_interleave(group_index)
+    gate, up = (x[: len(each)] * weight_scale[each] * activation_scale[: len(each), None]).chunk(2, -1)
+    hidden, scales = torch.zeros(len(x), x.shape[1] // 2, dtype=torch.int8), torch.full((len(x),), torch.nan)
+    hidden[: len(each)], scales[: len(each)] = rounded(torch.nn.functional.silu(gate) * up)
+    return hidden, scales
+
+
+@under_schema
+def npu_dynamic_quant(input: Tensor, *, dst_type: Any = None, **others: object) -> tuple[Tensor, Tensor]:
+    expect(input.dtype in (torch.bfloat16, torch.float16) and len(input) > 0, "dynamic_quant: rows of 16 bits")
+    return rounded(input)
+
+
+@under_schema
+def npu_quant_matmul(
+    x1: Tensor, x2: Tensor, scale: Tensor, *, pertoken_scale: Tensor | None = None, bias: Tensor | None = None,
+    output_dtype: Any = None, **others: object,
+) -> Tensor:  # fmt: skip
+    assert pertoken_scale is not None
+    dtype = {torch.bfloat16: torch.bfloat16, 15: torch.bfloat16}.get(output_dtype, torch.float16)
+    expect(x1.dtype == x2.dtype == torch.int8 and scale.shape == x2.shape[1:], "quant_matmul: int8, a scale a column")
+    expect(scale.dtype == pertoken_scale.dtype == torch.float32, "quant_matmul: float32 scales")
+    expect(bias is None or bias.dtype in (dtype, torch.float32), "quant_matmul: a bias as the result")
+    y = (x1.double() @ x2.double()).float() * scale * pertoken_scale[:, None]
+    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def dequantised(words: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
@@ -277,11 +369,12 @@ def npu_moe_finalize_routing(
 @under_schema
 def npu_moe_distribute_dispatch_v2(
     x: Tensor, expert_ids: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int, moe_expert_num: int,
-    expert_token_nums_type: int = 1, **others: object,
+    expert_token_nums_type: int = 1, quant_mode: int = 0, **others: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Over gloo, whose group has the name. Rows for an expert are in the order of ranks and tokens."""
     expect(expert_token_nums_type == 1, "dispatch: counts")
-    expect(all(value in (None, "", 0) for value in others.values()), "dispatch: nothing quantised, shared or masked")
+    expect(all(value in (None, "", 0) for value in others.values()), "dispatch: nothing smoothed, shared or masked")
+    expect(quant_mode in (0, 2), "dispatch: rows as they are, or rounded by their own scale")
     expect(expert_ids.dtype == torch.int32, "dispatch: ids are int32")
     expect(bool(((expert_ids >= 0) & (expert_ids < moe_expert_num)).all()), "dispatch: all ids are experts")
     expect(moe_expert_num % ep_world_size == 0, "dispatch: each rank has as many experts")
@@ -299,8 +392,10 @@ def npu_moe_distribute_dispatch_v2(
                 filled += 1
             counts[expert] += len(sent)
             received.append(filled)
-    undefined = torch.full((len(out),), torch.nan)
-    return out, undefined, assist, counts, torch.tensor(received, dtype=torch.int32), torch.empty(0), undefined
+    undefined, scales = torch.full((len(out),), torch.nan), torch.full((len(out),), torch.nan)
+    if quant_mode:
+        out, scales = rounded(out)
+    return out, scales, assist, counts, torch.tensor(received, dtype=torch.int32), torch.empty(0), undefined
 
 
 @under_schema

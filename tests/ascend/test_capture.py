@@ -14,7 +14,7 @@ from tests.ascend.engine import CAPTURE_MODES, GPT_OSS, QWEN3, Family, ascend_ca
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
-from tests.ascend.test_eager import golden, last_layer
+from tests.ascend.test_eager import INT8, golden, last_layer
 from tests.variants import thorough_but
 
 
@@ -54,6 +54,19 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -
         # Nothing waits before the tokens are read.
         assert after == ["aclnnArgMax (3,96)bfloat16 (3)int64", "synchronize stream", "memcpy D2H 24"]
     assert runner.engine.decode_step.compiles == 1
+
+
+@pytest.mark.usefixtures("int8_weights")
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
+def test_int8_is_captured(tmp_path: Path, mode: str) -> None:
+    """A captured layer has the kernels of an eager one."""
+    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true"), tmp_path)
+    running = prefilled(runner)
+    first = step_log(runner, running)
+    names = [line.removeprefix("captured ").split()[0] for line in first if line.startswith("captured acl")]
+    eager = [new.split()[0] for line in golden("fusion_v2") for new in INT8.get(line, [line])]
+    assert last_layer(names) == eager
+    assert len([line for line in step_log(runner, running) if line.startswith("aclnn")]) == 1  # the choice of tokens
 
 
 def generated(rank: int, folder: Path, *overrides: str) -> list[list[int]]:

@@ -1,12 +1,14 @@
 """L3: op by op on the fake device. The real host code accepts every call, and the calls that reach the device are
 exactly the lists here, so that an added cast, copy or wait is seen in review."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from executor.platform.ascend import device
+from ops.ascend.cann import ALL_ABILITIES
 from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family, ascend_case, ascend_runner, prefilled
 from tests.ascend.log import device_log
 
@@ -155,6 +157,37 @@ FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     EXPERTS[2]: "aclnnGroupedMatmulV5 [(9,64)bfloat16] [(8,64,16)int32] [(8,2,128)bfloat16] (8)int64 ints()"
     " [(9,128)bfloat16]",
 }
+ROUNDED = "aclnnDynamicQuantV2 (3,128)bfloat16 (3,128)int8 (3)float32"
+INT8 = {  # the same layer with weights in int8
+    ATTENTION[0]: [
+        ROUNDED,
+        "aclnnQuantMatmulWeightNz (3,128)int8 (128,512)int8:NZ (3)float32 (512)float32 (0)bfloat16 (0)bfloat16"
+        " (3,512)bfloat16",
+    ],
+    ATTENTION[3]: [
+        ROUNDED.replace("128", "256"),
+        "aclnnQuantMatmulWeightNz (3,256)int8 (256,128)int8:NZ (3)float32 (128)float32 (0)bfloat16 (0)bfloat16"
+        " (3,128)bfloat16",
+    ],
+    MOE["fusion_v2"][0]: [MOE["fusion_v2"][0].replace("(9,128)bfloat16", "(9,128)int8")],
+    EXPERTS[0]: [
+        "aclnnGroupedMatmulSwigluQuantWeightNzV2 (9,128)int8 [(8,128,128)int8:NZ] [(8,128)float32] (9)float32 (8)int64"
+        " ints() (9,64)int8 (9)float32"
+    ],
+    EXPERTS[1]: [],
+    EXPERTS[2]: [
+        "aclnnGroupedMatmulWeightNz [(9,64)int8] [(8,64,128)int8:NZ] [(8,128)bfloat16] [(9)float32] (8)int64 ints()"
+        " [(9,128)bfloat16]"
+    ],
+}
+IN_PARTS = {  # where torch_npu has no op for the first product with its SwiGLU
+    EXPERTS[0]: [
+        "aclnnGroupedMatmulWeightNz [(9,128)int8] [(8,128,128)int8:NZ] (8)int64 ints() [(9,128)int32]",
+    ],
+    EXPERTS[1]: [
+        "aclnnDequantSwigluQuantV2 (9,128)int32 (8,128)float32 (9)float32 (8)int64 (9,64)int8 (9)float32",
+    ],
+}
 PACKED_ATTENTION = (
     "aclnnFusedInferAttentionScoreV3 (28,2,128)bfloat16 [(5,1,8,128,16)bfloat16:format30]"
     " [(5,1,8,128,16)bfloat16:format30] (2048,2048)bool ints(4,5,28) ints(4,1,23) (3,1)int32 (28,2,128)bfloat16"
@@ -202,6 +235,15 @@ def test_kernels_of_a_decode_layer(tmp_path: Path, family: Family, routing: str)
 def test_kernels_of_a_decode_layer_in_four_bits(tmp_path: Path) -> None:
     expected = [FOUR_BITS.get(line, line) for line in golden("fusion_v2")]
     assert last_layer(decode_log(tmp_path, "method=q4")) == expected
+
+
+@pytest.mark.usefixtures("int8_weights")
+@pytest.mark.parametrize("fused", [True, False])
+def test_kernels_of_a_decode_layer_in_int8(tmp_path: Path, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "installed", lambda _: dataclasses.replace(ALL_ABILITIES, fused_swiglu=fused))
+    replaced = INT8 if fused else INT8 | IN_PARTS
+    expected = [new for line in golden("fusion_v2") for new in replaced.get(line, [line])]
+    assert (last_layer(decode_log(tmp_path)), len(expected)) == (expected, 14 if fused else 15)
 
 
 def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path) -> None:

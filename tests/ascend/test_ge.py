@@ -1,5 +1,6 @@
 """L4, exe_mode ge_graph: the graph that the real torchair passes to GE for a decode step."""
 
+import dataclasses
 import functools
 import tempfile
 from collections import Counter
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 from torchair.core import _backend
 
+from executor.platform.ascend import device
 from ops.ascend import lowering
 from ops.ascend.attention import ALL_TOKENS
+from ops.ascend.cann import ALL_ABILITIES
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import (
     GLM,
@@ -161,6 +164,19 @@ def test_four_bit_experts(tmp_path: Path) -> None:
     assert program.count()["WeightQuantBatchMatmulV2"] == 2 * 2  # qkv and o of two layers
     assert program.count()["GroupedMatmul"] == 2 * 2
     assert not program.of("TensorMove")
+
+
+@pytest.mark.usefixtures("int8_weights")
+@pytest.mark.parametrize("family", thorough_but((QWEN3, GLM), QWEN3), ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+def test_int8(tmp_path: Path, family: Family, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two products of attention, and two of GLM's shared expert, each after a rounding of its rows."""
+    monkeypatch.setattr(device, "installed", lambda _: dataclasses.replace(ALL_ABILITIES, fused_swiglu=fused))
+    plain = Counter(MatMul=3, MatMulV2=1) if family is GLM else Counter(MatMul=2)
+    products, replaced = plain.total(), plain + Counter(GroupedMatmul=int(fused), SwiGlu=1)
+    of_experts = {"GroupedMatmulSwigluQuantV2": 1} if fused else {"DequantSwigluQuant": 1}
+    added = Counter(DynamicQuant=products, QuantBatchMatmulV3=products, **of_experts)
+    check(decode_program(tmp_path, family=family), family, fused=Counter(OF_FAMILY[family]) - replaced + added)
 
 
 def test_one_graph_serves_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ CANN's sources demand (tests/fakes/cann/rules.cpp) is broken."""
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
-from ops.format import Format
+from ops.format import W8A8, Format
 from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Paged
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
 from tools.npu_check.numbers import EIGHTH, WHOLE, Size
 
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
 FORMATS = {"bf16": Format("bfloat16"), "q4": Format("q4", 32), "q4_zeros": Format("q4", 32, zeros=True)}
+FORMATS |= {"w8a8": W8A8, "w8a8, in parts": W8A8}  # by one op up to the second product, and by several
 PAGE, PAGES = 128, 9
 
 
@@ -52,14 +54,15 @@ def kind_of(size: Size) -> ExpertKind:
 
 
 def tiled(plane: Matrices) -> None:
-    if plane.scales is None:
+    if plane.scales is None or plane.format is W8A8:
         plane.data = torch_npu.npu_format_cast(input=plane.data, acl_format=FRACTAL_NZ, customize_dtype=None)
 
 
-def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, cann: str) -> None:
+def layer(size: Size, how: str, routing: str, tokens: int, decode: bool, cann: str) -> None:
     """One layer's calls, without its norms of whole rows and its sums over ranks."""
     device = torch.device("npu")
-    ops = AscendOps(BF16, device, routing, can=abilities(cann))
+    can = replace(abilities(cann), fused_swiglu=how != "w8a8, in parts")
+    ops, format = AscendOps(BF16, device, routing, can=can), FORMATS[how]
     x = torch.empty(tokens, size.hidden, dtype=BF16, device=device)
     width, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     qkv = AscendMatrix(width + 2 * kv, size.hidden, format, BF16, device)
@@ -110,10 +113,12 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
     found: Broken = {}
     for name in names:
         for format in FORMATS:
+            if FORMATS[format] is W8A8 and SIZES[name] in OSS:
+                continue  # experts with biases
             for routing in ROUTINGS:
                 for tokens, decode in ((3, True), (40, False)):
                     try:
-                        layer(SIZES[name], FORMATS[format], routing, tokens, decode, cann)
+                        layer(SIZES[name], format, routing, tokens, decode, cann)
                         torch.npu.synchronize()
                     except RuntimeError as error:
                         found.setdefault((name, format, routing), []).append(str(error).splitlines()[0])
@@ -162,6 +167,46 @@ def grouped(
     )  # fmt: skip
 
 
+INT8 = torch.int8
+
+
+def int8_experts(rows: int = 32, columns: int = 64, scale: torch.dtype = BF16, tiles: bool = True) -> None:
+    """Eight rows by the second products of two experts."""
+    weights = made(2, rows, columns, dtype=INT8)
+    if tiles:
+        weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
+    torch_npu.npu_grouped_matmul(
+        [made(8, rows, dtype=INT8)], [weights], scale=[made(2, columns, dtype=scale)],
+        per_token_scale=[made(8, dtype=F32)], group_list=made(2, dtype=torch.int64), split_item=3, group_type=0,
+        group_list_type=1, output_dtype=BF16,
+    )  # fmt: skip
+
+
+def fused_swiglu(columns: int = 64, counts: torch.dtype = torch.int64, tiles: bool = True) -> None:
+    weights = made(2, 32, columns, dtype=INT8)
+    if tiles:
+        weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
+    torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+        made(8, 32, dtype=INT8), [weights], [made(2, columns, dtype=F32)], made(8, dtype=F32), made(2, dtype=counts),
+        group_list_type=1,
+    )  # fmt: skip
+
+
+def dequant_swiglu(columns: int = 64, scale: torch.dtype = F32) -> None:
+    torch_npu.npu_dequant_swiglu_quant(
+        made(8, columns, dtype=torch.int32), weight_scale=made(2, columns, dtype=scale),
+        activation_scale=made(8, dtype=F32), group_index=made(2, dtype=torch.int64), activate_left=True, quant_mode=1,
+    )  # fmt: skip
+
+
+def quant_matmul(inputs: int = 32, bias: torch.dtype = BF16) -> None:
+    weight = torch_npu.npu_format_cast(input=made(32, 64, dtype=INT8), acl_format=FRACTAL_NZ, customize_dtype=None)
+    torch_npu.npu_quant_matmul(
+        made(8, inputs, dtype=INT8), weight, made(64, dtype=F32), pertoken_scale=made(8, dtype=F32),
+        bias=made(64, dtype=bias), output_dtype=BF16,
+    )  # fmt: skip
+
+
 def ops() -> AscendOps:
     return AscendOps(BF16, torch.device("npu"), "fusion_v2")
 
@@ -203,6 +248,16 @@ BROKEN: dict[str, Callable[[], object]] = {
     "rows and columns of tiled weights": lambda: grouped(rows=60, tiles=True),
     "inner axes have 65,535": lambda: grouped(rows=65_552, columns=16),
     "biases are (experts, columns)": lambda: grouped(bias=made(4, 64)),
+    "int8 has scales (experts, columns), bfloat16 with": lambda: int8_experts(scale=F32),
+    "tiled weights of int8": lambda: int8_experts(columns=48),
+    "rows and weights are int8, scales (experts, columns)": lambda: fused_swiglu(counts=torch.int32),
+    "of 32 columns up to 10,240": lambda: fused_swiglu(columns=10_304),
+    "weights of int8 are in tiles": lambda: fused_swiglu(tiles=False),
+    "sums are int32": lambda: dequant_swiglu(scale=BF16),
+    "sums have a multiple of 64 columns": lambda: dequant_swiglu(columns=96),
+    "rows have 16 bits and become int8": lambda: torch_npu.npu_dynamic_quant(made(8, 32, dtype=F32)),
+    "rows and weights are int8, scales (rows)": lambda: quant_matmul(inputs=48),
+    "a bias has the type of the result": lambda: quant_matmul(bias=torch.float16),
     "expert ids are int32, counts int64": lambda: torch_npu.npu_moe_init_routing_v2(
         made(3, 128), made(3, 2, dtype=torch.int64), active_num=6, expert_capacity=0, expert_num=8, drop_pad_mode=0,
         expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, 8],

@@ -47,6 +47,7 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
     [
         (QWEN3, None, 8),
         (QWEN3, Format("q4", 32), 2),
+        (QWEN3, Format("w8a8", 32), 8),
         (M2, Format("q4", 32), 2),
         (QWEN2, None, 3),
         (GLM, Format("q4", 32), 2),

@@ -5,7 +5,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +13,7 @@ import torch_npu
 from torch import Tensor
 
 from ops.ascend import moe, vector_core
+from ops.ascend.cann import ALL_ABILITIES
 from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendExperts
 from ops.format import Format
@@ -21,7 +21,6 @@ from tools.benchmarks.output import Row
 from umbra.errors import UserError
 
 BOUND = 0.02  # largest error relative to a result's norm; the reference rounds weights and activations to dtype
-ACTIVATE = partial(moe.activated, clipped=False)
 NIBBLE = 4.6  # root mean square of -8 .. 7
 
 
@@ -51,12 +50,12 @@ class Layer:
         return calls.moe(self.x, self.weights, self.ids, self.experts, None, self.float_sums)
 
     def reference(self) -> Tensor:
-        return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.plain, ACTIVATE)
+        return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.plain, ALL_ABILITIES)
 
     def unpacked(self) -> Tensor:
         """The result of `custom`, by the products of more tokens."""
         order = cast(Tensor, self.experts.w13.order)
-        return moe.infer_fusion_v2(self.x.index_select(1, order), self.weights, self.ids, self.experts, ACTIVATE)
+        return moe.infer_fusion_v2(self.x.index_select(1, order), self.weights, self.ids, self.experts, ALL_ABILITIES)
 
 
 def start(extension: Path) -> None:

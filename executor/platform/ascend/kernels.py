@@ -17,6 +17,7 @@ from models.layers.linear import MergedLinear, RowLinear
 from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, TILED_CACHE_SINCE, Abilities, since
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
+from ops.format import W8A8
 from umbra.errors import UserError
 
 BUILD = "bash ops/ascend/vector_core/build.sh"
@@ -66,7 +67,7 @@ def check_offsets(model: nn.Module, settings: PlatformSettings, cann: str | None
         return
     for path, layer in layers_of(model):
         plane = cast(Bank, layer.weights).w13 if isinstance(layer, Experts) else None
-        if plane and plane.planes is None and plane.scales is not None and plane.offsets is None:
+        if plane and plane.planes is None and plane.format.kind == "q4" and plane.offsets is None:
             raise UserError(
                 f"case {settings.case}: quantization.zero_points: false: {path}: npu_grouped_matmul of CANN {cann} "
                 "needs a zero point for each group of 4-bit weights: set method: q4 and zero_points: true, or install "
@@ -98,7 +99,10 @@ def _kernels(weights: AscendMatrix | Bank, in_planes: bool) -> tuple[str, str]:
     """(the kernel for few tokens by 4-bit weights, the kernels for everything else)"""
     first = "unpack_w4a16 and " if in_planes else ""
     if not isinstance(weights, AscendMatrix):
-        return "fused_moe[_scores]_w4a16", f"{first}npu_grouped_matmul"
+        rounded = " by rows in int8" if weights.w13.format.kind == W8A8.kind else ""
+        return "fused_moe[_scores]_w4a16", f"{first}npu_grouped_matmul{rounded}"
+    if weights.format.kind == W8A8.kind:
+        return "", "npu_quant_matmul by rows in int8"
     return "gemv_w4a16", f"{first}mm" if in_planes or weights.scales is None else "npu_weight_quant_batchmatmul"
 
 

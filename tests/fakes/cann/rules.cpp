@@ -1,5 +1,5 @@
 // What CANN's own sources demand of the arguments of the kernels that Umbra calls. A call that breaks a rule is refused
-// as aclnn would refuse it. Sources are files of ops-transformer (OT) with a branch and a line.
+// as aclnn would refuse it. Sources are files of ops-transformer (OT) and ops-nn (ON) with a branch and a line.
 #include <algorithm>
 #include <cstdio>
 #include <list>
@@ -48,12 +48,21 @@ int64_t size(const Object& tensor, int i) {
 
 bool packed(const Object& weight) { return weight.type == ACL_INT32; }  // eight 4-bit values in a word
 int64_t columns(const Object& weight) { return size(weight, -1) * (packed(weight) ? 8 : 1); }
+bool int8(const Object& tensor) { return tensor.type == ACL_INT8; }
 bool half(const Object& tensor) { return tensor.type == ACL_BF16 || tensor.type == ACL_FLOAT16; }
 
 bool one_type(const Call& call, const std::vector<int>& tensors) {
     for (int i : tensors)
         if (call.at(i).type != call.at(0).type) return false;
     return true;
+}
+
+// Whether some tensor of the call, or some list's only one, is of this type and shape.
+bool has(const Call& call, int type, const std::vector<int64_t>& shape) {
+    const auto fits = [&](const Object* tensor) { return tensor->type == type && tensor->shape == shape; };
+    return std::any_of(call.tensors.begin(), call.tensors.end(), fits) ||
+           std::any_of(call.lists.begin(), call.lists.end(),
+                       [&](const Object* list) { return fits(list->members[0]); });
 }
 
 // Columns of a cache in tiles (blocks, columns / 16, tokens, 16); 0: it is none.
@@ -64,7 +73,8 @@ int64_t tiled_columns(const Object& cache) {
 // Lists of a grouped product: rows, weights, biases if there are any, results. By 4-bit weights scales follow the biases,
 // and offsets if there are any.
 bool biased(const Call& call) {
-    return call.lists.size() > 3 && call.first(2).shape.size() == 2 && size(call.first(2), 0) == size(call.first(1), 0);
+    return call.lists.size() > 3 && !int8(call.first(1)) && call.first(2).shape.size() == 2 &&
+           size(call.first(2), 0) == size(call.first(1), 0);
 }
 bool has_offsets(const Call& call) { return call.lists.size() >= 5u + biased(call); }
 
@@ -146,6 +156,93 @@ const Rule kRules[] = {
      "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 709, 1111, 1459; 9.0.0 739, 1340, 1691; "
      "9.1.0 "
      "op_api 828, 1581, 2142"},
+    {"aclnnGroupedMatmul*", kAny,
+     [](const Call& call) {
+         const Object &rows = call.first(0), &weight = call.first(1), &result = call.first(call.lists.size() - 1);
+         if (!int8(weight) || result.type == ACL_INT32) return true;
+         const int type = result.type == ACL_BF16 ? ACL_BF16 : ACL_FLOAT;
+         return int8(rows) && half(result) && call.lists.size() > 3 && call.first(2).type == type &&
+                call.first(2).shape == std::vector<int64_t>{size(weight, 0), size(weight, 2)} &&
+                has(call, ACL_FLOAT, {size(rows, 0)});
+     },
+     "int8 has scales (experts, columns), bfloat16 with a bfloat16 result and float32 with float16, and (rows) float32",
+     "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 635, 748; 9.0.0 665, 776; 9.1.0 op_api 743, "
+     "867"},
+    {"aclnnGroupedMatmulWeightNz", kAny,
+     [](const Call& call) {
+         const Object& weight = call.first(1);
+         return !int8(weight) || (size(weight, -1) % 32 == 0 && size(weight, -2) % 16 == 0);
+     },
+     "tiled weights of int8 have multiples of 16 rows and of 32 columns",
+     "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 1612; 9.0.0 1851; 9.1.0 op_api 2303"},
+    {"aclnnGroupedMatmulSwigluQuantWeightNzV2", kAny,
+     [](const Call& call) {
+         const Object &rows = call.at(0), &weight = call.first(0), &scales = call.first(1);
+         const int64_t experts = size(weight, 0), inputs = size(weight, 1), outputs = size(weight, 2);
+         const bool typed = int8(rows) && int8(weight) && (scales.type == ACL_FLOAT || half(scales));
+         return typed && size(rows, 1) == inputs && scales.shape == std::vector<int64_t>{experts, outputs} &&
+                has(call, ACL_FLOAT, {size(rows, 0)}) && has(call, ACL_INT64, {experts}) && int8(call.at(-2));
+     },
+     "rows and weights are int8, scales (experts, columns) and (rows), counts (experts) int64",
+     "OT 8.5.0 gmm/grouped_matmul_swiglu_quant_v2/op_host/op_api/aclnn_gmm_dsq_base.h 225, 528; 9.0.0 gmm_dsq_base.h "
+     "237, "
+     "628; 9.1.0 op_api 260, 691"},
+    {"aclnnGroupedMatmulSwigluQuantWeightNzV2", kAny,
+     [](const Call& call) {
+         const Object& weight = call.first(0);
+         const int64_t inputs = size(weight, 1), outputs = size(weight, 2);
+         return inputs % 16 == 0 && outputs % 32 == 0 && inputs < 65536 && outputs <= 10240;
+     },
+     "weights have a multiple of 16 rows below 65,536, and of 32 columns up to 10,240",
+     "OT 8.5.0 gmm/grouped_matmul_swiglu_quant_v2/op_host/op_api/aclnn_gmm_dsq_base.h 169, 270; 9.0.0 gmm_dsq_base.h "
+     "181, "
+     "282; 9.1.0 op_api 194, 313"},
+    {"aclnnGroupedMatmulSwigluQuantV2", kAny, [](const Call& call) { return !int8(call.first(0)); },
+     "weights of int8 are in tiles",
+     "OT 8.5.0 gmm/grouped_matmul_swiglu_quant_v2/op_host/op_api/aclnn_gmm_dsq_base.h 557; 9.0.0 gmm_dsq_base.h 659; "
+     "9.1.0 op_api 722"},
+    {"aclnnDequantSwigluQuant*", kAny,
+     [](const Call& call) {
+         const Object &sums = call.at(0), &scales = call.at(1);
+         return sums.type == ACL_INT32 && sums.shape.size() == 2 && scales.type == ACL_FLOAT &&
+                has(call, ACL_FLOAT, {size(sums, 0)}) && has(call, ACL_INT64, {size(scales, 0)}) &&
+                scales.shape == std::vector<int64_t>{size(scales, 0), size(sums, 1)};
+     },
+     "sums are int32, scales (experts, columns) and (rows) float32, counts (experts) int64",
+     "ON 8.5.0 quant/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp 127, 178, 196, 399; 9.0.0 128, 179, "
+     "197, "
+     "400; 9.1.0 130, 183, 201, 413"},
+    {"aclnnDequantSwigluQuant*", kAny,
+     [](const Call& call) { return size(call.at(0), 1) % 64 == 0 && size(call.at(0), 1) <= 7232; },
+     "sums have a multiple of 64 columns, 7,232 at most",
+     "ON 8.5.0 quant/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp 489; 9.0.0 490; 9.1.0 512, 628, "
+     "document "
+     "of aclnnDequantSwigluQuantV2"},
+    {"aclnnDynamicQuant*", kAny,
+     [](const Call& call) {
+         const Object& rows = call.at(0);
+         return half(rows) && int8(call.at(-2)) && call.at(-2).shape == rows.shape && call.at(-1).type == ACL_FLOAT &&
+                size(rows, 0) > 0;
+     },
+     "rows have 16 bits and become int8 with scales in float32",
+     "ON 8.5.0 quant/dynamic_quant/op_host/op_api/aclnn_dynamic_quant.cpp 288; 9.0.0 319; 9.1.0 316"},
+    {"aclnnQuantMatmulWeightNz", kAny,
+     [](const Call& call) {
+         const Object &rows = call.at(0), &weight = call.at(1), &result = call.at(-1);
+         return int8(rows) && int8(weight) && size(rows, 1) == size(weight, 0) && half(result) && size(rows, 0) > 0 &&
+                has(call, ACL_FLOAT, {size(rows, 0)}) && has(call, ACL_FLOAT, {size(weight, 1)});
+     },
+     "rows and weights are int8, scales (rows) and (columns) float32",
+     "ON 8.5.0 matmul/quant_batch_matmul_v3/op_api/aclnn_quant_matmul_v4.cpp 170, 602; 9.0.0 276, 749; 9.1.0 164, 636"},
+    {"aclnnQuantMatmulWeightNz", kAny,
+     [](const Call& call) {
+         const Object& result = call.at(-1);
+         return std::all_of(call.tensors.begin() + 4, call.tensors.end(), [&](const Object* tensor) {
+             return size(*tensor, 0) == 0 || tensor->type == result.type || tensor->type == ACL_FLOAT;
+         });
+     },
+     "a bias has the type of the result or is float32",
+     "ON 8.5.0 matmul/quant_batch_matmul_v3/op_api/quant_matmul_checker.cpp 81; 9.0.0 82; 9.1.0 85"},
     {"aclnnClippedSwiglu", kAny,
      [](const Call& call) { return one_type(call, {-1}) && 2 * size(call.at(-1), -1) == size(call.at(0), -1); },
      "the result has the type of the input, and half of its columns",
@@ -246,10 +343,11 @@ const Rule kRules[] = {
      "9.1.0 582"},
     {"aclnnMoeDistributeDispatchV*", kAny,
      [](const Call& call) {
-         return half(call.at(0)) && call.at(1).type == ACL_INT32 && call.at(2).type == call.at(0).type &&
-                call.at(5).type == ACL_INT64;
+         const Object& kept = call.at(2);
+         return half(call.at(0)) && call.at(1).type == ACL_INT32 && call.at(5).type == ACL_INT64 &&
+                (kept.type == call.at(0).type || (int8(kept) && call.at(3).type == ACL_FLOAT));
      },
-     "rows that are sent have 16 bits and keep their type, ids are int32, counts int64",
+     "rows that are sent have 16 bits and keep their type, or become int8; ids are int32, counts int64",
      "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 290, 355; 9.0.0 "
      "450, 511; 9.1.0 357"},
     {"aclnnMoeDistributeDispatchV*", kAny,
@@ -288,7 +386,8 @@ const Rule kRules[] = {
 
 bool matches(const std::string& kernel, const std::string& name) {
     if (name.back() != '*') return kernel == name;
-    return !kernel.compare(0, name.size() - 1, name, 0, name.size() - 1);
+    const size_t begun = name.size() - 1;  // of aclnnGroupedMatmul, ..SwigluQuant is no version
+    return !kernel.compare(0, begun, name, 0, begun) && kernel.compare(begun, 6, "Swiglu");
 }
 
 // 8.5.0 -> 805

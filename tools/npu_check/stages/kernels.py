@@ -14,6 +14,7 @@ from ops.ascend import moe, vector_core
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls, reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from ops.ascend.w8a8 import COUNTS
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
 from tests.fakes.ascend_c import TwinError
@@ -177,7 +178,7 @@ def unpacked(size: Size) -> Passed:
             values = reference.unpack_w4a16(words, scales, offsets, 32, name == "w2", name == "w13")  # (E, N, K)
             x = torch.randn(len(values), ROWS, plane.columns).bfloat16()
             counts = torch.full((len(values),), ROWS, device=NPU)
-            product = moe.grouped(x.flatten(0, 1).to(NPU), plane, counts, moe.COUNTS)
+            product = moe.grouped(x.flatten(0, 1).to(NPU), plane, counts, COUNTS)
             (bank,) = (bank.bank for bank in banks.banks.values())
             tiles = torch_npu.npu_format_cast(input=bank, acl_format=ND, customize_dtype=None)
             what = f"{name}, zero points {zeros}"

@@ -1,0 +1,85 @@
+"""Products of integers: weights of eight bits by rows that are rounded to eight bits, each with a scale of its own.
+
+linear    dynamic_quant, quant_matmul
+experts   grouped_matmul_swiglu_quant, grouped_matmul; or, where that does not take them, grouped_matmul to int32,
+          dequant_swiglu_quant, grouped_matmul
+"""
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from ops.ascend.weights import AscendMatrix, Bank, Stored
+
+ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how many they are
+BY_TOKEN = 1  # quant_mode: rows are rounded as they come, each to its own scale
+MOST_FUSED = 10_240  # columns of gate and up together that npu_grouped_matmul_swiglu_quant_v2 takes
+INT8, FLOAT32 = 1, 6  # types, by their numbers in torch
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (T, K) in int8, and the scale of each row (T) float32, its largest value / 127."""
+    rows, scales = torch_npu.npu_dynamic_quant(input=x, smooth_scales=None, group_index=None, dst_type=torch.int8)
+    return rows, scales
+
+
+def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
+    if not len(x):  # a data-parallel group that has no prompt in this step
+        return x.new_empty(0, weight.rows)
+    rows, scales = rounded(x)
+    y: Tensor = torch_npu.npu_quant_matmul(
+        x1=rows, x2=weight.data, scale=weight.scales, offset=None, pertoken_scale=scales, bias=bias,
+        output_dtype=x.dtype, group_sizes=None,
+    )  # fmt: skip
+    return y
+
+
+def products(
+    rows: Tensor, scales: Tensor, groups: Tensor, kind: int, experts: Bank, dtype: torch.dtype, fused: bool
+) -> Tensor:
+    """Computes the experts of rows (T K, H) int8 in expert order, with their scales (T K). -> (T K, H) of `dtype`
+    `fused`: torch_npu has the op that does all up to the second product; its weights must be in tiles."""
+    w13 = experts.w13
+    if fused and not w13.gathered and w13.data.shape[-1] <= MOST_FUSED:
+        rows, scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            x=rows, weight=[w13.data], weight_scale=[w13.scales], x_scale=scales, group_list=groups, smooth_scale=None,
+            weight_assist_matrix=None, bias=None, dequant_mode=0, dequant_dtype=FLOAT32, quant_mode=0, quant_dtype=INT8,
+            group_list_type=kind, tuning_config=None, x_dtype=None, weight_dtype=None, weight_scale_dtype=None,
+            x_scale_dtype=None,
+        )  # fmt: skip
+    else:
+        sums = grouped(rows, None, w13, groups, kind, torch.int32)
+        counts = groups if kind == COUNTS else groups.diff(prepend=groups.new_zeros(1))
+        rows, scales = torch_npu.npu_dequant_swiglu_quant(
+            x=sums, weight_scale=w13.scales, activation_scale=scales, bias=None, quant_scale=None, quant_offset=None,
+            group_index=counts, activate_left=True, quant_mode=BY_TOKEN, swiglu_mode=0, clamp_limit=7.0,
+            glu_alpha=1.702, glu_bias=1.0,
+        )  # fmt: skip
+    return grouped(rows, scales, experts.w2, groups, kind, dtype)
+
+
+def grouped(
+    x: Tensor, scales: Tensor | None, matrices: Stored, groups: Tensor, kind: int, dtype: torch.dtype
+) -> Tensor:
+    """x (T K, H) int8 by the matrix of each row's expert; without scales, the sums of the products as they are."""
+    y: Tensor = torch_npu.npu_grouped_matmul(
+        x=[x],
+        weight=[matrices.data],
+        bias=None,
+        scale=None if scales is None else [matrices.scales],
+        offset=None,
+        antiquant_scale=None,
+        antiquant_offset=None,
+        per_token_scale=None if scales is None else [scales],
+        group_list=groups,
+        activation_input=None,
+        activation_quant_scale=None,
+        activation_quant_offset=None,
+        split_item=3,
+        group_type=0,
+        group_list_type=kind,
+        act_type=0,
+        tuning_config=None,
+        output_dtype=dtype,
+    )[0]
+    return y
