@@ -6,8 +6,8 @@ Writes checkpoints of Qwen3-30B-A3B's shape with random weights to a temporary f
 a layer in 4 bits, 1.2 GB of embedding and head. Each is loaded in a process of its own; loads take turns with reads of
 the files, which are in the page cache, into a buffer of 16 MB, and with writes of fresh memory, both on one thread. GB
 are those of the files. bfloat16-q4 is quantised while it is read; packed-q4 is the start after that, from the packed
-cache, and packed-awq-q4 the start after AWQ was rounded again to q4. --layers 48 of those takes 36 GB of disk and most
-of 24 GB of memory.
+cache, and packed-awq-q4 the start after AWQ was rounded again to q4; gguf has the types of Q4_K_M. --layers 48 of those
+takes 36 GB of disk and most of 24 GB of memory.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from models.registry import model_class
 from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
 from ops.parallel.groups import Parallel
+from tools.benchmarks.gguf_mix import write_mix
 from umbra.errors import UserError, run_main
 from umbra.files import ROOT
 
@@ -64,6 +65,8 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "pack-quantized": compressed("pack-quantized", 4, "group"),
     "int-quantized": compressed("int-quantized", 8, "channel"),
     "fp8": FP8,
+    "gguf": None,  # Q4_K_M
+    "packed-gguf": None,
 }
 MAPPED = 1 << 30  # bytes of fresh memory for a start that maps its files: more would push them out of the page cache
 TYPES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
@@ -71,15 +74,19 @@ TYPES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": to
 
 def write(folder: Path, format: str, **shape: int) -> None:
     """Write a checkpoint of random weights in `format` and a case for it; `shape` overrides keys of the config."""
-    config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    gguf = folder / "model.gguf" if format.endswith("gguf") else None
     settings = (
         f"method: {'q4' if format.endswith('q4') else 'auto'}, keep_packed: {format.startswith('packed')}".lower()
     )
-    (folder / "case.yaml").write_text(f"model_path: {folder}\nmodel_config: {{dtype: bfloat16, with_ckpt: true}}\n"
+    (folder / "case.yaml").write_text(f"model_path: {gguf or folder}\n"
+                                      "model_config: {dtype: bfloat16, with_ckpt: true}\n"
                                       f"quantization: {{{settings}}}\n"
                                       "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip
+    if gguf:
+        return write_mix(gguf, "bench_30b_shape_cpu", shape["num_hidden_layers"], "Q4_K_M")
+    config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}
+    (folder / "config.json").write_text(json.dumps(config))
     case = load_case(str(folder / "case.yaml"))
     build = build_of(case, cast(Ops, CpuLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
     model = model_class(case.model_name)(load_model_config(case), build)
@@ -88,7 +95,7 @@ def write(folder: Path, format: str, **shape: int) -> None:
         for piece in layer.pieces(path):
             for name, need in stored_as([piece], scheme).tensors.items():
                 tensors[name] = made(name, need, piece)
-    save_file(tensors, folder / "model.safetensors")
+    return save_file(tensors, folder / "model.safetensors")
 
 
 def made(name: str, need: Needed, piece: Piece) -> Tensor:
@@ -152,7 +159,7 @@ def drop(path: Path) -> None:
 
 def measure(folder: Path, rounds: int) -> None:
     """Runs in a process of its own, so that the peak memory is that of the first load."""
-    files, packed = [folder / "model.safetensors"], folder.name.startswith("packed")
+    files, packed = [next(folder.glob("model.*"))], folder.name.startswith("packed")
     if packed:
         loaded(folder)  # makes the cache
         source, files = files, list((folder.parent / "packed").rglob("*.bin"))
