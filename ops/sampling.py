@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     ids: "array[int]"  # the sequence's tokens, int64; those from `position` on do not matter
     prompt: int  # number of `ids` that are the prompt's
     position: int  # of the token
-    allowed: bytes | None = None  # the tokens that a grammar allows, from the lowest bit of each byte on; None: all
+    allowed: bytes | None = None  # the tokens that may be chosen, from the lowest bit of each byte on; None: all
 
 
 def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:

@@ -146,9 +146,9 @@ class Tokenizer:
         with self._failures():
             return str(self.backend.decode(ids, skip_special_tokens=False))
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> "Detokenizer":
-        """For the tokens that follow `prompt`."""
-        return Detokenizer(self, prompt)
+    def detokenizer(self, prompt: Sequence[int] = (), whole: bool = False) -> "Detokenizer":
+        """For the tokens that follow `prompt`. `whole`: special tokens are text."""
+        return Detokenizer(self, prompt, whole)
 
 
 class Detokenizer:
@@ -158,12 +158,13 @@ class Detokenizer:
     whole character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), whole: bool = False):
+        self.tokenizer, self._hidden = tokenizer, frozenset() if whole else tokenizer.hidden
+        self._decode = tokenizer.whole_text if whole else tokenizer.decode
         self._pending: list[int] = []  # shown tokens since the text last ended with a whole character
         self._given = 0  # characters of their text that were given
-        before = [id for id in prompt[-CONTEXT:] if id not in tokenizer.hidden]
-        self._start([] if tokenizer.decode(before).endswith(HALF) else before)
+        before = [id for id in prompt[-CONTEXT:] if id not in self._hidden]
+        self._start([] if self._decode(before).endswith(HALF) else before)
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that is certain after `tokens`, beyond what was given before; often empty."""
@@ -176,7 +177,7 @@ class Detokenizer:
             if mark := self.tokenizer.marks.get(token):
                 pieces += [self.rest(), mark]
                 self._start([token])
-            elif token not in self.tokenizer.hidden:
+            elif token not in self._hidden:
                 pieces.append(self._push(token))
         return [piece for piece in pieces if piece]
 
@@ -196,11 +197,11 @@ class Detokenizer:
         return text[given : self._given]
 
     def _text(self) -> str:
-        return self.tokenizer.decode([*self._before, *self._pending])[self._skipped :]
+        return self._decode([*self._before, *self._pending])[self._skipped :]
 
     def _start(self, before: list[int]) -> None:
         """Starts again after the tokens `before`."""
-        self._before, self._skipped, self._pending, self._given = before, len(self.tokenizer.decode(before)), [], 0
+        self._before, self._skipped, self._pending, self._given = before, len(self._decode(before)), [], 0
 
 
 def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None, template: str = "") -> Tokenizer | None:

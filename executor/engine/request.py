@@ -42,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, dict=True)
     seed: int | None = None  # None: the request's id is used as its seed
     stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence tokens
     ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the request
+    min_tokens: int = 0  # so many tokens come before one that ends it
     logprobs: int | None = None  # alternatives that each token's log-probability comes with; None: none is wanted
     prompt_logprobs: int | None = None  # alternatives of each token of the prompt, from the second one on
     grammar: Grammar | None = None
@@ -72,6 +73,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, dict=True)
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 0 <= value <= MOST_LOGPROBS):
                 raise UserError(f"{name}: {value!r:.40} must be an integer from 0 to {MOST_LOGPROBS}, or None")
+        if type(self.min_tokens) is not int or not 0 <= self.min_tokens <= self.max_tokens:
+            raise UserError(
+                f"min_tokens: {self.min_tokens!r:.40} must be an integer up to {self.max_tokens}, max_tokens"
+            )
+        if self.grammar and self.min_tokens:
+            raise UserError("min_tokens: an answer that follows a grammar ends with it: leave one of the two out")
         if self.grammar and self.ignore_eos:
             raise UserError("ignore_eos: an answer that follows a grammar ends with it: leave one of the two out")
         if not all(type(token) is int for token in self.stop_token_ids):
@@ -81,7 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, dict=True)
     def takes_the_largest(self) -> bool:
         """Whether each token is the one with the largest logit, whatever was generated before."""
         plain = self.presence_penalty == self.frequency_penalty == 0 and self.repetition_penalty == 1
-        return self.temperature == 0 and plain and not self.logit_bias and not self.grammar
+        return self.temperature == 0 and plain and not (self.logit_bias or self.grammar or self.min_tokens)
 
 
 def _number(value: object) -> bool:

@@ -1,6 +1,7 @@
 """Chooses the next token of each sequence from its logits."""
 
 from collections.abc import Sequence as ListOf
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
     ids (rows); FAILED where a grammar failed"""
     if all(s.request.sampling.takes_the_largest for s in sequences):
         return ops.argmax(logits)
-    tokens = ops.sample(logits, [choice for s in sequences for choice in choices_of(s)])
+    tokens = ops.sample(logits, [choice for s in sequences for choice in choices_of(s, logits.shape[-1])])
     row = 0
     for sequence in sequences:
         if sequence.matcher and not sequence.matcher.accept(int(tokens[row])):  # it has no drafts
@@ -27,13 +28,28 @@ def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
     return tokens
 
 
-def choices_of(sequence: Sequence) -> list[Choice]:
+def choices_of(sequence: Sequence, vocabulary: int) -> list[Choice]:
     """The choices of the tokens after the newest token of `sequence` and after each drafted one."""
     sampling, ids, prompt = sequence.request.sampling, sequence.ids, sequence.prompt_len
     seed = sequence.id if sampling.seed is None else sampling.seed
     allowed = sequence.matcher.allowed() if sequence.matcher else None
     positions = range(len(ids) - sequence.drafted, len(ids) + 1)
-    return [Choice(sampling, seed, ids, prompt, position, allowed) for position in positions]
+    if sampling.min_tokens > positions[0] - prompt:
+        going_on = _all_but(sequence.ends, vocabulary)
+        masks = [going_on if position - prompt < sampling.min_tokens else None for position in positions]
+    else:
+        masks = [allowed] * len(positions)
+    return [Choice(sampling, seed, ids, prompt, at, mask) for at, mask in zip(positions, masks, strict=True)]
+
+
+@lru_cache(16)
+def _all_but(tokens: frozenset[int], vocabulary: int) -> bytes:
+    """The mask of a choice that allows all but these tokens."""
+    bits = bytearray(b"\xff" * -(-vocabulary // 8))
+    for token in tokens:
+        if 0 <= token < vocabulary:
+            bits[token // 8] &= ~(1 << token % 8)
+    return bytes(bits)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:

@@ -95,6 +95,8 @@ class Scheduler:
                 f"{pool.pages}: lower max_new_tokens or input_max_len, or raise offload_config.arena_mb"
             )
         sequence.arrival = next(self._arrivals)
+        sampling = sequence.request.sampling
+        sequence.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.stop_ids)
         self._wait(sequence)
 
     def abort(self, id: int) -> Event | None:
@@ -297,8 +299,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, tokens: ListOf[int]) -> ListOf[int]:
         """Appends those of `tokens` to the sequence that come before its end; -> those."""
-        sampling = sequence.request.sampling
-        if sampling.ignore_eos and not sampling.stop_token_ids:  # so there is no grammar either
+        if not sequence.ends:  # so there is no grammar either
             new = tokens[: sequence.longest - len(sequence.ids)]
             sequence.ids.extend(new)
             if len(sequence.ids) >= sequence.longest:
@@ -309,7 +310,7 @@ class Scheduler:
                 sequence.finish_reason = "error"
                 return tokens[:count]
             sequence.ids.append(token)
-            if token in sampling.stop_token_ids or (token in self.stop_ids and not sampling.ignore_eos):
+            if token in sequence.ends:
                 sequence.finish_reason = "stop"
             elif len(sequence.ids) >= sequence.longest:
                 sequence.finish_reason = "length"

@@ -21,6 +21,7 @@ class Sequence:
     request: Request
     ids: "array[int]"  # prompt and generated tokens, int64
     arrival: int = 0  # orders the sequences of a scheduler
+    ends: frozenset[int] = frozenset()  # tokens that end it
     group: int = 0  # the data-parallel group that runs it
     num_computed: int = 0  # number of `ids` whose keys and values are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not computed yet

@@ -46,9 +46,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "min_tokens": (0,),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "prompt_logprobs": (),
     "add_generation_prompt": (True,),
@@ -151,6 +149,8 @@ class Fields(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
@@ -259,6 +259,7 @@ def sampling_of(
             seed=secrets.randbits(62) if fields.seed is None else fields.seed & LARGEST_SEED,
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             ignore_eos=bool(fields.ignore_eos),
+            min_tokens=fields.min_tokens or 0,
             logprobs=logprobs,
             grammar=grammar,
         )

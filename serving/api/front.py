@@ -44,6 +44,7 @@ class Job:
     stops: tuple[str, ...] = ()
     priority: int = 0
     salt: bytes = b""
+    whole: bool = False  # special tokens are text of the answer
 
 
 class Front:

@@ -15,7 +15,7 @@ from serving.api.errors import ApiError, invalid
 from serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from serving.api.front import Front, Job, Text
 from serving.api.logprobs import Names, chat_logprobs
-from serving.api.openai_completions import check_grammar, check_length, nth_choice, salt_of
+from serving.api.openai_completions import check_grammar, check_length, job_of, nth_choice
 from serving.api.sse import DONE, event
 from serving.api.streams import Piece, Stream, Token, Turns, Usage, together
 from serving.api.structured import (
@@ -177,7 +177,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
     ids = truncated(request, ids)
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
-    job = Job(ids, sampling, tuple(request.stops), request.priority or 0, salt_of(salt, request.cache_salt))
+    job = job_of(request, ids, sampling, salt)
     made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
     return Chat(front, request, text, ready, job, tools, format, Usage(len(ids)), *made)
 

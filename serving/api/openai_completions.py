@@ -135,7 +135,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Com
         sampling = sampling_of(request, front.case, ready, most, grammar, request.logprobs)
         if request.echo and request.logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
-        jobs.append(Job(ids, sampling, tuple(request.stops), request.priority or 0, salt_of(salt, request.cache_salt)))
+        jobs.append(job_of(request, ids, sampling, salt))
     texts = [(p if isinstance(p, str) else text.tokenizer.decode(p)) if request.echo else "" for p in prompts]
     usage = Usage(sum(len(job.ids) for job in jobs))
     return Completion(
@@ -224,9 +224,12 @@ def nth_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & LARGEST_SEED)
 
 
-def salt_of(key: bytes, given: str | None) -> bytes:
-    """The salt of a request's prefixes: that of its key, and one of its own that can only share less."""
-    return key + given.encode(errors="replace")[:256] if given else key
+def job_of(request: Fields, ids: list[int], sampling: SamplingParams, salt: bytes) -> Job:
+    """A job of a request. Its prefixes' salt is that of its key, and one of its own that can only share less."""
+    if request.cache_salt:
+        salt += request.cache_salt.encode(errors="replace")[:256]
+    whole = request.skip_special_tokens is False
+    return Job(ids, sampling, tuple(request.stops), request.priority or 0, salt, whole)
 
 
 def offsets_of(ids: list[int], text: Text) -> list[int]:

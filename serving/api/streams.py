@@ -65,7 +65,7 @@ class Stream:
         """Yields what is certain, row by row; the last piece has a finish reason."""
         job = self.job
         ends = {*job.sampling.stop_token_ids, *(() if job.sampling.ignore_eos else self.ready.stop_ids)}
-        detokenizer, stops = self.text.tokenizer.detokenizer(job.ids), Stops(job.stops)
+        detokenizer, stops = self.text.tokenizer.detokenizer(job.ids, job.whole), Stops(job.stops)
         made = given = 0  # characters of the detokenizer, and of pieces
         held: list[Token] = []
         first = True

@@ -32,6 +32,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [  # what is taken, and what is
     ("logprobs", [None, 0, 20], [-1, 21, True]),
     ("prompt_logprobs", [None, 0, 20], [-1, 21]),
     ("stop_token_ids", [(), (1, 2)], [(1, "2"), (1.0,)]),
+    ("min_tokens", [0, 32], [-1, 33, 1.0]),
 ]
 
 
@@ -93,6 +94,21 @@ def answer(demo: ModelRunner, **options: Any) -> tuple[str, str]:
     id = demo.loop.submit(Request(ids, SamplingParams(**{"max_tokens": 100} | options))).id
     events = drain(demo.loop)[id]
     return tokenizer.decode([t for e in events for t in e.tokens]), events[-1].finish_reason
+
+
+def test_no_token_ends_an_answer_that_is_too_short(demo: ModelRunner) -> None:
+    def tokens(**options: Any) -> list[int]:
+        id = demo.loop.submit(Request((5, 17, 3), SamplingParams(max_tokens=9, ignore_eos=True, **options))).id
+        return [token for event in drain(demo.loop)[id] for token in event.tokens]
+
+    free = tokens()
+    ends = tuple(set(free[2:]) - set(free[:2]))  # the first comes third
+    assert tokens(stop_token_ids=ends) == tokens(stop_token_ids=ends, min_tokens=2) == free[:3]
+    longer = tokens(stop_token_ids=ends, min_tokens=4)
+    assert longer[:2] == free[:2]
+    assert not set(longer[:4]) & set(ends)
+    with pytest.raises(UserError, match="min_tokens: an answer that follows a grammar ends with it"):
+        SamplingParams(min_tokens=1, grammar=Grammar("regex", "a"))
 
 
 def test_an_answer_follows_a_json_schema(demo: ModelRunner) -> None:

@@ -222,6 +222,15 @@ def test_a_stop_token_is_no_text_where_it_ends_the_answer() -> None:
     run(scenario, "bab")
 
 
+def test_special_tokens_are_text_where_that_is_asked() -> None:
+    async def scenario(server: Server) -> None:
+        for skipped, text in ((None, "ab"), (True, "ab"), (False, "a<|im_start|>b")):
+            reply = await server.complete(skip_special_tokens=skipped)
+            assert reply.json["choices"][0]["text"] == text
+
+    run(scenario, "a<|im_start|>b")
+
+
 def test_later_choices_wait_for_the_first_of_their_prompt() -> None:
     """They find the prompt in the cache then."""
 
@@ -292,7 +301,7 @@ def test_settings_reach_the_engine() -> None:
     async def scenario(server: Server) -> None:
         given: dict[str, Any] = {
             "temperature": 0.5, "top_p": 0.0, "top_k": 3, "min_p": 0.5, "presence_penalty": 1.0, "seed": 3,
-            "frequency_penalty": -1.0, "repetition_penalty": 1.5, "ignore_eos": True, "max_tokens": 5,
+            "frequency_penalty": -1.0, "repetition_penalty": 1.5, "ignore_eos": True, "max_tokens": 5, "min_tokens": 2,
         }  # fmt: skip
         await server.complete(**given, logit_bias={"5": -100}, stop_token_ids=[9], priority=3, cache_salt="a")
         submit = server.engine.submitted[-1]
