@@ -4,6 +4,7 @@ process instead of refusing."""
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,33 +21,59 @@ CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch") -> None:
     """Checks a case whose platform's device is the CPU. `local_ranks` is the number of the job's ranks on this
     machine, each of which counts as much as this process has by now: the program and its libraries."""
-    from executor.run.model_sketch import cache_of, weights_of  # which imports torch
-
-    arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None
-    weights = sum(part.nbytes for part in weights_of(sketch.model))
-    cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
-    formats = sketch.build.formats
-    if arena:  # it takes the cache's place
-        cache = int(arena * MB)
+    weights, cache = _bytes_of(sketch, case)
     total, (room, of) = local_ranks * (weights + cache + _program_bytes()), memory_limit()
     if total > room:
-        left = room / local_ranks - weights - _program_bytes()
-        longest = int(left / cache * case.max_sequence_length)  # pages are counted whole, so this is an estimate
-        if longest >= 2 and arena:
-            remedy = f"lower offload_config.arena_mb to {int(left / MB)}"
-        elif longest >= 2:
-            remedy = f"about max_model_len: {longest} fits with batch_size: {case.data_config.batch_size}"
-        elif formats.own and not formats.head.quantised:
-            remedy = "the weights alone do not fit: set quantization.rest: q8"
-        elif formats.own or case.quantization.method == "q4":
-            remedy = "the weights alone do not fit: this model needs a larger machine"
-        else:
-            remedy = "the weights alone do not fit: set quantization.method: q4 (--quantization q4)"
+        each = room // local_ranks - _program_bytes()  # for weights and cache
+        remedies = [*_less_cache(case, sketch, each - weights, cache), *_smaller(case, sketch, each)]
+        remedy = "; or ".join(remedies) or "this model needs a larger machine, or more of them (world_size)"
         raise UserError(
             f"case {case.name}: {weights / GB:.2f} GB of weights, {cache / GB:.2f} GB of KV cache and "
             f"{_program_bytes() / GB:.2f} GB of program on each of {local_ranks} rank(s) do not fit into the "
             f"{room / GB:.2f} GB of {of}: {remedy}"
         )
+
+
+def _bytes_of(sketch: "Sketch", case: Case) -> tuple[int, int]:
+    """Those of a rank's weights and of its KV cache, or of the arena in its place."""
+    from executor.run.model_sketch import cache_of, weights_of  # which imports torch
+
+    arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None
+    cache = int(arena * MB) if arena else cache_of(sketch.model, case.cache_config.page_size).nbytes
+    return sum(part.nbytes for part in weights_of(sketch.model)), cache
+
+
+def _less_cache(case: Case, sketch: "Sketch", left: int, cache: int) -> Iterator[str]:
+    """The settings with which the cache has at most `left` bytes."""
+    if left <= 0:
+        return
+    if case.offload_config.mode != "none" and case.offload_config.arena_mb:
+        yield f"lower offload_config.arena_mb to {int(left / MB)}"
+        return
+    limits, pages = sketch.limits, int(left / cache * (sketch.pages + 1)) - 1
+    for sequences in dict.fromkeys((limits.per_group, 1)):
+        if (longest := limits.longest_in(pages // sequences)) > 1:
+            yield f"set max_model_len: {longest} with batch_size: {sequences * limits.groups}"
+
+
+def _smaller(case: Case, sketch: "Sketch", room: int) -> Iterator[str]:
+    """The settings of formats with each of which weights and cache have at most `room` bytes. What is stored in four
+    bits is not quantised again."""
+    from executor.run.model_sketch import sketch_of
+
+    formats, quantization = sketch.build.formats, case.quantization
+    ways = [("cache_config.kv_dtype", "int8")]
+    if formats.own:
+        ways += [("quantization.rest", "q8")]
+        ways += [("quantization.method", "q4")] if formats.linear.kind in ("q8", "f8", "w8a8") else []
+    elif quantization.method != "q4":
+        ways += [("quantization.method", method) for method in ("q8", "q4")]
+    for name, value in ways:
+        section, key = name.split(".")
+        changed = replace(case, **{section: replace(getattr(case, section), **{key: value})})
+        with contextlib.suppress(UserError):  # the rules refuse it
+            if sum(_bytes_of(sketch_of(changed, config=sketch.config), changed)) <= room:
+                yield f"set {name}: {value}"
 
 
 def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN) -> tuple[int, str]:

@@ -78,7 +78,7 @@ def test_mxfp4_is_counted_as_it_is_and_never_quantised_again(
     in_attention = 2880 * (2 * q + 2 * kv) + q + 2 * kv + 2880
     assert sizes["attention"] == pytest.approx(24 * 2 * (in_attention + 64), rel=1e-3)
     assert sizes["head"] == 2 * 201088 * 2880
-    with pytest.raises(UserError, match=r"the weights alone do not fit: set quantization\.rest: q8"):
+    with pytest.raises(UserError, match="this model needs a larger machine, or more of them"):
         check_host_memory(case, 1000, sketch_of(case))
 
 

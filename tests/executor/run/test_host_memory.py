@@ -1,10 +1,13 @@
 """A case that does not fit into this machine's memory, or into that of a cgroup, is refused in one line before any of
 it is allocated."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from executor.config.load import load_case
+from executor.config.units import GB
 from executor.run.host_memory import check_host_memory, memory_limit
 from executor.run.model_sketch import sketch_of
 from tests.tiny import save_tiny, tiny_case
@@ -38,8 +41,34 @@ def test_a_case_that_does_not_fit_is_refused_with_its_sizes(tmp_path: Path) -> N
     case = tiny_case(tmp_path, tmp_path / "model")
     check_host_memory(case, 1, sketch_of(case))
     many = 1_000_000
-    with pytest.raises(UserError, match=rf"on each of {many} rank\(s\) do not fit into the .* GB of .*: set qua"):
+    with pytest.raises(
+        UserError, match=rf"on each of {many} rank\(s\) do not fit into the .* GB of .*: this model nee"
+    ):
         check_host_memory(case, many, sketch_of(case))
     arena = tiny_case(tmp_path, tmp_path / "model", offload_config={"mode": "elastic", "arena_mb": 100})
     with pytest.raises(UserError, match=r"0\.10 GB of KV cache"):  # the arena, which is allocated whole
         check_host_memory(arena, many, sketch_of(arena))
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "overrides", "keys"),
+    [
+        (40, ["quantization.method=none"], ["quantization.method", "quantization.method"]),
+        (19, ["max_model_len=40000", "batch_size=4"], ["max_model_len", "max_model_len"]),
+        (19, ["max_model_len=40000"], ["max_model_len", "cache_config.kv_dtype"]),
+        (10, [], []),
+    ],
+)
+def test_what_a_refusal_names_makes_it_fit(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, overrides: list[str], keys: list[str]
+) -> None:
+    monkeypatch.setattr("executor.run.host_memory.memory_limit", lambda: (gigabytes * GB, "this machine's memory"))
+    case = load_case("qwen3_30b_a3b_q4_cpu", overrides)
+    with pytest.raises(UserError, match=r"GB of this machine's memory: ") as refused:
+        check_host_memory(case, 1, sketch_of(case))
+    remedies = re.findall(r"set ([\w.]+): (\w+)(?: with (batch_size): (\d+))?", str(refused.value))
+    assert [key for key, *_ in remedies] == keys
+    for key, value, *more in remedies:
+        changed = [f"{key}={value}", *(["=".join(more)] if more[0] else [])]
+        better = load_case("qwen3_30b_a3b_q4_cpu", [*overrides, *changed])
+        check_host_memory(better, 1, sketch_of(better))
