@@ -12,6 +12,8 @@ from ops.interface import Paged
 from ops.parallel.groups import Parallel
 from ops.parallel.rows import GroupRows, RowShares
 
+LENGTHS = "query_starts", "kv_lens"  # fields of `Paged` that are the same for all sets of layers
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -50,9 +52,11 @@ class Batch:
 
     def fields(self) -> dict[str, Any]:
         """All fields by name, also those of `paged`, which have the number of their set in their names after the
-        first."""
-        own = {name: value for name, value in vars(self).items() if name != "paged"}
-        return own | {_numbered(name, i): v for i, p in enumerate(self.paged) for name, v in p._asdict().items()}
+        first. All sets have the lengths of the first."""
+        fields = {name: value for name, value in vars(self).items() if name != "paged"}
+        for i, paged in enumerate(self.paged):
+            fields |= {_numbered(name, i): v for name, v in paged._asdict().items() if not i or name not in LENGTHS}
+        return fields
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""
@@ -64,7 +68,8 @@ class Batch:
         own: dict[str, Any] = dict(tensors)
         for i, before in enumerate(self.paged):
             named = {name: _numbered(name, i) for name in Paged._fields}
-            paged.append(before._replace(**{name: own.pop(n) for name, n in named.items() if n in own}))
+            lengths = {name: getattr(paged[0], name) for name in LENGTHS} if i else {}
+            paged.append(before._replace(**lengths, **{name: own.pop(n) for name, n in named.items() if n in own}))
         return dataclasses.replace(self, paged=tuple(paged), **own)
 
     def with_lengths(self, kv_lens: Tensor) -> "Batch":
