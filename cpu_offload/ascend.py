@@ -76,8 +76,8 @@ class NpuExperts(ShadowedExperts):
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
         if self.format.quantised:  # once for both copies: each side has a rule of its own for rounding floats
-            part = in_levels(part, self.format)
-            part = dataclasses.replace(part, scales=part.scales.to(self.device.ops.dtype))
+            part, kept = in_levels(part, self.format), (self.w2 if which == "down" else self.w13).scales
+            part = dataclasses.replace(part, scales=part.scales if kept is None else part.scales.to(kept.dtype))
         self.image.fill(expert, which, part)
         return super().fill(expert, which, part)
 

@@ -320,6 +320,8 @@ class CountedOps:
     def products(self, rows: Tensor, experts: Any) -> Tensor:
         """rows (T, K, H)"""
         if in_int8(experts):
+            if rows.dtype != torch.int8:
+                rows, _scales = self._rounded(rows)
             return self._int8_products(rows, experts)
         gate_up = self.made("gate and up", rows, *rows.shape[:2], 2 * experts.inner)
         act = self._activated(gate_up)
@@ -327,10 +329,12 @@ class CountedOps:
         return self.made("down's result", act, *rows.shape)
 
     def _int8_products(self, rows: Tensor, experts: Any) -> Tensor:
-        if rows.dtype != torch.int8:
-            rows, _scales = self._rounded(rows)
+        sums = self.made("gate and up", rows, *rows.shape[:2], 2 * experts.inner, dtype=torch.int32)  # or a workspace
+        ends = self.routing == "fusion_v1"
+        counts = self.made("rows of each expert", rows, experts.count, dtype=torch.int64) if ends else None
         act = self.made("silu(gate) * up", rows, *rows.shape[:2], experts.inner)
         _scales_of_act = self.made("scales of rows", act, *rows.shape[:2], dtype=torch.float32)
+        del sums, counts
         return self.made("down's result", rows, *rows.shape, dtype=self.dtype)
 
 

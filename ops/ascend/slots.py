@@ -68,7 +68,7 @@ class ArenaSlots:
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # number of experts in a bank -> indices
         sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
         for name, size in sizes.items():
-            if size % PLACE and name.startswith("b"):  # biases are gathered with the bytes that follow, and cut
+            if size % PLACE and not name.startswith("w"):  # gathered with the bytes that follow, and cut
                 sizes[name] = -(-size // PLACE) * PLACE
             elif size % PLACE:
                 raise UserError(

@@ -40,22 +40,31 @@ def products(
     """Computes the experts of rows (T K, H) int8 in expert order, with their scales (T K). -> (T K, H) of `dtype`
     `fused`: torch_npu has the op that does all up to the second product; its weights must be in tiles."""
     w13 = experts.w13
-    if fused and not w13.gathered and w13.data.shape[-1] <= MOST_FUSED:
-        rows, scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-            x=rows, weight=[w13.data], weight_scale=[w13.scales], x_scale=scales, group_list=groups, smooth_scale=None,
-            weight_assist_matrix=None, bias=None, dequant_mode=0, dequant_dtype=FLOAT32, quant_mode=0, quant_dtype=INT8,
-            group_list_type=kind, tuning_config=None, x_dtype=None, weight_dtype=None, weight_scale_dtype=None,
-            x_scale_dtype=None,
-        )  # fmt: skip
-    else:
-        sums = grouped(rows, None, w13, groups, kind, torch.int32)
-        counts = groups if kind == COUNTS else groups.diff(prepend=groups.new_zeros(1))
-        rows, scales = torch_npu.npu_dequant_swiglu_quant(
-            x=sums, weight_scale=w13.scales, activation_scale=scales, bias=None, quant_scale=None, quant_offset=None,
-            group_index=counts, activate_left=True, quant_mode=BY_TOKEN, swiglu_mode=0, clamp_limit=7.0,
-            glu_alpha=1.702, glu_bias=1.0,
-        )  # fmt: skip
+    fused = fused and not w13.gathered and w13.data.shape[-1] <= MOST_FUSED
+    rows, scales = (_in_one if fused else _in_parts)(rows, scales, w13, groups, kind)
     return grouped(rows, scales, experts.w2, groups, kind, dtype)
+
+
+def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """The inputs of the second product (T K, I) int8, and their scales."""
+    hidden, own = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+        x=rows, weight=[w13.data], weight_scale=[w13.scales], x_scale=scales, group_list=groups, smooth_scale=None,
+        weight_assist_matrix=None, bias=None, dequant_mode=0, dequant_dtype=FLOAT32, quant_mode=0, quant_dtype=INT8,
+        group_list_type=kind, tuning_config=None, x_dtype=None, weight_dtype=None, weight_scale_dtype=None,
+        x_scale_dtype=None,
+    )  # fmt: skip
+    return hidden, own
+
+
+def _in_parts(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """The same."""
+    hidden, own = torch_npu.npu_dequant_swiglu_quant(
+        x=grouped(rows, None, w13, groups, kind, torch.int32), weight_scale=w13.scales, activation_scale=scales,
+        bias=None, quant_scale=None, quant_offset=None,
+        group_index=groups if kind == COUNTS else groups.diff(prepend=groups.new_zeros(1)), activate_left=True,
+        quant_mode=BY_TOKEN, swiglu_mode=0, clamp_limit=7.0, glu_alpha=1.702, glu_bias=1.0,
+    )  # fmt: skip
+    return hidden, own
 
 
 def grouped(

@@ -111,7 +111,7 @@ class Matrices:
             return
         if format.kind == W8A8.kind:
             self.data = make((*lead, columns, rows), torch.int8)
-            self.scales = make((*lead, rows), dtype if role == Role.DOWN and dtype == torch.bfloat16 else torch.float32)
+            self.scales = make((*lead, rows), int8_scales(dtype, down=role == Role.DOWN))
             return
         if format.kind != "q4":
             raise UserError(f"quantization.method: {format.kind} has no products on ascend: use q4 or none")
@@ -297,6 +297,11 @@ def unfit(format: Format, columns: int, inner: int = 0, kind: ExpertKind = SILU_
 def bias_type(dtype: torch.dtype) -> torch.dtype:
     """The type of biases of experts beside rows of `dtype`, as npu_grouped_matmul takes them."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def int8_scales(dtype: torch.dtype, down: bool) -> torch.dtype:
+    """The type of scales of w8a8 beside rows of `dtype`, as npu_grouped_matmul takes those of `down`."""
+    return dtype if down and dtype == torch.bfloat16 else torch.float32
 
 
 def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

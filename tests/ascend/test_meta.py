@@ -108,6 +108,7 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
     ("family", "routing", "format"),
     [
         *((QWEN3, routing, None) for routing in moe.ROUTINGS), (QWEN3, "fusion_v2", Format("q4", 32)),
+        (GLM, "fusion_v2", Format("w8a8", 32)),
         (M2, "fusion_v2", Format("q4", 64, zeros=True)), (QWEN2, "fusion_v2", Format("q4", 32)),
         (GLM, "fusion_v2", None), (GPT_OSS, "fusion_v2", Format("q4", 32)),
     ],

@@ -24,7 +24,7 @@ from tools.npu_check.numbers import EIGHTH, WHOLE, Size
 
 BF16, F32 = torch.bfloat16, torch.float32
 FORMATS = {"bf16": Format("bfloat16"), "q4": Format("q4", 32), "q4_zeros": Format("q4", 32, zeros=True)}
-FORMATS |= {"w8a8": W8A8, "w8a8, in parts": W8A8}  # by one op up to the second product, and by several
+FORMATS |= {"w8a8": W8A8, "w8a8, gathered": W8A8}  # experts in tiles, and as slots give them to several ops
 PAGE, PAGES = 128, 9
 
 
@@ -54,21 +54,22 @@ def kind_of(size: Size) -> ExpertKind:
 
 
 def tiled(plane: Matrices) -> None:
-    if plane.scales is None or plane.format is W8A8:
+    if plane.scales is None or plane.format == W8A8:
         plane.data = torch_npu.npu_format_cast(input=plane.data, acl_format=FRACTAL_NZ, customize_dtype=None)
 
 
 def layer(size: Size, how: str, routing: str, tokens: int, decode: bool, cann: str) -> None:
     """One layer's calls, without its norms of whole rows and its sums over ranks."""
     device = torch.device("npu")
-    can = replace(abilities(cann), fused_swiglu=how != "w8a8, in parts")
+    gathered = how == "w8a8, gathered"
+    can = replace(abilities(cann), fused_swiglu=not gathered)
     ops, format = AscendOps(BF16, device, routing, can=can), FORMATS[how]
     x = torch.empty(tokens, size.hidden, dtype=BF16, device=device)
     width, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     qkv = AscendMatrix(width + 2 * kv, size.hidden, format, BF16, device)
     out = AscendMatrix(size.hidden, width, format, BF16, device)
     experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, device, kind=kind_of(size))
-    for plane in (qkv, out, experts.w13, experts.w2):
+    for plane in (qkv, out, *((experts.w13, experts.w2) if not gathered else ())):
         tiled(plane)
     weight = torch.empty(size.head_dim, dtype=BF16, device=device)
     angles = torch.empty(tokens, size.head_dim, dtype=BF16, device=device)

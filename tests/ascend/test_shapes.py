@@ -30,8 +30,8 @@ TENSOR = Parallel(TWO, TWO, CountedGroup(), Shard(0, 2), Shard(), TWO, TWO)
 
 WAYS = {"whole": (Parallel(), False), "split": (SPLIT, False), "exchanged": (SPLIT, True), "tensor": (TENSOR, False)}
 
-# The plan counts the tensors between the kernels that `npu_qkv_rms_norm_rope_cache` replaces.
-UNTILED = replace(ALL_ABILITIES, tiled_cache=False)
+# The plan counts the tensors between the kernels that fused ones replace.
+UNTILED = replace(ALL_ABILITIES, tiled_cache=False, fused_swiglu=False)
 
 
 def counted(routing: str, ledger: Ledger) -> CountedOps:

@@ -1,22 +1,28 @@
 """Weights of eight bits by activations of eight bits: numbers of the plain ops under the real schemas, against float64
 of the same integers."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
+from ops.ascend.exchange import AscendExchange
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.ops import AscendOps
+from ops.ascend.slots import ArenaSlots
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from ops.ascend.weights import AscendExperts
 from ops.format import Format, Quantised
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 HIDDEN, INNER, EXPERTS, TOKENS, TOP_K = 128, 64, 6, 5, 3
 W8A8 = Format("w8a8", group=32)
-UNFUSED = dataclasses.replace(ALL_ABILITIES, fused_swiglu=False)
+UNFUSED = replace(ALL_ABILITIES, fused_swiglu=False)
 
 
 def int8(rows: int, columns: int) -> Quantised:
@@ -46,25 +52,40 @@ def test_linear(dtype: torch.dtype) -> None:
     assert weight.nbytes == 48 * HIDDEN + 48 * 4
 
 
-def mixture(ops: AscendOps, dtype: torch.dtype, first: int | None) -> tuple[Tensor, Tensor]:
-    """(ours, the exact sums) of experts of which the first `first` are on another rank."""
+Expert = tuple[Quantised, Quantised, Quantised]  # gate, up, down
+
+
+Rows = tuple[Tensor, Tensor, Tensor]  # x, weights, ids
+
+
+def made(dtype: torch.dtype) -> tuple[list[Expert], Rows]:
+    """Experts, and rows with weights and ids of theirs: always the same."""
     torch.manual_seed(0)
     parts = [(int8(INNER, HIDDEN), int8(INNER, HIDDEN), int8(HIDDEN, INNER)) for _ in range(EXPERTS)]
-    skipped = first or 0
-    bank = ops.expert_matrices(EXPERTS - skipped, INNER, HIDDEN, W8A8, CPU)
-    for expert, matrices in enumerate(parts[skipped:]):
-        for which, part in zip(("gate", "up", "down"), matrices, strict=True):
-            bank.fill(expert, which, part)
-    x, weights = torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.rand(TOKENS, TOP_K, dtype=dtype)
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
-    exact = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
-    for token in range(TOKENS):
+    return parts, (torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.rand(TOKENS, TOP_K, dtype=dtype), ids)
+
+
+def bank(ops: AscendOps, experts: list[Expert], part: slice = slice(0, INNER)) -> AscendExperts:
+    """Experts of which this rank has a part of the hidden columns."""
+    filled = ops.expert_matrices(len(experts), part.stop - part.start, HIDDEN, W8A8, CPU)
+    for number, (gate, up, down) in enumerate(experts):
+        for which, whole in (("gate", gate), ("up", up)):
+            filled.fill(number, which, replace(whole, levels=whole.plain_levels[part], scales=whole.scales[part]))
+        filled.fill(number, "down", replace(down, levels=down.plain_levels[:, part]))
+    return filled
+
+
+def exact_sums(experts: list[Expert], x: Tensor, weights: Tensor, ids: Tensor, first: int) -> Tensor:
+    """In float64, of the experts from `first` on."""
+    exact = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
         for weight, expert in zip(weights[token].double(), ids[token].tolist(), strict=True):
-            gate, up, down = (part.floats().double() for part in parts[expert])
+            gate, up, down = (part.floats().double() for part in experts[expert])
             row = rounded(x[token : token + 1].double())
             hidden = torch.nn.functional.silu(row @ gate.T) * (row @ up.T)
-            exact[token] += weight * (rounded(hidden) @ down.T)[0] * (expert >= skipped)
-    return ops.moe(x, weights, ids, bank, first), exact
+            exact[token] += weight * (rounded(hidden) @ down.T)[0] * (expert >= first)
+    return exact
 
 
 @pytest.mark.parametrize(
@@ -74,5 +95,55 @@ def mixture(ops: AscendOps, dtype: torch.dtype, first: int | None) -> tuple[Tens
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("first", [None, 2])
 def test_experts(routing: str, can: Abilities, dtype: torch.dtype, first: int | None) -> None:
-    ours, exact = mixture(AscendOps(dtype, CPU, routing, can=can), dtype, first)
-    assert close(ours, exact, dtype)
+    experts, given = made(dtype)
+    ops = AscendOps(dtype, CPU, routing, can=can)
+    ours = ops.moe(*given, bank(ops, experts[first or 0 :]), first)
+    assert close(ours, exact_sums(experts, *given, first or 0), dtype)
+
+
+def on_two_ranks(rank: int, port: int) -> None:
+    """Experts divided by expert, whose rows are gathered or exchanged, and divided along their hidden columns, which
+    each rank rounds by scales of its own."""
+    gloo_ranks(rank, port, 2)
+    dist.init_process_group("gloo")
+    ops, (experts, given) = AscendOps(BF16, CPU, "fusion_v2"), made(BF16)
+    whole, half = ops.moe(*given, bank(ops, experts), None).double(), EXPERTS // 2
+    mine, part = bank(ops, experts[rank * half :][:half]), slice(rank * INNER // 2, (rank + 1) * INNER // 2)
+    split = bank(ops, experts, part)
+    for sums, error in ((ops.moe(*given, mine, rank * half), 0.01), (ops.moe(*given, split, None), 0.02)):
+        dist.all_reduce(sums)
+        assert (sums.double() - whole).norm() < error * whole.norm()
+    exchange = AscendExchange(ops, dist.new_group([0, 1]).group_name, rank, 2, EXPERTS, 8)
+    rows = slice(2 * rank, 2 * rank + 2)
+    x, weights, ids = (tensor[rows] for tensor in given)
+    assert (exchange.mixture(x, weights, ids, mine).double() - whole[rows]).norm() < 0.01 * whole[rows].norm()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one() -> None:
+    run_gloo_ranks(on_two_ranks, 2)
+
+
+@pytest.mark.parametrize("inner", [INNER, 96])  # scales of 512 bytes, and of 768, which end within a place
+def test_experts_in_slots(inner: int) -> None:
+    """Gathered, and so without tiles; the one that is not resident is of zeros."""
+    ops, blocks = AscendOps(BF16, CPU, "fusion_v2"), BlockLayout.of(inner, HIDDEN, W8A8, BF16)
+    filled = ops.expert_matrices(EXPERTS, inner, HIDDEN, W8A8, CPU)
+    torch.manual_seed(0)
+    for expert in range(EXPERTS):
+        for which, shape in (("gate", (inner, HIDDEN)), ("up", (inner, HIDDEN)), ("down", (HIDDEN, inner))):
+            filled.fill(expert, which, int8(*shape))
+    memory = torch.zeros((EXPERTS + 1) * blocks.block_bytes, dtype=torch.uint8)
+    slots = ArenaSlots(memory, EXPERTS * blocks.block_bytes, blocks, filled)
+    places = [expert * blocks.block_bytes for expert in range(EXPERTS)]
+    for expert, place in enumerate(places[1:], 1):
+        views = blocks.views(memory[place:])
+        planes = (filled.w13.data, filled.w13.scales, filled.w2.data, filled.w2.scales)
+        for name, plane in zip(("w13", "s13", "w2", "s2"), planes, strict=True):
+            assert plane is not None
+            views[name].copy_(plane[expert])
+    slots.prepare(EXPERTS)
+    _, (x, weights, ids) = made(BF16)
+    at = torch.tensor([slots.nowhere, *(place // PLACE for place in places[1:])], dtype=torch.int32)
+    expected = ops.moe(x, torch.where(ids > 0, weights, 0), ids, filled, None)
+    torch.testing.assert_close(ops.moe(x, weights, ids, slots.bank(at), None), expected, rtol=0.01, atol=0.01)

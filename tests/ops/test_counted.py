@@ -10,7 +10,7 @@ from torch import Tensor
 from ops.ascend.layout import AscendLayout
 from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message
 from ops.cpu.layout import CpuLayout
-from ops.format import FORMATS
+from ops.format import FORMATS, Format
 from ops.interface import Heads, Paged
 
 BF16, META = torch.bfloat16, torch.device("meta")
@@ -81,6 +81,16 @@ def test_products_of_a_matrix(kind: str) -> None:
     assert (out.shape, out.dtype) == ((3, 6), getattr(torch, kind))
     rows = 2 * (30 + 18)
     assert ops.notes.done == [Done("linear", 7, 1, weights=weight.nbytes, rows=rows, macs=180, tokens=3)]
+
+
+def test_products_by_int8_read_a_byte_a_weight() -> None:
+    ops = counted()
+    weight = ops.matrix(64, 32, Format("w8a8", 32), META)
+    assert ops.linear(zeros(3, 32), weight, None).dtype == BF16
+    weights, rows = 64 * 32 + 4 * 64, 2 * 3 * (32 + 64)
+    assert ops.notes.done == [
+        Done("linear by int8", 7, 2, weights=weights, rows=rows, macs=3 * 64 * 32, tokens=3, int8=True)
+    ]
 
 
 def test_attention_sees_what_is_cached_and_what_came_before_in_the_step() -> None:

@@ -121,6 +121,8 @@ def test_the_formulas_of_kernels() -> None:
     assert times(linear, quantised=True)["weights"] == pytest.approx(3e6 / read)
     unknown = dataclasses.replace(linear, few=False)
     assert times(unknown, quantised=True)["weights"] == pytest.approx(3e6 / 100e9)
+    int8 = dataclasses.replace(busy, int8=True)
+    assert times(int8, quantised=True) == times(busy)  # nothing is unpacked
     attention = Done("attention", 1, 1, cached=1e6)
     assert times(attention) == pytest.approx({"KV": 1e6 / read, "launches": 10e-6})
     moe = Done("moe", 1, 5, weights=1e6, macs=1e3, tokens=1, mixture=True)

@@ -4,11 +4,11 @@ An expert is a block of planes. A block begins at a multiple of PLACE bytes, so 
 is its first byte / PLACE, or -1 if the expert is not resident. Each plane begins at the next multiple of PLACE bytes.
 H: hidden, I: inner, G, G2: group, group2; ops/ascend/weights.py has the two layouts of 4-bit matrices.
 
-w13   4 bits: (H, 2 I / 8) int32, or in planes    else (H, 2 I) in the model's type, as all planes below but w2
-s13           (H / G, 2 I), or in planes
+w13   4 bits: (H, 2 I / 8) int32, or in planes    else (H, 2 I) int8, or as all planes below in the model's type
+s13           (H / G, 2 I), or in planes               (2 I) with int8: in float32
 z13           as s13                              where there are zero points
 w2            (I, H / 8) int32, or in planes           (I, H)
-s2            (I / G2, H), or in planes
+s2            (I / G2, H), or in planes                (H) with int8: in a type of ops/ascend/weights.py
 z2            as s2                               where there are zero points
 b13, b2       (2 I), (H)                          where there are biases: as ops/ascend/weights.py has them
 """
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ops.ascend.vector_core.planes import planes_of
-from ops.ascend.weights import bias_type, unfit
-from ops.format import Format
+from ops.ascend.weights import bias_type, int8_scales, unfit
+from ops.format import W8A8, Format
 from ops.interface import ExpertKind
 
 PLACE = 512  # bytes of a place
@@ -44,12 +44,15 @@ class BlockLayout:
     zeros: bool = False
     in_planes: bool = False
     biased: bool = False
+    int8: bool = False
 
     @classmethod
     def of(
         cls, inner: int, hidden: int, format: Format, dtype: torch.dtype, in_planes: bool = False, biased: bool = False
     ) -> "BlockLayout":
-        return cls(inner, hidden, dtype, format.group, format.group, format.zeros, in_planes, biased)
+        int8 = format.kind == W8A8.kind
+        group = 0 if int8 else format.group
+        return cls(inner, hidden, dtype, group, group, format.zeros, in_planes, biased, int8)
 
     @cached_property
     def planes(self) -> dict[str, Plane]:
@@ -79,6 +82,9 @@ class BlockLayout:
         }
 
     def _matrix(self, name: str, rows: int, columns: int, group: int) -> dict[str, Plane]:
+        if self.int8:
+            dtype = int8_scales(self.dtype, down=name == "2")
+            return {f"w{name}": ((rows, columns), torch.int8), f"s{name}": ((columns,), dtype)}
         if not group:
             return {f"w{name}": ((rows, columns), self.dtype)}
         words: Plane = (rows, columns // WORD), torch.int32

@@ -188,11 +188,12 @@ def test_four_bits_without_zero_points_need_a_newer_cann() -> None:
     for cann in ("9.0.0", "9.1.0", None):
         check_offsets(model, platform_settings(case), cann)
     experts = model.get_submodule("model.layers.0.mlp.experts")
-    for layer in model.modules():
-        if isinstance(layer, type(experts)):
-            format, meta = Format("q4", 32), torch.device("meta")
-            layer.weights = AscendExperts(4, 64, 128, format, torch.bfloat16, meta, in_planes=True)  # type: ignore[assignment]
-    check_offsets(model, platform_settings(case), "8.5.0")  # these are unpacked before
+    for kind in ("q4", "w8a8"):  # in planes, which are unpacked before; int8
+        for layer in model.modules():
+            if isinstance(layer, type(experts)):
+                format, meta = Format(kind, 32), torch.device("meta")
+                layer.weights = AscendExperts(4, 64, 128, format, torch.bfloat16, meta, in_planes=True)  # type: ignore[assignment]
+        check_offsets(model, platform_settings(case), "8.5.0")
     for other in (zeros, floats):
         check_offsets(sketch_of(other).model, platform_settings(other), "8.5.0")
 
