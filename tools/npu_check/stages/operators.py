@@ -18,7 +18,7 @@ from ops import reference
 from ops.ascend.layout import TILE
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.ops import AscendOps, installed
-from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
+from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices, in_levels
 from ops.format import Format
 from ops.interface import SILU_EXPERTS, ExpertKind, Heads
 from tools.benchmarks.npu_layers import alternate
@@ -26,9 +26,10 @@ from tools.npu_check.numbers import SIZES, Size, require
 from tools.npu_check.outcome import Check, Passed
 
 BF16, NPU, CPU = torch.bfloat16, torch.device("npu"), torch.device("cpu")
-FLOATS, FOUR_BITS = Format("bfloat16", tiled=True), Format("q4", 32, zeros=True)
+FLOATS, FOUR_BITS, INT8 = Format("bfloat16", tiled=True), Format("q4", 32, zeros=True), Format("w8a8", 32)
 CLIPPED = ExpertKind(limit=1.0, alpha=1.702, biased=True)
 TOLERANCE = 0.01  # of bfloat16 results, relative to their norm: a rounding is up to 0.004
+OF_INT8 = 0.03  # of products by int8, which round rows to a 127th of their largest value
 PAGE, EPS, ROUNDS = 128, 1e-6, 10
 
 
@@ -38,6 +39,7 @@ class Pair:
 
     call: Callable[[], Sequence[Tensor]]
     expected: Sequence[Tensor]
+    tolerance: float = TOLERANCE
 
 
 def checks(logs: Path) -> list[Check]:
@@ -53,7 +55,7 @@ def run(make: Callable[[Size], Pair], size: Size) -> Passed:
     results = pair.call()
     torch_npu.npu.synchronize()
     errors = [
-        require(f"result {number}", result, expected, TOLERANCE)
+        require(f"result {number}", result, expected, pair.tolerance)
         for number, (result, expected) in enumerate(zip(results, pair.expected, strict=True))
     ]
     us = alternate({"call": pair.call}, ROUNDS)["call"]
@@ -100,9 +102,12 @@ def linear(format: Format, tokens: int, size: Size) -> Pair:
     weight = values(rows, size.hidden) / size.hidden**0.5
     matrix = AscendMatrix(rows, size.hidden, format, BF16, NPU)
     matrix.fill(0, weight)
-    plain = floats_of(matrix) if format.quantised else weight.to(getattr(torch, format.kind)).float()
+    if format == INT8:
+        plain = in_levels(weight, format).floats()
+    else:
+        plain = floats_of(matrix) if format.quantised else weight.to(getattr(torch, format.kind)).float()
     at = there(x)
-    return Pair(lambda: [ops().linear(at, matrix, None)], [x @ plain.T])
+    return Pair(lambda: [ops().linear(at, matrix, None)], [x @ plain.T], OF_INT8 if format == INT8 else TOLERANCE)
 
 
 def rms_norm(size: Size) -> Pair:
@@ -244,9 +249,11 @@ def argmax(size: Size) -> Pair:
     return Pair(lambda: [ops().argmax(at)], [torch.tensor([5, 17, 95])])
 
 
-def moe(format: Format, routing: str, size: Size, kind: ExpertKind = SILU_EXPERTS) -> Pair:
-    """Each expert is the first one, rolled, since random numbers for all of them would take long."""
+def moe(format: Format, routing: str, size: Size, kind: ExpertKind = SILU_EXPERTS, gathered: bool = False) -> Pair:
+    """Each expert is the first one, rolled, since random numbers for all of them would take long. `gathered` ones take
+    the ops that those from slots take."""
     experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, NPU, kind=kind)
+    experts.w13.gathered = gathered
     shapes = {"gate": (size.inner, size.hidden), "up": (size.inner, size.hidden), "down": (size.hidden, size.inner)}
     first = {which: values(*shape) / shape[1] ** 0.5 for which, shape in shapes.items()}
 
@@ -262,7 +269,9 @@ def moe(format: Format, routing: str, size: Size, kind: ExpertKind = SILU_EXPERT
         for which in shapes:
             experts.fill(expert, which, part(expert, which))
     for number, expert in enumerate(used.tolist()):
-        if format.quantised:
+        if format == INT8:
+            parts = {which: in_levels(part(expert, which), format).floats() for which in shapes}
+        elif format.quantised:
             gate_up = floats_of(experts.w13, expert)
             parts = {"gate": gate_up[: size.inner], "up": gate_up[size.inner :], "down": floats_of(experts.w2, expert)}
         else:
@@ -275,7 +284,8 @@ def moe(format: Format, routing: str, size: Size, kind: ExpertKind = SILU_EXPERT
                 experts.fill_bias(expert, which, bias)
     expected = reference.moe(x, weights, torch.searchsorted(used, ids), plain, None)
     at, by, chosen = there(x), there(weights), ids.int().to(NPU)
-    return Pair(lambda: [ops(routing).moe(at, by, chosen, experts, None)], [expected])
+    tolerance = OF_INT8 if format == INT8 else TOLERANCE
+    return Pair(lambda: [ops(routing).moe(at, by, chosen, experts, None)], [expected], tolerance)
 
 
 OPERATORS: dict[str, Callable[[Size], Pair]] = {
@@ -291,6 +301,7 @@ OPERATORS: dict[str, Callable[[Size], Pair]] = {
     "linear, tiled bfloat16": partial(linear, FLOATS, 3),
     "linear, float32": partial(linear, Format("float32"), 3),
     "linear, 4 bits": partial(linear, FOUR_BITS, 3),
+    "linear, int8": partial(linear, INT8, 3),
     "write_kv": write_kv,
     "norm_rope_write": norm_rope_write,
     "attention, decode": partial(attention, True, None, False),
@@ -300,5 +311,7 @@ OPERATORS: dict[str, Callable[[Size], Pair]] = {
     "attention with sinks over windows, prefill": partial(attention, False, 128, True),
     **{f"moe {routing}, tiled bfloat16": partial(moe, FLOATS, routing) for routing in ROUTINGS},
     "moe fusion_v2, 4 bits": partial(moe, FOUR_BITS, "fusion_v2"),
+    "moe fusion_v2, int8": partial(moe, INT8, "fusion_v2"),
+    "moe fusion_v2, int8 in slots": partial(moe, INT8, "fusion_v2", gathered=True),
     "moe fusion_v2, biases and clipped SwiGLU": partial(moe, FLOATS, "fusion_v2", kind=CLIPPED),
 }
