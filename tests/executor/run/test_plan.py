@@ -63,7 +63,7 @@ def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool)
         "mlp.experts: rows in expert order": CHUNK * TOP_K * hidden * 2,
         "mlp.experts: order back": CHUNK * TOP_K * 4,
         "mlp.experts: rows of each expert": EXPERTS * 8,
-        "mlp.experts: unused scales": CHUNK * TOP_K * 4,  # npu_moe_init_routing_v2 returns them all the same
+        "mlp.experts: scales of rows": CHUNK * TOP_K * 4,  # npu_moe_init_routing_v2 returns them unused
         "mlp.experts: down's result": CHUNK * TOP_K * hidden * 2,
         "mlp.experts: sums over experts": 2 * CHUNK * hidden * 2,  # this layer's and the one before's
         "inputs": CHUNK * (8 + 8 + 16) + BATCH * (40 * 4 + 8),
