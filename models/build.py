@@ -28,6 +28,7 @@ class Formats:
     # a path as they are, or None for a module that becomes `rest`.
     own: Callable[[str], Format | None] | None = None
     rest: Format | None = None  # beside `own`: the format of the other linear modules; None: `plain`
+    table: Format | None = None  # of an embedding that is kept quantised, as the checkpoint has it; None: `plain`
     mixed: bool = False  # whether rows of a matrix, and the matrices of an expert, may be in several formats
 
 
@@ -113,6 +114,10 @@ class Build:
     def table(self, rows: int, columns: int) -> Tensor:
         """Allocates a table of which each token reads one row."""
         return fixed(self.ops.table(rows, columns, self.dtype, self.device))
+
+    def embedding(self, rows: int, columns: int) -> Tensor | Matrix:
+        kept = self.formats.table
+        return self.matrix(rows, columns, kept) if kept else self.table(rows, columns)
 
     def vector(self, size: int) -> Tensor:
         """Allocates a norm's weight or a bias, in the type that the ops take."""

@@ -106,8 +106,9 @@ class CountedOps:
         kernels = self.kernels.get(name, 1)
         self.notes.done.append(Done(name, times, kernels, weights, cached, nbytes, macs, tokens, int8=int8))
 
-    def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
-        rows = self.made("rows", table, len(ids), table.shape[1], dtype=self.dtype)
+    def embedding(self, ids: Tensor, table: Any, first_id: int | None) -> Tensor:
+        columns = table.shape[1] if isinstance(table, Tensor) else table.columns
+        rows = self.made("rows", ids, len(ids), columns, dtype=self.dtype)
         self.note("embedding", rows, rows)
         return rows if first_id is None else self.made("masked rows", rows, *rows.shape)
 

@@ -6,7 +6,7 @@ T: tokens of the step, all sequences packed one after another. S: sequences. Sha
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -131,9 +131,9 @@ class Ops(Protocol):
         """These as `write_kv` and `attention` take them. Tensors are on the host, and may lie in the arguments' memory.
         A slot is page * page_size + offset in the page."""
 
-    def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+    def embedding(self, ids: Tensor, table: Any, first_id: int | None) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)
-        With `first_id` None the table is complete and no id is outside."""
+        With `first_id` None the table is complete and no id is outside. Where formats are mixed it may be a Matrix."""
 
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
         """Allocates a matrix; its content is undefined until filled."""

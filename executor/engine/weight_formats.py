@@ -34,9 +34,14 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
 
     formats = [e.format for e in scheme.encodings if e.format and e.format.kind in kinds]
     if formats and wanted.method in ("auto", *(f.kind for f in formats)):
-        head = own("lm_head") or head if quantised_head else head
-        mixed = PLATFORMS[case.platform].mixes
-        return Formats(plain, formats[0], (rest or tiled) if scheme.only_experts else head, own, rest, mixed)
+        mixed, names = PLATFORMS[case.platform].mixes, scheme.names or {}
+        table = scheme.table("model.embed_tokens") if mixed else None
+        if names and quantised_head:  # a tied head is the table once more
+            head = own("lm_head") or (None if "lm_head.weight" in names else table) or head
+        return Formats(
+            plain, formats[0], (rest or tiled) if scheme.only_experts else head, own, rest,
+            table=table, mixed=mixed,
+        )  # fmt: skip
     if rest:
         raise UserError(
             f"quantization.rest: {wanted.rest} is for what a checkpoint's own quantisation leaves in floats, but here "

@@ -19,16 +19,18 @@ class VocabEmbedding(Layer):
         super().__init__()
         self.ops, self.group, self.vocabulary = build.ops, build.parallel.embed_tp, vocabulary
         self.part = self.group.part(vocabulary)
-        self.table = build.table(self.part.stop - self.part.start, hidden)
-        self.elements, self.nbytes = self.table.numel(), self.table.nbytes
+        rows, self.hidden = self.part.stop - self.part.start, hidden
+        self.table = build.embedding(rows, hidden)
+        self.elements, self.nbytes = rows * hidden, self.table.nbytes
 
     def forward(self, token_ids: Tensor) -> Tensor:
         first = self.part.start if self.group.size > 1 else None
         return self.group.all_reduce(self.ops.embedding(token_ids, self.table, first))
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        fill = partial(self.ops.fill_table, self.table)
-        yield Piece(f"{path}.weight", (self.vocabulary, self.table.shape[1]), (self.part, ALL), fill)
+        table = self.table
+        fill = partial(self.ops.fill_table, table) if isinstance(table, Tensor) else partial(table.fill, 0)
+        yield Piece(f"{path}.weight", (self.vocabulary, self.hidden), (self.part, ALL), fill)
 
 
 class LMHead(Layer):

@@ -100,6 +100,9 @@ def moe_scratch(tokens: int, k: int, experts: int, hidden: int, inner: int) -> i
 def embedding(
     ids: int, table: int, out: int, tokens: int, vocabulary: int, hidden: int, first_id: int, type: int
 ) -> None: ...
+def embedding_of(
+    table: SplitMatrix, ids: int, out: int, tokens: int, vocabulary: int, hidden: int, first_id: int
+) -> None: ...
 def rms_norm(
     x: int,
     residual: int,

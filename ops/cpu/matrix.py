@@ -95,7 +95,7 @@ class MatrixView:
         if self.format.kind == "f8" and not keep:
             part, keep = as_f8(floats(part), self.format.group), True
         if not keep and self.format.kind in NESTED_BYTES:
-            raise AssertionError(f"{self.format} holds rows of that format only")
+            raise UserError(f"{self.format.kind} holds a GGUF file's own rows only: set quantization.method: q8 or q4")
         if isinstance(part, Quantised) and not keep and _only_kept(part):
             part = part.floats()
         rows, columns = part.shape

@@ -48,7 +48,13 @@ def traced(op: Callable[P, R]) -> Callable[P, R]:
 
 
 @traced
-def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+def embedding(ids: Tensor, table: Tensor | NativeMatrix, first_id: int | None) -> Tensor:
+    if isinstance(table, NativeMatrix):
+        out = torch.empty(len(ids), table.columns)
+        native.embedding_of(
+            table.packed.handle, pointer(ids, INT), pointer(out), len(ids), table.rows, table.columns, first_id or 0
+        )
+        return out
     out = torch.empty(len(ids), table.shape[1])
     rows, hidden = table.shape
     native.embedding(

@@ -121,11 +121,14 @@ def same_logits(ours: Umbra, theirs: PeerProcess, batch: int) -> dict[str, float
 @contextmanager
 def moved_embeddings(ours: Umbra) -> Iterator[None]:
     """Every element of the embeddings is off by EMBEDDING_ERROR of itself."""
-    table = ours.model.model.embed_tokens.table
-    kept = table.clone()
-    table += EMBEDDING_ERROR * table * torch.randn(table.shape, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+
+    def moved(layer: object, args: object, rows: Tensor) -> Tensor:
+        return rows + EMBEDDING_ERROR * rows * torch.randn(rows.shape, generator=generator)
+
+    hook = ours.model.model.embed_tokens.register_forward_hook(moved)
     yield
-    table.copy_(kept)
+    hook.remove()
 
 
 def checked(

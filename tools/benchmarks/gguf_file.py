@@ -123,7 +123,8 @@ def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
             bias = of_all.view(weights.count, -1, 2, ROWS)[:, :, int(which == "up")].flatten(1)
         return plain(name, bias.contiguous())
 
-    yield plain("token_embd.weight", model.model.embed_tokens.table)
+    table: Any = model.model.embed_tokens.table
+    yield plain("token_embd.weight", table)
     yield plain("output_norm.weight", model.model.norm.weight)
     yield matrix("output.weight", model.lm_head.weight)
     after = "post_attention" if isinstance(config, GptOssConfig) else "ffn"

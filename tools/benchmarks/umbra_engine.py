@@ -154,7 +154,7 @@ def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, exper
         if isinstance(layer, Experts):
             total += experts * layer.nbytes / layer.experts
         elif isinstance(layer, VocabEmbedding):
-            total += tokens * layer.table[0].nbytes
+            total += tokens * layer.nbytes * layer.hidden / layer.elements
         else:
             total += layer.nbytes
     for attention in model.modules():

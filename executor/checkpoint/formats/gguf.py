@@ -10,7 +10,7 @@ from executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
 from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
 from models.gguf.folder import Index
 from models.gguf.types import BY_NAME, FLOATS, TYPES
-from ops.format import Alternating, Blocks, Quantised, Undecoded, floats
+from ops.format import Alternating, Blocks, Format, Quantised, Undecoded, floats
 
 BLOCK = 32  # columns that parts of blocks are multiples of
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
@@ -51,6 +51,10 @@ class GgufScheme(Scheme):
 
     def encoding(self, module: str) -> Encoding | None:
         return self.said(module)
+
+    def table(self, module: str) -> Format | None:
+        encoding = self.said(module)
+        return encoding.format if encoding and encoding.exact else None
 
     def contradicts(self, module: str) -> bool:
         """There is no config beside the files."""

@@ -131,6 +131,10 @@ class Scheme(ABC):
         encoding = self.encoding(module)
         return encoding.format if encoding else None
 
+    def table(self, module: str) -> Format | None:
+        """The format that keeps an embedding's rows bit for bit; None: they are floats."""
+        return None
+
     def _spelt(self, module: str) -> str:
         """The module's path as the files spell it."""
         names = self.names or {}

@@ -24,6 +24,7 @@ from models.gguf.types import BY_NAME
 from models.gguf.vocabulary import Vocabulary
 from models.hf_config import HfConfig
 from models.layers.base import layers_of
+from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
 from models.registry import model_class
@@ -111,7 +112,8 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
     def kinds(name: str) -> str:
         if "_exps.weight" in name:
             return down if "down" in name else wide
-        kind = values if "attn_v" in name or name == "output.weight" else attention if "attn_" in name else "F32"
+        kind = values if "attn_v" in name or name == "output.weight" else attention
+        kind = kind if "attn_" in name or name in ("output.weight", "token_embd.weight") else "F32"
         return "F32" if any(word in name for word in ("norm", "sinks", "bias")) else kind
 
     save(tmp_path / "model", family, **SIZES | {"swiglu_limit": 7.0})
@@ -124,7 +126,11 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
                 assert [a.w13.format.kind, a.w2.format.kind] == kept.split()[:2]
                 for expert, which in itertools.product(range(ours.experts), ("gate", "up", "down")):
                     assert torch.equal(a.dequantised(expert, which), b.dequantised(expert, which))
-            elif isinstance(ours, RowLinear | MergedLinear):
+            elif isinstance(ours, VocabEmbedding):
+                ids = torch.arange(ours.part.start, ours.part.stop)
+                tables = (cast(Any, layer).table for layer in (ours, theirs))
+                assert torch.equal(*(load_ops("cpu").embedding(ids, table, int(ids[0])) for table in tables))
+            elif isinstance(ours, RowLinear | MergedLinear) or (isinstance(ours, LMHead) and "float" not in kept):
                 mine, other = (cast(Any, layer).weight.parts for layer in (ours, theirs))
                 if path.endswith("qkv_proj"):
                     assert {part.packed.format.kind for part in mine} == set(kept.split()[2:])
@@ -134,8 +140,8 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
 
 def built(folder: Path, checkpoint: Path, family: str, rank: int, ranks: int) -> nn.Module:
     """This rank's model with its weights, without the other ranks."""
-    sizes = {"world_size": ranks, "parallel_config": {"attn_tp_size": ranks, "moe_tp_size": ranks}}
-    case = tiny_case(folder, checkpoint, model_name=family, **sizes)
+    sizes = dict.fromkeys(("attn_tp_size", "moe_tp_size", "embed_tp_size"), ranks)
+    case = tiny_case(folder, checkpoint, model_name=family, world_size=ranks, parallel_config=sizes)
     engine.start(1, "auto")
     build = build_of(case, load_ops("cpu"), parallel_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
     model = cast(Any, model_class(family)(load_model_config(case), build))

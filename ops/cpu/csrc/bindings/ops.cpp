@@ -29,6 +29,15 @@ void bind_ops(py::module_& m) {
         py::arg("ids"), py::arg("table"), py::arg("out"), py::arg("tokens"), py::arg("vocabulary"), py::arg("hidden"),
         py::arg("first_id"), py::arg("type"));
     m.def(
+        "embedding_of",
+        [](const SplitMatrix& table, uintptr_t ids, uintptr_t out, int64_t tokens, int64_t vocabulary, int64_t hidden,
+           int64_t first_id) {
+            submit(EmbeddingOf{fitting(table), at<const int64_t>(ids), at<float>(out), tokens, vocabulary, hidden,
+                               first_id});
+        },
+        py::arg("table"), py::arg("ids"), py::arg("out"), py::arg("tokens"), py::arg("vocabulary"), py::arg("hidden"),
+        py::arg("first_id"));
+    m.def(
         "rms_norm",
         [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t total, int64_t tokens,
            int64_t heads, int64_t width, int64_t stride, float eps) {

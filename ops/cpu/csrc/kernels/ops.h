@@ -45,6 +45,15 @@ struct Embedding {
     void run(Context&) const;
 };
 
+// The same from a quantised matrix, whose rows are dequantised.
+struct EmbeddingOf {
+    SplitMatrix table;  // (vocabulary, hidden)
+    const int64_t* ids;
+    float* out;
+    int64_t tokens, vocabulary, hidden, first_id;
+    void run(Context&) const;
+};
+
 struct RmsNorm {
     const float* x;         // (T, heads, width), tokens `stride` apart
     const float* residual;  // added first, or null

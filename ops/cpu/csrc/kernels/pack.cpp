@@ -287,6 +287,21 @@ bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t col
     return finite;
 }
 
+void EmbeddingOf::run(Context& context) const {
+    context.pool.each(static_cast<int>(tokens), [&](int t, int) {
+        const int64_t row = ids[t] - first_id, block = row / kRows;
+        float* to = out + t * hidden;
+        if (row < 0 || row >= vocabulary) {
+            std::memset(to, 0, hidden * sizeof(float));
+            return;
+        }
+        size_t node = 0;
+        while (block >= table.first[node + 1]) node++;
+        const Matrix& part = table.parts[node];
+        unpack_quantised(part, place_of(part, block - table.first[node]), static_cast<int>(row % kRows), to);
+    });
+}
+
 void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {
     for_blocks(context, split, where, count, 1, [&](const RowBlock* block, int) {
         const Matrix& w = block->w;
