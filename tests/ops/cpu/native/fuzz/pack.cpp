@@ -1,8 +1,10 @@
 // Packs rows that a checkpoint's file may hold into every format and reads them back. Sizes are those that
 // ops/cpu/matrix.py lets pass; every byte of the tables, and where they lie, is the fuzzer's.
 
-#include "kernels/pack.h"
+#include <cmath>
+
 #include "input.h"
+#include "kernels/pack.h"
 
 using namespace umbra;
 
@@ -53,6 +55,24 @@ struct Values {
     }
 };
 
+struct Type256 {
+    Ggml type;
+    int64_t bytes;  // of 256 columns
+    Format own;
+};
+constexpr Type256 kTypes[] = {
+    {Ggml::q4_0, 144, Format::q4},    {Ggml::q4_1, 160, Format::q4k},  {Ggml::q5_0, 176, Format::q5k},
+    {Ggml::q5_1, 192, Format::q5k},   {Ggml::q8_0, 272, Format::q8},   {Ggml::q4_k, 144, Format::q4k},
+    {Ggml::q5_k, 176, Format::q5k},   {Ggml::q6_k, 210, Format::q6k},  {Ggml::iq4_nl, 144, Format::iq4},
+    {Ggml::iq4_xs, 136, Format::iq4}, {Ggml::mxfp4, 136, Format::mx4}, {Ggml::q2_k, 84, Format::f32},
+    {Ggml::q3_k, 110, Format::f32}};
+
+float sum_of(const std::vector<float>& values) {
+    float sum = 0;
+    for (float value : values) sum += value * 0;  // NaN if one is no finite number
+    return sum;
+}
+
 struct Target {
     std::vector<Plane> planes;
     std::vector<size_t> sizes;
@@ -102,6 +122,30 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const Values values(input, from, rows, columns);
         Plane to(rows * columns * (type == Type::f32 ? 4 : 2));
         fill_table(context, to.at(), type, rows, columns, {values.table, {}, {}});
+        return 0;
+    }
+
+    if (input.range(0, 7) == 7) {  // blocks of a GGUF file, kept where a format keeps their type
+        const Type256& type = kTypes[input.range(0, static_cast<int>(std::size(kTypes)) - 1)];
+        const int64_t whole = input.range<int64_t>(1, 3), skipped = 32 * input.range<int64_t>(0, 7);
+        const int64_t k = whole * 256 - skipped, rows = input.range<int64_t>(0, 20);
+        const int64_t row = whole * type.bytes, shift = input.range<int64_t>(0, 7);
+        const std::vector<uint8_t> memory = input.values<uint8_t>(shift + rows * row);
+        Given given;
+        given.blocks = {memory.data() + shift, type.type, row, skipped};
+        const bool keep = type.own != Format::f32 && input.flag();
+        const Format format = keep ? type.own : static_cast<Format>(input.range(0, 4));
+        Target target(format, static_cast<Order>(input.range(0, 2)), pool, 1, 2, k, format >= Format::q8 ? 32 : 0,
+                      false);
+        const SplitMatrix w(target.parts);
+        pack_rows(context, w, {0, 3, 1}, rows, k, given, keep);
+        std::vector<float> back(rows * k);
+        unpack_rows(context, w, {0, 3, 1}, rows, back.data());
+        std::vector<float> table(rows * k);
+        if (rows) fill_table(context, table.data(), Type::f32, rows, k, given);
+        if (keep || format == Format::f32)
+            demand(!rows || memcmp(back.data(), table.data(), rows * k * 4) == 0 || std::isnan(sum_of(back)),
+                   "blocks mean the same in a matrix and in a table");
         return 0;
     }
 
