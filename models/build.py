@@ -62,6 +62,8 @@ class Build:
     shadows: Shadows | None = None
     exchange: Exchange | None = None  # over all ranks, where a rank has its own tokens and whole experts
     path: str = ""  # path of the module that is being made, as in the checkpoint
+    # Whether the checkpoint has a bias of the module or norm at a path, even if its family has none.
+    biased: Callable[[str], bool] = lambda path: False
 
     def at(self, name: str) -> "Build":
         """Returns this Build for the child module `name`."""

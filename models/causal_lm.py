@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(build.at("model.norm"), config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
         rows = batch.rows(self.parallel)

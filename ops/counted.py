@@ -126,18 +126,26 @@ class CountedOps:
         rows = self.made("rows in int8", x, *x.shape, dtype=torch.int8)
         return rows, self.made("scales of rows", x, *x.shape[:-1], dtype=torch.float32)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         self.note("rms_norm", x, x)
-        return self._normalised(x)
+        return self._moved(self._normalised(x), bias)
+
+    def _moved(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return x
+        self.note("add", x, x)
+        return self.made("sum with the bias", x, *x.shape)
 
     def _normalised(self, x: Tensor) -> Tensor:
         out, _ = self.made("normalised", x, *x.shape), self.made("rstd", x, *x.shape[:-1], dtype=torch.float32)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.note("add_rms_norm", x, x, x, x)
         total = self.made("residual sum", x, *x.shape)
-        return self._normalised(x), total
+        return self._moved(self._normalised(x), bias), total
 
     def split_rms_norm(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -264,7 +264,7 @@ def every_other(part: "Tensor | Quantised") -> "tuple[Tensor | Quantised, Tensor
         return part[::2], part[1::2]
     if part.zeros is not None or isinstance(part, Nested):
         raise AssertionError("alternating rows have no zero points")
-    even, odd = (Quantised(part.bits, part.levels[first::2], part.scales[first::2], None) for first in (0, 1))
+    even, odd = (replace(part, levels=part.levels[first::2], scales=part.scales[first::2]) for first in (0, 1))
     return even, odd
 
 
@@ -274,8 +274,20 @@ def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantise
         return part.rows(order)
     if not isinstance(part, Quantised):
         return part[order]
-    zeros = part.plain_zeros
-    return Quantised(part.bits, part.plain_levels[order], part.scales[order], None if zeros is None else zeros[order])
+    zeros, levels = part.plain_zeros, cast("Tensor", part.levels) if part.int8_inputs else part.plain_levels
+    return replace(
+        part, levels=levels[order], scales=part.scales[order], zeros=None if zeros is None else zeros[order]
+    )  # fmt: skip
+
+
+def in_int8(part: "Tensor") -> Quantised:
+    """`part` (m, K) rounded to the nearest of 255 steps, with one scale a row."""
+    import torch
+
+    wide = part.float()
+    scales = wide.abs().amax(1, keepdim=True) / 127
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1, scales)  # all weights become zero
+    return Quantised(8, (wide / scales).round().to(torch.int8), scales, None, int8_inputs=True)
 
 
 def floats(part: "Tensor | Quantised") -> "Tensor":

@@ -162,10 +162,12 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N), float32 if the weight is, else as x"""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight + bias over the last dimension."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)"""
 
     def split_rms_norm(

@@ -104,15 +104,17 @@ def linear(x: Tensor, weight: DenseMatrix, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + bias.float()).to(torch.promote_types(x.dtype, weight.data.dtype))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight.float()).to(x.dtype)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (wide if bias is None else wide + bias.float()).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, bias), total
 
 
 def split_rms_norm(

@@ -127,17 +127,19 @@ def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> di
         "strategy": {-1: "channel", 0: "tensor"}.get(group, "group"), "group_size": group if group > 0 else None,
         "actorder": None, "dynamic": False,
     }  # fmt: skip
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if format == "w8a8" else None
     return {
-        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "quant_method": "compressed-tensors", "format": "int-quantized" if inputs else format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
         "ignore": ["lm_head", r"re:.*mlp\.gate$"], "kv_cache_scheme": None,
     }  # fmt: skip
 
 
 WRITERS: dict[str, Callable[[Tensor, int, int, bool], Written]] = {
     "awq": awq, "gptq": gptq, "gptq_v2": gptq, "pack-quantized": pack_quantized, "int-quantized": int_quantized,
-    "float-quantized": float_quantized, "fp8": fp8, "auto_round:auto_gptq": gptq, "auto_round": gptq,
-    "auto_round:auto_awq": awq, "desc_act": partial(gptq, ordered=True),
+    "float-quantized": float_quantized, "w8a8": int_quantized, "fp8": fp8, "auto_round:auto_gptq": gptq,
+    "auto_round": gptq, "auto_round:auto_awq": awq, "desc_act": partial(gptq, ordered=True),
     "actorder": partial(pack_quantized, ordered=True),
 }  # fmt: skip
 

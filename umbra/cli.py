@@ -146,13 +146,16 @@ def make_parser() -> Parser:
     add = command(
         "quantize",
         quantize,
-        "quantise a checkpoint to 4 bits (AWQ, MXFP4) or to FP8; started again, it resumes",
+        "quantise a checkpoint to 4 bits (AWQ, MXFP4), FP8 or W8A8; started again, it resumes",
         "--model checkpoints/austen_moe --out OUT --group 32 --calibrate TEXT.txt",
     )
     add.add_argument("--model", required=True, help="a checkpoint in floats, or in FP8 blocks: folder or name on a hub")
     add.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
     add.add_argument(
-        "--format", choices=("awq", "fp8", "mxfp4"), default="awq", help="what to write (default awq); gpt-oss: mxfp4"
+        "--format",
+        choices=("awq", "fp8", "mxfp4", "w8a8"),
+        default="awq",
+        help="what to write (default awq); gpt-oss: mxfp4; w8a8: as modelslim",
     )
     add.add_argument("--group", type=int, choices=GROUP_SIZES, help="awq: columns that share a scale (default 128)")
     add.add_argument("--calibrate", type=Path, metavar="TEXT", help="awq: a UTF-8 text like those the model will see")
@@ -317,12 +320,14 @@ def quantize(args: argparse.Namespace) -> None:
     from umbra.commands.quantize.mxfp4 import Mxfp4Target
     from umbra.commands.quantize.source import Source
     from umbra.commands.quantize.target import Target
+    from umbra.commands.quantize.w8a8 import W8a8Target
 
     source, keep = Source(checkpoint_path(args.model)), tuple(args.keep)
     if args.format == "awq":
         target: Target = AwqTarget(source, keep, args.group or 128)
     else:
-        target = (Fp8Target if args.format == "fp8" else Mxfp4Target)(source, keep)
+        targets: dict[str, Callable[..., Target]] = {"fp8": Fp8Target, "mxfp4": Mxfp4Target, "w8a8": W8a8Target}
+        target = targets[args.format](source, keep)
     convert(args.out, target, Calibration(args.calibrate, args.tokens or QUANTIZE_TOKENS) if args.calibrate else None)
     print(f"wrote {args.out}")
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from executor.checkpoint.header import BITS, check_header
-from executor.checkpoint.index import INDEX, SINGLE, in_model, read_index
+from executor.checkpoint.index import INDEX, SINGLE, in_model, read_index, weights_in
 from umbra.errors import UserError, listed
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
@@ -53,13 +53,13 @@ class CheckpointFiles:
         self._mapped = 0
         self.file_of: dict[str, Path] = {}
         self._names: dict[str, str] = {}  # the name that each tensor has there
-        single, index = folder / SINGLE, folder / INDEX
-        if single.is_file():
-            self._open([single])
-        elif index.is_file():
-            self._open_indexed(index)
-        else:
+        path = weights_in(folder)
+        if path is None:
             raise UserError(f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read)")
+        if path.suffix == ".json":
+            self._open_indexed(path)
+        else:
+            self._open([path])
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of

@@ -1,24 +1,62 @@
 """The names of a checkpoint's tensors, read from its index or, if all are in one file, from the header of that. Imports
 nothing heavy: the launcher looks for them too."""
 
+import fnmatch
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from executor.checkpoint.header import check_header
-from umbra.errors import UserError
+from umbra.errors import UserError, listed
 from umbra.files import read_json
 
 SINGLE = "model.safetensors"  # all tensors in one file
 INDEX = "model.safetensors.index.json"  # which file each tensor is in
+# modelslim's: what it says of the tensors, and the same two. Before v1 names ended with the quantisation.
+DESCRIPTION = ("quant_model_description.json", "quant_model_description_*.json")
+MODELSLIM = ("quant_model_weight*.safetensors.index.json", "quant_model_weight*.safetensors")
 LONGEST = 255  # characters of a file's name
+
+
+def description_in(folder: Path) -> Path | None:
+    """modelslim's description of the checkpoint in `folder`; None: it is not modelslim's."""
+    name = _first(_files(folder), DESCRIPTION, folder)
+    return folder / name if name else None
+
+
+def weights_in(folder: Path) -> Path | None:
+    """The file with all tensors of the checkpoint in `folder`, or else the index of its files. None: there is
+    neither."""
+    name = weights_among(_files(folder), folder)
+    return folder / name if name else None
+
+
+def weights_among(files: Iterable[str], where: object) -> str | None:
+    """The same of the checkpoint whose files have these names."""
+    files = [name for name in files if "/" not in name]
+    return _first(files, (*(MODELSLIM if _first(files, DESCRIPTION, where) else ()), SINGLE, INDEX), where)
+
+
+def _files(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+
+
+def _first(files: Iterable[str], patterns: Iterable[str], where: object) -> str | None:
+    """The file that matches the first pattern that any matches."""
+    for pattern in patterns:
+        found = sorted(fnmatch.filter(files, pattern))
+        if len(found) > 1:
+            raise UserError(f"{where}: holds {listed(found)}, of which a checkpoint has one: remove the others")
+        if found:
+            return found[0]
+    return None
 
 
 def names_in(folder: Path, aliases: Mapping[str, str]) -> dict[str, str] | None:
     """The tensors of the checkpoint in `folder` as `in_model` returns them. None: the folder has no weights."""
-    single, index = folder / SINGLE, folder / INDEX
-    if single.is_file():
-        return in_model(check_header(single), aliases, single)
-    return in_model(read_index(index), aliases, index) if index.is_file() else None
+    path = weights_in(folder)
+    if path is None:
+        return None
+    return in_model(read_index(path) if path.suffix == ".json" else check_header(path), aliases, path)
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -22,13 +22,14 @@ from umbra.errors import UserError, listed
 
 SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",
-    "weight_scale": "compressed-tensors' int-quantized or float-quantized",
+    "weight_scale": "compressed-tensors' int-quantized or float-quantized, or modelslim's",
     "qweight": "AWQ's or GPTQ's",
     "g_idx": "GPTQ's",
     "weight_scale_inv": "block-scaled FP8's",
 }
 CONTRADICTION = "modules are not stored as the config says; they are read as the files store them"
-KV_SCALES = (".k_scale", ".v_scale")  # of a KV cache in FP8, which is no part of the weights
+# Of a KV cache in FP8 or int8 (C8), which is no part of the weights.
+KV_SCALES = (".k_scale", ".v_scale", ".kv_cache_scale", ".kv_cache_offset")
 
 Ignores = Callable[[str], bool]  # whether the model does not use the tensor of this name, although it may be there
 
@@ -47,7 +48,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
     total = sum(share * files.nbytes(tensor) for name, share in mine.items() for tensor in stored[name].tensors)
     with loading_bar(int(total), progress) as bar:
         # In the order of the files, by the first tensor of each weight.
-        for name in sorted(wanted, key=lambda name: str(files.file_of[next(iter(stored[name].tensors))])):
+        for name in sorted(wanted, key=lambda name: str(files.file_of.get(next(iter(stored[name].tensors))))):
             for piece in wanted[name]:
                 if piece.fill is not None:
                     part = _part(files, stored[name], piece)
@@ -151,6 +152,7 @@ def problems_of(
     """(problem, names of the tensors or modules that have it) for everything that the files' headers show to be wrong,
     the likeliest cause first; and biases that should be zeros."""
     there, needed = files.file_of.keys(), {name for weight in stored.values() for name in weight.tensors}
+    read = {name for weight in stored.values() for name, need in weight.tensors.items() if not need.zeros}
     unknown, wrong, missing, otherwise = there - needed - ignorable(there, ignores), [], [], []
     for name, weight in stored.items():
         module, absent = name.removesuffix(".weight"), []
@@ -164,7 +166,7 @@ def problems_of(
             if kind not in need.types:
                 wrong.append(f"{tensor} has type {kind}, expected one of {', '.join(need.types)}")
             fits = shape == need.shape and kind in need.types
-            if fits and need.zeros and tensor not in stored and files(tensor, slice(None)).any():
+            if fits and need.zeros and tensor not in read and files(tensor, slice(None)).any():
                 unknown.add(tensor)
         signs = [(f"{module}.{sign}", whose) for sign, whose in SIGNS.items()]
         strange = [f"{sign}, {whose}" for sign, whose in signs if sign in there and sign not in weight.tensors]

@@ -30,7 +30,7 @@ PLATFORMS = {
         "ops.cpu.layout:CpuLayout",
         ("eager", "graph"),
         page_size=16,
-        quantised=("q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4"),
+        quantised=("q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4", "w8a8"),
         expert_slot="cpu_offload.cpu:expert_slot",
         is_host=True,
         mixes=True,

@@ -12,7 +12,7 @@ from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS
 from models.build import Build, Formats, Shadows
 from ops.cpu.engine import native
-from ops.format import FORMATS, Format
+from ops.format import FORMATS, W8A8, Format
 from ops.interface import Exchange, Ops
 from ops.parallel.groups import Parallel
 from umbra.errors import UserError
@@ -33,7 +33,7 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
         return kept if kept and kept.kind in kinds else None
 
     formats = [e.format for e in scheme.encodings if e.format and e.format.kind in kinds]
-    if formats and wanted.method in ("auto", *(f.kind for f in formats)):
+    if formats and wanted.method in ("auto", *("q8" if f == W8A8 else f.kind for f in formats)):
         mixed, names = PLATFORMS[case.platform].mixes, scheme.names or {}
         table = scheme.table("model.embed_tokens") if mixed else None
         if names and quantised_head:  # a tied head is the table once more
@@ -61,15 +61,17 @@ def build_of(
     shadows: Shadows | None = None,
     exchange: Exchange | None = None,
 ) -> Build:
+    scheme = read_scheme(model_folder(case))
     return Build(
         ops=ops,
         parallel=parallel,
-        formats=formats_of(case, read_scheme(model_folder(case)), quantised_head),
+        formats=formats_of(case, scheme, quantised_head),
         dtype=getattr(torch, case.model_config.dtype),
         device=device,
         max_positions=case.max_sequence_length,
         shadows=shadows,
         exchange=exchange,
+        biased=scheme.biased,
     )
 
 

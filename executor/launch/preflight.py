@@ -3,7 +3,7 @@
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from executor.checkpoint.index import INDEX, SINGLE
+from executor.checkpoint.index import INDEX, SINGLE, weights_in
 from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS
@@ -14,7 +14,7 @@ from umbra.errors import UserError
 def check_ready(case: Case) -> None:
     """Refuse a case whose checkpoint or platform plugin is missing here."""
     folder, plugin = model_folder(case), PLATFORMS[case.platform].plugin
-    if case.model_config.with_ckpt and not any((folder / name).is_file() for name in (SINGLE, INDEX, GGUF)):
+    if case.model_config.with_ckpt and not (weights_in(folder) or (folder / GGUF).is_file()):
         raise UserError(
             f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read): put the "
             "checkpoint's files there, or set model_path to their folder"

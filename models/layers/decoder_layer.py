@@ -14,9 +14,9 @@ class DecoderLayer(nn.Module):
         self, build: Build, hidden: int, eps: float, attention: nn.Module, mlp: nn.Module, mlp_name: str = "mlp"
     ):
         super().__init__()
-        self.input_layernorm = RMSNorm(build, hidden, eps)
+        self.input_layernorm = RMSNorm(build.at("input_layernorm"), hidden, eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(build, hidden, eps)
+        self.post_attention_layernorm = RMSNorm(build.at("post_attention_layernorm"), hidden, eps)
         self.mlp_name = mlp_name
         self.add_module(mlp_name, mlp)
 

@@ -11,25 +11,31 @@ from ops.parallel.groups import Group
 
 
 class RMSNorm(Layer):
-    """`order` is the order of the columns, if it is not the checkpoint's (models/layers/rotary.py)."""
+    """`build` is at the norm's path if the norm may have a bias. `order` is the order of the columns, if it is not the
+    checkpoint's (models/layers/rotary.py)."""
 
     def __init__(self, build: Build, size: int, eps: float, order: tuple[int, ...] | None = None):
         super().__init__()
         self.ops, self.eps, self.source = build.ops, eps, Source("", size, slice(0, size), order)
         self.weight = build.vector(size)
-        self.elements, self.nbytes = size, self.weight.nbytes
+        self.bias = build.vector(size) if build.biased(build.path) else None
+        self.elements = size if self.bias is None else 2 * size
+        self.nbytes = self.elements * self.weight.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps, self.bias)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of `x` and `residual`; `residual` is None in the first layer, whose sum is `x`."""
         if residual is None:
             return self(x), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(f"{path}.weight", tuple(self.weight.shape), (ALL,), self.source.fills(self.weight.copy_))
+        vectors = {"weight": self.weight, "bias": self.bias}
+        for last, vector in vectors.items():
+            if vector is not None:
+                yield Piece(f"{path}.{last}", tuple(vector.shape), (ALL,), self.source.fills(vector.copy_))
 
 
 class SplitRMSNorm(Layer):

@@ -114,12 +114,15 @@ class AscendOps(AscendLayout):
             x = x.float()
         return torch.mm(x, weight.data) if bias is None else torch.addmm(bias, x, weight.data)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return torch_npu.npu_rms_norm(input=x, gamma=weight, epsilon=eps)[0]
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = torch_npu.npu_rms_norm(input=x, gamma=weight, epsilon=eps)[0]
+        return out if bias is None else out + bias
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, _, total = torch_npu.npu_add_rms_norm(x1=x, x2=residual, gamma=weight, epsilon=eps)
-        return out, total
+        return out if bias is None else out + bias, total
 
     def split_rms_norm(
         self,

@@ -107,6 +107,7 @@ def rms_norm(
     x: int,
     residual: int,
     weight: int,
+    bias: int,
     out: int,
     total: int,
     tokens: int,

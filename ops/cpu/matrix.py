@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.cpu.engine import TYPES, module, native, pointer
 from ops.cpu.memory import allocate
-from ops.format import LARGEST_F8, Blocks, Format, Nested, Quantised, floats
+from ops.format import LARGEST_F8, Blocks, Format, Nested, Quantised, floats, in_int8
 from ops.interface import SILU_EXPERTS, ExpertKind
 from ops.words import Words
 from umbra.errors import UserError
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 ROWS, BLOCK = 16, 32
 BITS = {
     "float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8, "mxfp4": 4, "q4_k": 4, "q5_k": 5,
-    "q6_k": 6, "iq4": 4,
+    "q6_k": 6, "iq4": 4, "w8a8": 8,
 }  # fmt: skip
 CODES = {kind: code for code, kind in enumerate(BITS)}
 # Of nested scales: bytes for each group, and for each 32 columns.
 NESTED_BYTES = {"q4_k": (4, 2), "q5_k": (4, 2), "q6_k": (2, 2), "iq4": (2, 1)}
-SCALES = {"f8": torch.float32, "mxfp4": torch.uint8}  # of other formats float16
+SCALES = {"f8": torch.float32, "w8a8": torch.float32, "mxfp4": torch.uint8}  # of other formats float16
 ALIGNMENT = 64
 KINDS = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 4, torch.int8: 5,
@@ -94,6 +94,8 @@ class MatrixView:
         keep = isinstance(part, Quantised) and part.fits(self.format)
         if self.format.kind == "f8" and not keep:
             part, keep = as_f8(floats(part), self.format.group), True
+        if self.format.kind == "w8a8" and not keep:
+            part, keep = in_int8(floats(part)), True
         if not keep and self.format.kind in NESTED_BYTES:
             raise UserError(f"{self.format.kind} holds a GGUF file's own rows only: set quantization.method: q8 or q4")
         if isinstance(part, Quantised) and not keep and _only_kept(part):

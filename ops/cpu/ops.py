@@ -79,23 +79,25 @@ def linear(x: Tensor, weight: NativeMatrix | NativeStack, bias: Tensor | None) -
 
 
 @traced
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(x, None, weight, eps)[0]
+def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    return _norm(x, None, weight, eps, bias)[0]
 
 
 @traced
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _norm(x, residual, weight, eps)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _norm(x, residual, weight, eps, bias)
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = x if x.dim() == 3 else x[:, None]  # (T, heads, width), tokens at any stride
     tokens, heads, width = rows.shape
     out = torch.empty(x.shape)
     total = out if residual is None else torch.empty(x.shape)
     native.rms_norm(
-        _strided(rows), pointer(residual), pointer(weight), pointer(out), 0 if residual is None else pointer(total),
-        tokens, heads, width, rows.stride(0), eps,
+        _strided(rows), pointer(residual), pointer(weight), pointer(bias), pointer(out),
+        0 if residual is None else pointer(total), tokens, heads, width, rows.stride(0), eps,
     )  # fmt: skip
     return out, total
 

@@ -19,7 +19,11 @@ from tests.experts import fill_experts, kind_of
 from umbra.errors import UserError
 
 cpu = load_ops("cpu")
-KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"f8": Format("f8", 32), "mxfp4": MXFP4}
+KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
+    "f8": Format("f8", 32),
+    "mxfp4": MXFP4,
+    "w8a8": Format("w8a8", 32),
+}
 COUNT, INNER, HIDDEN, DECODE = 21, 64, 96, 2
 
 

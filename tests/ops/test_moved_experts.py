@@ -15,7 +15,7 @@ from tests.experts import fill_experts, kind_of
 COUNT, INNER, HIDDEN = 5, 96, 64
 KINDS = {
     "float32": FORMATS["float32"], "bfloat16": FORMATS["bfloat16"], "q8": FORMATS["q8"],
-    "q4 zeros": Format("q4", 32, zeros=True), "f8": Format("f8", 32), "mxfp4": MXFP4,
+    "q4 zeros": Format("q4", 32, zeros=True), "f8": Format("f8", 32), "mxfp4": MXFP4, "w8a8": Format("w8a8", 32),
     "q8 and q4": Format("q8", 32, down=FORMATS["q4"]),
 }  # fmt: skip
 

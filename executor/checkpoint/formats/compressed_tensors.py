@@ -26,7 +26,7 @@ from executor.checkpoint.formats.scheme import (
     kept_as,
 )  # fmt: skip
 from models.hf_config import HfConfig
-from ops.format import GROUP_SIZES, Quantised
+from ops.format import GROUP_SIZES, W8A8, Quantised
 from ops.words import Words
 from umbra.errors import UserError
 
@@ -47,7 +47,8 @@ class CompressedTensors(Scheme):
         for name in groups.data:
             group = groups.inner(name)
             holder = group if group.value("format") else config
-            encoding = _encoding(holder.one_of("format", allowed=FORMATS), group.inner("weights"))
+            inputs = group.inner("input_activations") if group.value("input_activations") else None
+            encoding = _encoding(holder.one_of("format", allowed=FORMATS), group.inner("weights"), inputs)
             encodings.append(encoding)
             rules += [(vagueness(text), target(text, group.where), encoding) for text in group.names("targets")]
         self.encodings = tuple(encodings)
@@ -62,10 +63,10 @@ class CompressedTensors(Scheme):
         return next((encoding for _, matches, encoding in self.rules if matches(module)), None)
 
 
-def _encoding(format: str, weights: HfConfig) -> Encoding:
-    """Returns the encoding of a group of modules in `format`."""
+def _encoding(format: str, weights: HfConfig, inputs: HfConfig | None) -> Encoding:
+    """Returns the encoding of a group of modules in `format`, which may say how `inputs` are rounded."""
     if format != "float-quantized":
-        return Integers(format, weights)
+        return Integers(format, weights, inputs)
     weights.one_of("num_bits", allowed=(8,))
     weights.one_of("type", allowed=("float",))
     weights.refuse("symmetric", True)
@@ -76,7 +77,7 @@ def _encoding(format: str, weights: HfConfig) -> Encoding:
 
 
 class Integers(Encoding):
-    def __init__(self, format: str, weights: HfConfig):
+    def __init__(self, format: str, weights: HfConfig, inputs: HfConfig | None):
         self.packed = format == "pack-quantized"
         self.signs = ("weight_packed",) if self.packed else ("weight", "weight_scale")
         self.bits = weights.one_of("num_bits", allowed=(4, 8) if self.packed else (8,))
@@ -90,6 +91,10 @@ class Integers(Encoding):
         how = self.bits, self.group, self.zeros, self.ordered
         self.title, self.format = f"{format}, {in_words(*how)}", kept_as(*how)
         self.exact = not self.ordered or self.format is None
+        in_int8 = inputs is not None and (inputs.value("num_bits"), inputs.value("type", default="int")) == (8, "int")
+        self.int8_inputs = in_int8 and format == "int-quantized" and self.group < 0 and not self.zeros
+        if self.int8_inputs:
+            self.title, self.format = f"{self.title}, activations in 8 bits", W8A8
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         group = self.group if self.group > 0 else columns
@@ -117,10 +122,13 @@ class Integers(Encoding):
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
             order = order_in(fetch, g_idx, group, self.ordered) if self.ordered else None
             in_groups, cut = groups_of(inputs, group, order)
+            scales = fetch(scale, outputs, in_groups)
+            if self.int8_inputs:  # of whole rows
+                return Quantised(8, fetch(weight, outputs, inputs), scales.float(), None, int8_inputs=True)
             return Quantised(
                 bits=self.bits,
                 levels=levels(fetch, outputs, inputs),
-                scales=cut(fetch(scale, outputs, in_groups)),
+                scales=cut(scales),
                 zeros=cut(zeros(fetch, outputs, in_groups)) if self.zeros else None,
             )
 

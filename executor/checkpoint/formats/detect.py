@@ -9,9 +9,10 @@ from executor.checkpoint.formats.compressed_tensors import CompressedTensors
 from executor.checkpoint.formats.fp8 import Fp8, Fp8Matrix
 from executor.checkpoint.formats.gguf import GgufScheme
 from executor.checkpoint.formats.gptq import Gptq
+from executor.checkpoint.formats.modelslim import Modelslim
 from executor.checkpoint.formats.mxfp4 import Mxfp4
 from executor.checkpoint.formats.scheme import Scheme, Unquantised
-from executor.checkpoint.index import names_in
+from executor.checkpoint.index import description_in, names_in
 from models.gguf.folder import INDEX, read_index
 from models.hf_config import HfConfig
 from models.registry import aliases_of
@@ -32,7 +33,8 @@ def read_scheme(folder: Path) -> Scheme:
     if (folder / INDEX).is_file():
         return GgufScheme(read_index(folder))
     config = HfConfig(read_json(folder / "config.json"), str(folder / "config.json"))
-    scheme = _said(config)
+    description = description_in(folder)
+    scheme = Modelslim(description) if description else _said(config)
     scheme.aliases = aliases_of(config.data)
     scheme.names = names_in(folder, scheme.aliases)
     # Matrices of an FP8 original may have been left next to those that were quantised again.

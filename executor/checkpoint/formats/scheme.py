@@ -122,6 +122,10 @@ class Scheme(ABC):
         linear modules are stored as their encodings say, the others as floats."""
         return None
 
+    def biased(self, path: str) -> bool:
+        """Whether the module or norm at `path` has a bias, if its family has none there."""
+        return False
+
     def contradicts(self, module: str) -> bool:
         """Whether the files store the module otherwise than the config says."""
         return self.encoding(module) is not self.said(self._spelt(module))

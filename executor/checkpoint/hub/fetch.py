@@ -9,7 +9,7 @@ from pathlib import Path
 from executor.checkpoint.hub.huggingface import HuggingFace
 from executor.checkpoint.hub.modelscope import ModelScope
 from executor.checkpoint.hub.repository import HubName, Repository
-from executor.checkpoint.index import INDEX, SINGLE, read_index
+from executor.checkpoint.index import INDEX, SINGLE, read_index, weights_among
 from executor.config.env import use_modelscope
 from executor.config.units import GB, MB
 from models.gguf.container import SPLIT
@@ -37,14 +37,15 @@ def fetched(model: HubName) -> Path:
     """The folder of the model, or its GGUF file, the first one if it is split; fetched if it is not here already."""
     repository: Repository = ModelScope(model) if use_modelscope() else HuggingFace(model)
     sizes = repository.sizes
-    in_gguf = bool(model.file) or not (SINGLE in sizes or INDEX in sizes)
+    weights = weights_among(sizes, model.name)
+    in_gguf = bool(model.file) or weights is None
     if in_gguf and (said := repository.architecture):
         if said not in ARCHITECTURES:
             raise model.error(f"architecture {short(said)} is not supported, only {', '.join(ARCHITECTURES)}")
     elif CONFIG in sizes:
         repository.fetch([CONFIG])
         family = family_in(repository.folder)
-    if in_gguf:
+    if in_gguf or weights is None:
         files = _gguf_files(repository)
         _fetch(repository, files)
         return repository.folder / files[0]
@@ -57,7 +58,8 @@ def fetched(model: HubName) -> Path:
     repository.fetch(companions)
     read_config(repository.folder, family)
     read_scheme(repository.folder)
-    _fetch(repository, [SINGLE] if SINGLE in sizes else sorted(set(read_index(repository.folder / INDEX).values())))
+    indexed = read_index(repository.folder / weights).values() if weights.endswith(".json") else [weights]
+    _fetch(repository, sorted(set(indexed)))
     return repository.folder
 
 

@@ -52,6 +52,7 @@ FORMATS = [
     ("pack-quantized", 32, 4, False, True),
     ("pack-quantized", 128, 8, False, False),
     ("int-quantized", -1, 8, True, True),
+    ("w8a8", -1, 8, True, True),
     ("float-quantized", -1, 8, True, True),
     ("float-quantized", 0, 8, True, True),
     ("fp8", 0, 8, True, True),
@@ -134,10 +135,10 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
     return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
 
 
-@pytest.mark.parametrize("format", ["awq", "int-quantized", "float-quantized", "fp8", "desc_act", "actorder"])
+@pytest.mark.parametrize("format", ["awq", "int-quantized", "w8a8", "float-quantized", "fp8", "desc_act", "actorder"])
 def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None:
     """Also where the columns of a rank begin inside a quantisation group of 128, or its rows inside a packed word."""
-    rows = format.endswith("-quantized")
+    rows = format.endswith("-quantized") or format == "w8a8"
     bits, group = (8, -1) if rows else (4, 128)
     floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=rows)
     means = load_file(floats / "model.safetensors")

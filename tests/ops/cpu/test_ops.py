@@ -18,7 +18,7 @@ from ops import IMPLEMENTATIONS, load_ops, reference
 from ops.cpu import engine
 from ops.cpu import ops as cpu
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format
+from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, W8A8, Format, in_int8
 from ops.interface import SILU_EXPERTS, ExpertKind, Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
@@ -36,6 +36,7 @@ KINDS = {
     "q8 128": Format("q8", 128),
     **{f"f8 {g}": Format("f8", g) for g in GROUP_SIZES},
     "mxfp4": MXFP4,
+    "w8a8": W8A8,
 }
 GUARD = 64  # bytes
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -119,6 +120,7 @@ def test_linear(format: Format, kernels: str) -> None:
         "q4": 1 / 7,
         "f8": 1 / 16,
         "mxfp4": 1 / 4,
+        "w8a8": 1 / 254,
     }
     for rows in (1, 16, 37):
         w, bias = torch.randn(rows, columns) / 8, torch.randn(rows)
@@ -134,6 +136,17 @@ def test_linear(format: Format, kernels: str) -> None:
             actual, expected = cpu.linear(x, matrix, bias), reference.linear(seen, dense, bias)
             bound = activation_error(x, dense.data) if matrix.quantised else 0
             assert ((actual - expected).abs() <= bound + 1e-4).all(), f"{rows} rows, {tokens} tokens"
+
+
+def test_int8_rows_differ_from_those_rounded_by_token(kernels: str) -> None:
+    """Which shadow experts' do from resident ones' on Ascend: by half a step of each way of rounding at most."""
+    part = in_int8(torch.randn(37, 512))
+    matrix, w, x = NativeMatrix(37, 512, W8A8, CPU), part.floats(), torch.randn(9, 512) * torch.logspace(-2, 2, 512)
+    matrix.fill(0, part)
+    steps = x.abs().amax(1, keepdim=True) / 127
+    by_token = (x / steps).round() @ w.T * steps
+    bound = activation_error(x, w) + steps / 2 * w.abs().sum(1)
+    assert ((cpu.linear(x, matrix, None) - by_token).abs() <= bound * 1.001).all(), kernels
 
 
 @pytest.mark.parametrize("kind", NESTED)
@@ -214,7 +227,7 @@ MIXTURES = [
 def test_moe(format: Format, kind: ExpertKind, kernels: str) -> None:
     inner, hidden = max(64, format.group), max(96, 2 * format.group)
     # Both products' activations are rounded to 8 bits in blocks: half a percent of the result's size, far below 3 %.
-    rounded = format.kind in ("q8", "q4", "mxfp4") or rounds(kernels, format)
+    rounded = format.kind in ("q8", "q4", "mxfp4", "w8a8") or rounds(kernels, format)
     for count, routed in ROUTED.items():
         packed, dense = experts_of(format, count, inner, hidden, kind)
         for what, (tokens, top_k, first, skew) in routed.items():

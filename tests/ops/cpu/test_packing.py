@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from executor.checkpoint.formats.awq import ORDER
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.cpu.memory import table
 from ops.cpu.ops import fill_table
-from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format, Quantised, every_other
+from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format, Quantised, every_other, in_order
 from ops.words import Words
 from tests.quantised import nested
 from umbra.errors import UserError
@@ -163,6 +163,21 @@ def test_e4m3_floats(group: int) -> None:
     assert torch.equal(matrix.packed.dequantised(0, ROWS), part.floats())
 
 
+def test_int8_rows_are_kept_bit_for_bit() -> None:
+    """Their scales are float32, of any size; also in smaller groups and in another order."""
+    torch.manual_seed(9)
+    levels = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    part = Quantised(8, levels, torch.logspace(-30, 30, ROWS)[:, None], None, int8_inputs=True)
+    order = torch.randperm(ROWS).tolist()
+    for given in (part, cast(Quantised, in_order(part, order))):
+        for group in GROUP_SIZES:
+            matrix = NativeMatrix(ROWS, COLUMNS, Format("w8a8", group), CPU)
+            assert given.fits(Format("w8a8", group))
+            assert matrix.fill(0, given) is True
+            assert torch.equal(matrix.packed.dequantised(0, ROWS), given.floats())
+    assert torch.equal(given.floats(), (levels.double() * part.scales).float()[order])
+
+
 def test_mxfp4_is_kept_bit_for_bit() -> None:
     """Codes of every value, scales up to the largest floats, of which the two smallest are subnormal, and rows of two
     matrices in turn; as floats elsewhere. 255 is no number."""
@@ -222,10 +237,10 @@ def test_floats_become_the_nearest_e2m1_floats() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [*FORMATS, "f8"])
+@pytest.mark.parametrize("kind", [*FORMATS, "f8", "w8a8"])
 def test_values_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dtype, value: float, kind: str) -> None:
     torch.manual_seed(5)
-    format = FORMATS.get(kind, Format("f8", 32))
+    format = FORMATS.get(kind, Format(kind, 32))
     columns = COLUMNS if format.group else 33
     for row, column in ((0, 0), (ROWS - 1, columns - 1), (17, 31)):
         w = torch.randn(ROWS, columns).to(dtype)

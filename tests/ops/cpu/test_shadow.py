@@ -30,6 +30,7 @@ cpu = load_ops("cpu")
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
     "q4 zeros": Format("q4", 64, zeros=True),
     "mxfp4": MXFP4,
+    "w8a8": Format("w8a8", 32),
 }
 
 

@@ -19,6 +19,7 @@ KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
     "q4 zeros": Format("q4", 64, zeros=True),
     "f8": Format("f8", 32),
     "mxfp4": MXFP4,
+    "w8a8": Format("w8a8", 32),
     "q8 and q4": Format("q8", 64, down=FORMATS["q4"]),
 }
 TEAMS = [(1,), (2, 1, 3), (1,) * 12]  # threads of each; the last are more than w2 has row blocks

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from executor.checkpoint.index import INDEX
 from text.tokenizer import Tokenizer
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.search import Fold, fold, search_layer
@@ -29,7 +28,7 @@ from umbra.commands.quantize.workers import Each, Progress, workers
 from umbra.errors import UserError
 from umbra.files import read_json, write_json, write_whole
 
-STATE, REST = "quantize_state.json", "model-rest.safetensors"
+STATE = "quantize_state.json"
 WINDOW = 256  # tokens of calibration text that attend to each other
 
 
@@ -54,7 +53,8 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
     _begin(out, state)
     for path in source.companions:
         _copy(path, out / path.name)
-    layers = [out / f"model-layer-{index:05}.safetensors" for index in range(source.config.num_hidden_layers)]
+    depth = source.config.num_hidden_layers
+    *layers, rest = (out / target.file(number, depth) for number in range(depth + 1))
     missing = [index for index, path in enumerate(layers) if not path.is_file()]
     hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
     count = missing[-1] + 1 if missing else 0
@@ -70,9 +70,9 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
             if index in missing:
                 _write_tensors(layers[index], _written(target, index, folds, each))
             progress.layer()
-    if not (out / REST).is_file():
-        _write_tensors(out / REST, source.rest())
-    _finish(target, out, [*layers, out / REST])
+    if not rest.is_file():
+        _write_tensors(rest, source.rest())
+    _finish(target, out, [*layers, rest])
 
 
 def _begin(out: Path, state: dict[str, Any]) -> None:
@@ -168,6 +168,6 @@ def _finish(target: Target, out: Path, paths: list[Path]) -> None:
         with safe_open(path, framework="pt") as file:
             file_of |= dict.fromkeys(file.keys(), path.name)
     total = sum(path.stat().st_size for path in paths)
-    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))})
-    config = read_json(target.source.folder / CONFIG)
-    write_json(out / CONFIG, config | {"quantization_config": target.quantisation})
+    write_json(out / target.index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))})
+    for name, record in target.records(read_json(target.source.folder / CONFIG), file_of).items():
+        write_json(out / name, record)

@@ -1,6 +1,7 @@
 """The interface of a format that checkpoints are written in."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,15 +11,19 @@ from torch import Tensor
 from executor.checkpoint.formats.detect import SCHEMES
 from executor.checkpoint.formats.patterns import inside
 from executor.checkpoint.formats.scheme import Scheme
+from executor.checkpoint.index import INDEX
 from models.hf_config import HfConfig
 from umbra.commands.quantize.source import CONFIG, Source
 from umbra.errors import UserError
+
+REST = "model-rest.safetensors"
 
 
 @dataclass(frozen=True)
 class Target(ABC):
     source: Source
     keep: tuple[str, ...]  # paths of modules that stay in floats, or whole parts of paths
+    index = INDEX
 
     @property
     @abstractmethod
@@ -32,6 +37,14 @@ class Target(ABC):
     @abstractmethod
     def check_sizes(self, rows: int, columns: int) -> str:
         """Returns what is wrong with the sizes of a matrix; empty if it can be written."""
+
+    def file(self, number: int, layers: int) -> str:
+        """The name of the file of layer `number`, or for `layers` of the file of all else."""
+        return f"model-layer-{number:05}.safetensors" if number < layers else REST
+
+    def records(self, config: dict[str, Any], tensors: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """The JSON files beside the index that say what `tensors` are, in order, for a source with this config."""
+        return {CONFIG: config | {"quantization_config": self.quantisation}}
 
     @cached_property
     def quantisation(self) -> dict[str, Any]:

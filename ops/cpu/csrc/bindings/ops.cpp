@@ -39,13 +39,13 @@ void bind_ops(py::module_& m) {
         py::arg("first_id"));
     m.def(
         "rms_norm",
-        [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t total, int64_t tokens,
-           int64_t heads, int64_t width, int64_t stride, float eps) {
+        [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t bias, uintptr_t out, uintptr_t total,
+           int64_t tokens, int64_t heads, int64_t width, int64_t stride, float eps) {
             submit(RmsNorm{at<const float>(x), at<const float>(residual), at<const float>(weight), at<float>(out),
-                           at<float>(total), tokens, heads, width, stride, eps});
+                           at<float>(total), tokens, heads, width, stride, eps, at<const float>(bias)});
         },
-        py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("out"), py::arg("total"), py::arg("tokens"),
-        py::arg("heads"), py::arg("width"), py::arg("stride"), py::arg("eps"));
+        py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("total"),
+        py::arg("tokens"), py::arg("heads"), py::arg("width"), py::arg("stride"), py::arg("eps"));
     m.def(
         "square_sums",
         [](uintptr_t x, uintptr_t squares, int64_t tokens, int64_t width, int64_t stride) {

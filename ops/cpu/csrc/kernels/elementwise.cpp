@@ -43,14 +43,15 @@ __attribute__((always_inline)) inline void scale_row(const float* x, const float
     for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
 }
 
-CLONES void norm_row(const float* x, const float* residual, const float* weight, float* out, float* total,
-                     int64_t width, float eps) {
+CLONES void norm_row(const float* x, const float* residual, const float* weight, const float* bias, float* out,
+                     float* total, int64_t width, float eps) {
     for (int64_t i = 0; i < width; i++) {
         const float v = residual ? x[i] + residual[i] : x[i];
         if (total) total[i] = v;
         out[i] = v;
     }
     scale_row(out, weight, out, width, square_sum(out, width) / static_cast<float>(width), eps);
+    for (int64_t i = 0; bias && i < width; i++) out[i] += bias[i];
 }
 
 CLONES void square_row(const float* x, float* square, int64_t width) { *square = square_sum(x, width); }
@@ -129,8 +130,8 @@ void Embedding::run(Context& context) const {
 void RmsNorm::run(Context& context) const {
     for_rows(context, tokens * heads, width, [&](int64_t i) {
         const int64_t from = i / heads * stride + i % heads * width, to = i * width;
-        norm_row(x + from, residual ? residual + to : nullptr, weight, out + to, total ? total + to : nullptr, width,
-                 eps);
+        norm_row(x + from, residual ? residual + to : nullptr, weight, bias, out + to, total ? total + to : nullptr,
+                 width, eps);
     });
 }
 

@@ -38,8 +38,10 @@ float scaled(const Matrix& w, int block, int c, int r, const int32_t* dots, int3
         return 0.5f * mx4_scale(w.mx4_scales(block)[c / w.group * kRows + r]) * static_cast<float>(dot);
     } else {
         const size_t at = block * w.scale_count() + static_cast<size_t>(c / w.group) * kRows + r;
-        const int zero = w.zeros ? w.zeros[at] : F == Format::q8 ? 128 : 8;
-        return half_to_float(w.scales[at]) * static_cast<float>(dot - zero * sum);
+        const int zero = w.zeros ? w.zeros[at] : whole_bytes(F) ? 128 : 8;
+        const float scale =
+            F == Format::w8a8 ? w.float_scales(block)[c / w.group * kRows + r] : half_to_float(w.scales[at]);
+        return scale * static_cast<float>(dot - zero * sum);
     }
 }
 
@@ -67,7 +69,7 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
 void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                 size_t stride) {
     const uint8_t* plane = w.quants + block * w.quant_stride();
-    const float* scales = w.f8_scales(block);
+    const float* scales = w.float_scales(block);
     for (int t = 0; t < count; t++) {
         const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
         float sums[kRows] = {};
@@ -107,7 +109,8 @@ const Kernels& kernels_generic() {
         "generic",
         {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
          product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
+         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>,
+         product_quantised<Format::w8a8>},
         quantise};
     return kernels;
 }

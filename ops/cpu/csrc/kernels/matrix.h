@@ -9,6 +9,7 @@
 //   f8         [columns][16 rows], each byte an e4m3 float                              f32 [k/group][16]
 //   q8         8 vectors of 64 bytes: vector i = columns 4i .. 4i+3 of row 0, row 1,    fp16 [k/group][16]
 //              ... row 15, each byte value + 128
+//   w8a8       as q8                                                                    f32 [k/group][16]
 //   q4         4 vectors of 64 bytes: the low nibbles of vector i hold columns          fp16 [k/group][16];
 //              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
 //                                                                                       the zero point is 8
@@ -60,23 +61,25 @@ enum class Format : int32_t {
     q4k = 7,
     q5k = 8,
     q6k = 9,
-    iq4 = 10
+    iq4 = 10,
+    w8a8 = 11
 };
-constexpr int kFormats = 11;
+constexpr int kFormats = 12;
 
 // Formats with scales of scales (GGUF's).
-constexpr bool nested(Format format) { return format >= Format::q4k; }
+constexpr bool nested(Format format) { return format >= Format::q4k && format <= Format::iq4; }
 // Those with minimums.
 constexpr bool lowered(Format format) { return format == Format::q4k || format == Format::q5k; }
 // Their vectors of 16 halves for each group, and of 16 bytes for each 32 columns.
 constexpr int halves_of(Format format) { return lowered(format) ? 2 : nested(format) ? 1 : 0; }
 constexpr int bytes_of(Format format) { return format == Format::iq4 ? 1 : nested(format) ? 2 : 0; }
 
-// Formats whose quants are nibbles, and the bits that they have beyond these.
+// Formats whose quants are bytes, or nibbles, and the bits that they have beyond these.
+constexpr bool whole_bytes(Format format) { return format == Format::q8 || format == Format::w8a8; }
 constexpr bool nibbles(Format format) { return format == Format::q4 || format == Format::mx4 || nested(format); }
 constexpr int high_bits(Format format) { return format == Format::q5k ? 1 : format == Format::q6k ? 2 : 0; }
 // Bytes of a block of 32 columns; quantised formats.
-constexpr int block_bytes_of(Format format) { return format == Format::q8 ? 512 : 256 + 64 * high_bits(format); }
+constexpr int block_bytes_of(Format format) { return whole_bytes(format) ? 512 : 256 + 64 * high_bits(format); }
 
 // Twice the value of each e2m1 code, plus 12: products of mx4 multiply these bytes as they do the levels of q4, with the
 // zero point 12, and their sums are twice too large.
@@ -108,9 +111,10 @@ struct Matrix {
     Order order = Order::fours;
     int32_t n = 0;  // rows, padded to a multiple of 16
     int32_t k = 0;
-    int32_t group = 0;                 // columns that share a scale; formats with scales only
-    const uint8_t* quants = nullptr;   // 64-byte aligned
-    const uint16_t* scales = nullptr;  // halves; floats in f8, bytes in mx4, halves and bytes where scales are nested
+    int32_t group = 0;                // columns that share a scale; formats with scales only
+    const uint8_t* quants = nullptr;  // 64-byte aligned
+    const uint16_t* scales =
+        nullptr;  // halves; floats in f8 and w8a8, bytes in mx4, halves and bytes where scales are nested
     const uint8_t* zeros = nullptr;
     const float* bias = nullptr;  // (n), or null
 
@@ -134,9 +138,7 @@ struct Matrix {
             const size_t bytes = static_cast<size_t>(k) / kBlock * bytes_of(format) * kRows;
             return scales_of_block * halves_of(format) + bytes / 2;
         }
-        return format == Format::f8    ? scales_of_block * 2
-               : format == Format::mx4 ? scales_of_block / 2
-                                       : scales_of_block;
+        return wide_scales() ? scales_of_block * 2 : format == Format::mx4 ? scales_of_block / 2 : scales_of_block;
     }
     // Of a row block's nested scales: the 16 halves of number `which` of the group that column c is in, and the bytes
     // of its 32 columns.
@@ -148,13 +150,14 @@ struct Matrix {
         const uint8_t* first = reinterpret_cast<const uint8_t*>(nested_halves(of_block, c, halves_of(format)));
         return first + (c % group / kBlock * bytes_of(format) + which) * kRows;
     }
-    const float* f8_scales(int64_t block) const {
+    bool wide_scales() const { return format == Format::f8 || format == Format::w8a8; }  // floats
+    const float* float_scales(int64_t block) const {
         return reinterpret_cast<const float*>(scales + block * scale_count());
     }
     const uint8_t* mx4_scales(int64_t block) const {
         return reinterpret_cast<const uint8_t*>(scales + block * scale_count());
     }
-    bool quantised() const { return format == Format::q8 || nibbles(format); }  // whether activations become int8
+    bool quantised() const { return whole_bytes(format) || nibbles(format); }  // whether activations become int8
 
     // Matrix `index` of those that follow this one in each plane.
     Matrix at(int64_t index) const {
@@ -249,15 +252,15 @@ struct Kernels {
 // What each byte is changed by where quants are signed.
 inline uint8_t sign_bits(Format format, Order order) {
     if (order == Order::fours) return 0;
-    return format == Format::q8 ? 0x80 : format == Format::q4 || format == Format::q4k ? 0x88 : 0;
+    return whole_bytes(format) ? 0x80 : format == Format::q4 || format == Format::q4k ? 0x88 : 0;
 }
 
 // The quant of row r, column c in a block of 32 columns, as x86 has it: a code in mx4 and iq4.
 inline int quant_at(Format format, Order order, const uint8_t* block, int r, int c) {
     const int shift = order == Order::signed_eights ? 3 : 2;  // 8 or 4 columns side by side
-    const int column = format == Format::q8 ? c : c % 16, within = column & ((1 << shift) - 1);
+    const int column = whole_bytes(format) ? c : c % 16, within = column & ((1 << shift) - 1);
     const int byte = block[(column - within) * kRows + (r << shift) + within] ^ sign_bits(format, order);
-    if (format == Format::q8) return byte;
+    if (whole_bytes(format)) return byte;
     const int low = c < 16 ? byte & 15 : byte >> 4, bits = high_bits(format);
     if (!bits) return low;
     const int four = c / 4, each = 8 / bits;  // columns of a byte

@@ -62,6 +62,7 @@ struct RmsNorm {
     float* total;           // x + residual, or null
     int64_t tokens, heads, width, stride;
     float eps;
+    const float* bias = nullptr;  // (width), added last
     void run(Context&) const;
 };
 

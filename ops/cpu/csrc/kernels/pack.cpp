@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <type_traits>
 
 #include "kernels/vector.h"
@@ -51,10 +52,11 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
                 to[c + i] = static_cast<float>(level_of(w.format, quant_at(w.format, w.order, block, lane, i))) * scale;
             continue;
         }
-        const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
+        const int zero = from.zeros ? from.zeros[at] : whole_bytes(w.format) ? 128 : 8;
+        const float scale =
+            w.wide_scales() ? reinterpret_cast<const float*>(from.scales)[at] : half_to_float(from.scales[at]);
         for (int i = 0; i < kBlock; i++)
-            to[c + i] =
-                static_cast<float>(quant_at(w.format, w.order, block, lane, i) - zero) * half_to_float(from.scales[at]);
+            to[c + i] = static_cast<float>(quant_at(w.format, w.order, block, lane, i) - zero) * scale;
     }
 }
 
@@ -167,7 +169,13 @@ int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
             reinterpret_cast<uint8_t*>(to.place.scales)[at] = e;
             continue;
         }
-        const uint16_t half = float_to_half(scale_at(from.scales, row, c / from.group));
+        const float scale = scale_at(from.scales, row, c / from.group);
+        if (w.wide_scales()) {
+            if (!std::isfinite(scale)) flags |= kStrange;
+            reinterpret_cast<float*>(to.place.scales)[at] = scale;
+            continue;
+        }
+        const uint16_t half = float_to_half(scale);
         if ((half & 0x7c00) == 0x7c00) flags = kLargeScale;
         to.place.scales[at] = half;
         if (to.place.zeros) to.place.zeros[at] = from.zeros.at ? zero_at(from.zeros, row, c / from.group) : from.middle;

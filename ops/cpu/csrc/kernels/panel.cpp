@@ -284,10 +284,10 @@ CLONES void quantise_group(Format format, Panel* panels, int count, uint16_t* sc
 
 CLONES void write_levels(Format format, Order order, const Words& from, const LaneRows& rows, uint8_t* to) {
     const uint32_t flip = 0x01010101u * sign_bits(format, order);
-    for (int i = 0; i < (format == Format::q8 ? 8 : 4); i++) {
+    for (int i = 0; i < (whole_bytes(format) ? 8 : 4); i++) {
         Bits out, upper;
         load(from.of[i], out);
-        if (format != Format::q8) {
+        if (!whole_bytes(format)) {
             load(from.of[4 + i], upper);
             out = (out & 0x0f0f0f0f) | (upper & 0x0f0f0f0f) << 4;
         }

@@ -17,7 +17,8 @@ using namespace umbra;
 
 namespace {
 
-const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4", "f8", "mx4", "q4k", "q5k", "q6k", "iq4"};
+const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8",  "q4",  "f8",
+                                      "mx4", "q4k",  "q5k", "q6k", "iq4", "w8a8"};
 
 // The e4m3 float nearest to v, which is 448 at most: they grow with their bits up to 0x7e.
 uint8_t nearest_f8(float v) {
@@ -63,7 +64,7 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
         pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
         return;
     }
-    if (w.format != Format::f8) {
+    if (!w.wide_scales()) {
         pack_rows(context, w, {index, first, 1}, count, w.k, {table(from, Kind::f32, w.k, 4), {}, {}}, false);
         return;
     }
@@ -72,11 +73,16 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
     for (size_t g = 0; g < scales.size(); g++) {
         float most = 0;
         for (int c = 0; c < w.group; c++) most = std::max(most, std::fabs(from[g * w.group + c]));
-        scales[g] = most / 448;
-        for (int c = 0; c < w.group; c++) values[g * w.group + c] = nearest_f8(from[g * w.group + c] / scales[g]);
+        scales[g] = most / (w.format == Format::f8 ? 448 : 127);
+        for (int c = 0; c < w.group; c++) {
+            const float value = from[g * w.group + c] / scales[g];
+            values[g * w.group + c] =
+                w.format == Format::f8 ? nearest_f8(value) : static_cast<uint8_t>(std::lround(value));
+        }
     }
+    const Kind kind = w.format == Format::f8 ? Kind::f8 : Kind::i8;
     const Given given{
-        table(values.data(), Kind::f8, w.k, 4), table(scales.data(), Kind::f32, w.k / w.group, 4), {}, w.group};
+        table(values.data(), kind, w.k, 4), table(scales.data(), Kind::f32, w.k / w.group, 4), {}, w.group};
     pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
 }
 
@@ -129,6 +135,11 @@ struct Weights {
                                                        : lowered(matrix.format) ? 64
                                                                                 : 256));
                 }
+            return;
+        }
+        if (matrix.wide_scales()) {
+            float* floats = reinterpret_cast<float*>(scales.data());
+            for (size_t i = 0; i < scales.size() / 2; i++) floats[i] = unit ? 1.0f : random_floats(1)[0] / 64;
             return;
         }
         for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);

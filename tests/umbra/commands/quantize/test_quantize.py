@@ -24,6 +24,7 @@ from umbra.commands.quantize.convert import Calibration, convert
 from umbra.commands.quantize.mxfp4 import Mxfp4Target
 from umbra.commands.quantize.search import fold, search_layer
 from umbra.commands.quantize.source import FAMILIES, Source
+from umbra.commands.quantize.w8a8 import W8a8Target
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -111,6 +112,32 @@ def test_plain_rounding_writes_the_format(tmp_path: Path) -> None:
     assert index["model.layers.1.mlp.gate_proj.qweight"] == "model-layer-00001.safetensors"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+def test_w8a8_is_written_as_modelslim_does(tmp_path: Path) -> None:
+    oracle = save_model(tmp_path / "model", attention_bias=True)
+    before = tensors_of(tmp_path / "model")
+    convert(tmp_path / "out", W8a8Target(Source(tmp_path / "model"), ("o_proj",)))
+    types = json.loads((tmp_path / "out/quant_model_description.json").read_text())
+    after, kept = tensors_of(tmp_path / "out"), ("norm", "embed", "lm_head", "mlp.gate.", "o_proj")
+    for name, w in before.items():
+        if name.endswith("bias") or any(part in name for part in kept):
+            assert types[name] == "FLOAT"
+            assert torch.equal(after[name], w)
+            continue
+        levels, scale, offset = (after.pop(name + last) for last in ("", "_scale", "_offset"))
+        assert (levels.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (len(w), 1))
+        assert ((levels * scale - w).abs() <= scale * 0.5001).all()
+        assert not offset.any()
+        assert {types.pop(name + last) for last in ("", "_scale", "_offset")} == {"W8A8_DYNAMIC"}
+    assert {name for name in types if "." in name} == set(after)
+    assert types["model_quant_type"] == "W8A8_DYNAMIC"
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config == json.loads((tmp_path / "model/config.json").read_text())
+    case = tiny_case(tmp_path, tmp_path / "out", quantization={"method": "none"})
+    ours = torch.from_numpy(collect_logits(make_runner(case, tmp_path), [[5, 17, 3, 88]], 0)["prefill_0"])
+    expected = oracle_logits(oracle, [5, 17, 3, 88])
+    assert (ours - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
 def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ TARGET void product_f8(const Matrix& w, int block, const Rows& rows, const int32
     for (int t = 0; t < count; t++) {
         const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
         const uint8_t* plane = w.quants + block * w.quant_stride();
-        const float* scales = w.f8_scales(block);
+        const float* scales = w.float_scales(block);
         float32x4_t sums[kFours];
         for (int i = 0; i < kFours; i++) sums[i] = vdupq_n_f32(0);
         for (int c = 0; c < w.k; scales += kRows) {
@@ -205,12 +205,12 @@ TARGET void quantise(const float* x, int count, Block* to) {
 
 const Kernels& kernels_neon() {
     static const Kernels kernels = [] {
-        Kernels all{
-            "neon_dotprod",
-            {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-             product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-             product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
-            quantise};
+        Kernels all{"neon_dotprod",
+                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
+                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
+                     product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
+                    quantise};
         all.order = Order::signed_fours;
         return all;
     }();

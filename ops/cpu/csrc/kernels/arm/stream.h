@@ -80,7 +80,10 @@ struct Stream {
         left = per_group - 1;
         __builtin_prefetch(scales + kAhead / 4);
         halves = reinterpret_cast<const float16_t*>(scales);
-        scales += nested(F) ? halves_of(F) * kRows : F == Format::mx4 ? kRows / 2 : kRows;
+        scales += nested(F)           ? halves_of(F) * kRows
+                  : F == Format::mx4  ? kRows / 2
+                  : F == Format::w8a8 ? 2 * kRows
+                                      : kRows;
         if (nested(F)) next();
         if constexpr (Zeros) {
             const uint8x16_t bytes = vld1q_u8(zeros);
@@ -124,6 +127,7 @@ struct Stream {
             const uint32x4_t bits = vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(e))), 23);
             return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(1 << 22)));
         }
+        if constexpr (F == Format::w8a8) return vld1q_f32(reinterpret_cast<const float*>(halves) + kFour * four);
         return vcvt_f32_f16(vld1_f16(halves + kFour * four));
     }
 
@@ -135,7 +139,7 @@ struct Stream {
         constexpr bool Upper = I / kStored;
         const uint8_t* at = quants + Width * kRows * (I % kStored) + within;
         const int8x16_t raw = vld1q_s8(reinterpret_cast<const int8_t*>(at));
-        if constexpr (F == Format::q8) return raw;
+        if constexpr (whole_bytes(F)) return raw;
         if constexpr (nibbles(F) && !kSixteenths) {
             const uint8x16_t pairs = vreinterpretq_u8_s8(raw);
             const uint8x16_t codes = Upper ? vshrq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(15));

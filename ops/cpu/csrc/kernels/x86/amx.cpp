@@ -6,7 +6,7 @@
 // that share a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the
 // same bits.
 //
-// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mx4, -128 .. 127 of q8 (q8 with
+// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mx4, -128 .. 127 of q8 and w8a8 (q8 with
 // zero points of its own can be more, and stays with avx512.cpp). Of GGUF's formats, minimums are added to the scaled
 // sums; q6k, whose scales are for 16 columns, stays with avx512.cpp. One chunk of columns of some row blocks is unpacked,
 // then meets all activation rows: 9 KB of weights, 5 of activations and 8 of sums stay in the first cache. The tiles of
@@ -86,6 +86,8 @@ __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int fir
             const __m512i e = bytes(w.mx4_scales(0) + group);
             const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
             _mm512_store_ps(to.scales[s], _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0.5f)));
+        } else if (F == Format::w8a8) {
+            _mm512_store_ps(to.scales[s], _mm512_loadu_ps(w.float_scales(0) + group));
         } else {
             _mm512_store_ps(to.scales[s], halves(w.scales + group));
         }
@@ -323,12 +325,14 @@ const Kernels& kernels_amx() {
         all.product[static_cast<int>(Format::q4k)] = product<Format::q4k>;
         all.product[static_cast<int>(Format::q5k)] = product<Format::q5k>;
         all.product[static_cast<int>(Format::iq4)] = product<Format::iq4>;
+        all.product[static_cast<int>(Format::w8a8)] = product<Format::w8a8>;
         all.several[static_cast<int>(Format::q8)] = several<Format::q8>;
         all.several[static_cast<int>(Format::q4)] = several<Format::q4>;
         all.several[static_cast<int>(Format::mx4)] = several<Format::mx4>;
         all.several[static_cast<int>(Format::q4k)] = several<Format::q4k>;
         all.several[static_cast<int>(Format::q5k)] = several<Format::q5k>;
         all.several[static_cast<int>(Format::iq4)] = several<Format::iq4>;
+        all.several[static_cast<int>(Format::w8a8)] = several<Format::w8a8>;
         all.attend[static_cast<int>(Type::bf16)] = attend_tiles<Bf16>;
         all.attend[static_cast<int>(Type::i8)] = attend_tiles<int8_t>;
         return all;

@@ -39,7 +39,7 @@ TARGET void product_f8(const Matrix& w, int block, const Rows& rows, const int32
     for (int t = 0; t < count; t++) {
         const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
         const uint8_t* plane = w.quants + block * w.quant_stride();
-        const float* scales = w.f8_scales(block);
+        const float* scales = w.float_scales(block);
         __m256 low = _mm256_setzero_ps(), high = low;
         for (int c = 0; c < w.k; scales += kRows) {
             __m256 part_low = _mm256_setzero_ps(), part_high = part_low;
@@ -66,7 +66,8 @@ const Kernels& kernels_avx2() {
         "avx2",
         {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
          product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
+         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>,
+         product_quantised<Format::w8a8>},
         kernels_generic().quantise};
     return kernels;
 }

@@ -47,6 +47,12 @@ struct Scales {
         return _mm512_cvtph_ps(sixteen);
     }
 
+    INLINE __m512 floats() {
+        const __m512 sixteen = _mm512_loadu_ps(at);
+        at += 4 * kRows;
+        return sixteen;
+    }
+
     // Where a group begins.
     INLINE void enter() {
         if (F == Format::mx4) {  // mx4_scale
@@ -56,7 +62,7 @@ struct Scales {
             of_group[0] = halves();
             if (lowered(F)) of_group[1] = _mm512_mul_ps(halves(), _mm512_set1_ps(0.125f));  // of Block::start
         } else {
-            factor[0] = halves();
+            factor[0] = F == Format::w8a8 ? floats() : halves();
         }
         if (Zeros) {
             zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
@@ -241,7 +247,7 @@ INLINE void widen_f8(const uint8_t* at, __m512& first, __m512& second) {
 template <int M>
 TARGET void f8_pass(const Matrix& w, int block, const float* const* x, float* const* y) {
     const uint8_t* plane = w.quants + block * w.quant_stride();
-    const float* scales = w.f8_scales(block);
+    const float* scales = w.float_scales(block);
     __m512 sums[M];
     for (int t = 0; t < M; t++) sums[t] = _mm512_setzero_ps();
     for (int c = 0; c < w.k; scales += kRows) {
@@ -338,11 +344,12 @@ const Kernels& kernels_avx512() {
         "avx512_vnni",
         {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
          product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>},
+         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>,
+         product_quantised<Format::w8a8>},
         quantise,
         {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>, nullptr,
          several_quantised<Format::mx4>, several_quantised<Format::q4k>, several_quantised<Format::q5k>,
-         several_quantised<Format::q6k>, several_quantised<Format::iq4>}};
+         several_quantised<Format::q6k>, several_quantised<Format::iq4>, several_quantised<Format::w8a8>}};
     return kernels;
 }
 

@@ -17,6 +17,7 @@ const Kernels& kernels_avx_vnni() {
         all.product[static_cast<int>(Format::q5k)] = product_quantised<Format::q5k>;
         all.product[static_cast<int>(Format::q6k)] = product_quantised<Format::q6k>;
         all.product[static_cast<int>(Format::iq4)] = product_quantised<Format::iq4>;
+        all.product[static_cast<int>(Format::w8a8)] = product_quantised<Format::w8a8>;
         return all;
     }();
     return kernels;

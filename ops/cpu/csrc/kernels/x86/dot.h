@@ -8,7 +8,7 @@
 //   q4: quants 0 .. 15 times |q| <= 127, two products: at most 3,810; eight such sums fit 16 bits (30,480).
 //   mx4: bytes 0 .. 24 times |q| <= 127, two products: at most 6,096; four such sums fit 16 bits (24,384).
 //   q5k: at most 7,874; four fit (31,496). q6k: at most 16,002; two fit (32,004).
-//   q8, iq4: bytes minus 128 are signed; |w| <= 128 times q with w's sign, two products: at most 32,512, fits once.
+//   q8, w8a8, iq4: bytes minus 128 are signed; |w| <= 128 times q with w's sign, two products: at most 32,512, fits once.
 #pragma once
 
 #include <immintrin.h>
@@ -24,7 +24,7 @@ constexpr int kAhead = 4096;
 constexpr int kMost = 4;  // activation rows of one pass
 
 // Without VPDPBUSD the bytes of these are values with a sign.
-constexpr bool with_signs(Format f) { return !VNNI && (f == Format::q8 || f == Format::iq4); }
+constexpr bool with_signs(Format f) { return !VNNI && (whole_bytes(f) || f == Format::iq4); }
 // The products whose sums fit 16 bits.
 constexpr int fitting(Format f) {
     return with_signs(f) ? 1 : f == Format::q6k ? 2 : f == Format::mx4 || f == Format::q5k ? 4 : 8;
@@ -108,6 +108,12 @@ struct Scales {
         return _mm256_cvtph_ps(eight);
     }
 
+    INLINE __m256 floats() {
+        const __m256 eight = _mm256_loadu_ps(reinterpret_cast<const float*>(at) + 8 * half);
+        at += 4 * kRows;
+        return eight;
+    }
+
     // Where a group begins.
     INLINE void enter() {
         if (F == Format::mx4) {  // mx4_scale
@@ -117,7 +123,7 @@ struct Scales {
             of_group[0] = halves();
             if (lowered(F)) of_group[1] = _mm256_mul_ps(halves(), _mm256_set1_ps(0.125f));  // of Block::start
         } else {
-            factor[0] = halves();
+            factor[0] = F == Format::w8a8 ? floats() : halves();
         }
         if (Zeros) {
             zero = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros)));
