@@ -1,6 +1,5 @@
 """tests/ascend runs the real torch_npu and torchair on a fake CANN (tests/fakes/cann), in .venv/ascend: see test.sh."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +10,8 @@ import torch_npu  # noqa: F401  (registers the npu device)
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from executor.config.case import Case
-from executor.engine import batching, weight_formats
-from models.build import Formats
+from executor.engine import batching
 from ops.ascend import layout
-from ops.format import FORMATS, Format
 from ops.interface import Numbers, tensor_of
 from tests.ascend.log import violations
 
@@ -40,17 +36,6 @@ def numbers_become_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(layout, "tensor_of", made)
     monkeypatch.setattr(batching, "tensor_of", made)
-
-
-@pytest.fixture
-def int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers and experts of every model are in int8, by rows in int8."""
-
-    def formats(case: Case, *_: object) -> Formats:
-        plain = FORMATS[case.model_config.dtype]
-        return Formats(plain, Format("w8a8", 32), dataclasses.replace(plain, tiled=True))
-
-    monkeypatch.setattr(weight_formats, "formats_of", formats)
 
 
 @pytest.fixture

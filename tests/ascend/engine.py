@@ -28,6 +28,7 @@ from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend.host_memory import pinned
 from ops.ascend.shadow import Node, ShadowNodes
+from tests.modelslim import modelslim_tiny
 from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, save_tiny_of, write_case
 from tests.variants import thorough_but
 
@@ -68,6 +69,19 @@ GPT_OSS = Family(
     "gpt_oss", partial(save_tiny_of, family="gpt_oss"), OSS_SIZES, "intermediate_size", GptOssConfig,
     GptOssForCausalLM,
 )  # fmt: skip
+
+
+def in_int8(family: Family) -> Family:
+    """The same, saved as modelslim quantises it."""
+
+    def save_as_int8(folder: Path, **sizes: Any) -> None:
+        plain = folder.with_name(f"{folder.name}-plain")
+        family.save(plain, **sizes)
+        modelslim_tiny(plain, folder, lambda module: "W8A8_DYNAMIC")
+
+    return dataclasses.replace(family, save=save_as_int8)
+
+
 SECOND_THOROUGH = thorough_but((QWEN3, M2), QWEN3)  # of costly tests
 CAPTURE_MODES = thorough_but(["acl_graph", "npugraph_ex"], "acl_graph")  # of costly tests
 PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]

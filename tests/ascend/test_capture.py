@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.engine import CAPTURE_MODES, GPT_OSS, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import (
+    CAPTURE_MODES,
+    GPT_OSS,
+    QWEN3,
+    Family,
+    ascend_case,
+    ascend_runner,
+    generate,
+    in_int8,
+    prefilled,
+)
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -56,11 +66,11 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -
     assert runner.engine.decode_step.compiles == 1
 
 
-@pytest.mark.usefixtures("int8_weights")
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_int8_is_captured(tmp_path: Path, mode: str) -> None:
     """A captured layer has the kernels of an eager one."""
-    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true"), tmp_path)
+    case = ascend_case(tmp_path, f"exe_mode={mode}", "strict=true", family=in_int8(QWEN3))
+    runner = ascend_runner(case, tmp_path)
     running = prefilled(runner)
     first = step_log(runner, running)
     names = [line.removeprefix("captured ").split()[0] for line in first if line.startswith("captured acl")]
@@ -69,12 +79,12 @@ def test_int8_is_captured(tmp_path: Path, mode: str) -> None:
     assert len([line for line in step_log(runner, running) if line.startswith("aclnn")]) == 1  # the choice of tokens
 
 
-def generated(rank: int, folder: Path, *overrides: str) -> list[list[int]]:
-    """Tokens of a gpt-oss on a device that computes."""
+def generated(rank: int, folder: Path, *overrides: str, family: Family = GPT_OSS) -> list[list[int]]:
+    """Tokens on a device that computes."""
     from tests.ascend import computing
 
     computing.start()
-    case = ascend_case(folder, *overrides, "max_new_tokens=20", family=GPT_OSS)
+    case = ascend_case(folder, *overrides, "max_new_tokens=20", family=family)
     return [sequence.generated for sequence in generate(ascend_runner(case, folder))]
 
 
@@ -83,6 +93,18 @@ def generated(rank: int, folder: Path, *overrides: str) -> list[list[int]]:
 def test_every_mode_generates_the_same_tokens(tmp_path: Path, dtype: str) -> None:
     modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
     found = [run_ranks(generated, 1, tmp_path, f"exe_mode={m}", f"model_config.dtype={dtype}")[0] for m in modes]
+    assert all(tokens == found[0] for tokens in found)
+    assert {token for tokens in found[0] for token in tokens} != {0}
+
+
+def in_int8_generated(rank: int, folder: Path, mode: str) -> list[list[int]]:
+    return generated(rank, folder, f"exe_mode={mode}", family=in_int8(QWEN3))
+
+
+@pytest.mark.thorough
+def test_every_mode_generates_the_same_tokens_in_int8(tmp_path: Path) -> None:
+    modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
+    found = [run_ranks(in_int8_generated, 1, tmp_path, mode)[0] for mode in modes]
     assert all(tokens == found[0] for tokens in found)
     assert {token for tokens in found[0] for token in tokens} != {0}
 

@@ -9,7 +9,7 @@ import torch
 
 from executor.platform.ascend import device
 from ops.ascend.cann import ALL_ABILITIES
-from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family, ascend_case, ascend_runner, prefilled
+from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family, ascend_case, ascend_runner, in_int8, prefilled
 from tests.ascend.log import device_log
 
 ATTENTION = [
@@ -237,13 +237,12 @@ def test_kernels_of_a_decode_layer_in_four_bits(tmp_path: Path) -> None:
     assert last_layer(decode_log(tmp_path, "method=q4")) == expected
 
 
-@pytest.mark.usefixtures("int8_weights")
 @pytest.mark.parametrize("fused", [True, False])
 def test_kernels_of_a_decode_layer_in_int8(tmp_path: Path, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "installed", lambda _: dataclasses.replace(ALL_ABILITIES, fused_swiglu=fused))
     replaced = INT8 if fused else INT8 | IN_PARTS
     expected = [new for line in golden("fusion_v2") for new in replaced.get(line, [line])]
-    assert (last_layer(decode_log(tmp_path)), len(expected)) == (expected, 14 if fused else 15)
+    assert (last_layer(decode_log(tmp_path, family=in_int8(QWEN3))), len(expected)) == (expected, 14 if fused else 15)
 
 
 def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path) -> None:

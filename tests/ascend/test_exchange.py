@@ -17,7 +17,7 @@ from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts
 from ops.format import W8A8, Format
-from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import QWEN3, Family, ascend_case, ascend_runner, generate, in_int8, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log, violations
 from tests.ascend.ranks import join_hccl, run_ranks
@@ -39,6 +39,14 @@ MIXTURE = [  # of one row on each rank, eight experts, three of them for a row
     "aclnnInplaceCopy (1,3)float32 (1,3)bfloat16",
     "aclnnMoeDistributeCombineV4 (6,1024)bfloat16 (1,3)int32 (768)int32 (8)int32 (1,3)float32 group=group_name_2"
     " (1,1024)bfloat16",
+]
+INT8_MIXTURE = [  # the rows in int8, as they are sent
+    MIXTURE[0].replace("(6,1024)bfloat16", "(6,1024)int8"),
+    "aclnnGroupedMatmulSwigluQuantWeightNzV2 (6,1024)int8 [(4,1024,128)int8:NZ] [(4,128)float32] (6)float32 (4)int64"
+    " ints() (6,64)int8 (6)float32",
+    "aclnnGroupedMatmulWeightNz [(6,64)int8] [(4,64,1024)int8:NZ] [(4,1024)bfloat16] [(6)float32] (4)int64 ints()"
+    " [(6,1024)bfloat16]",
+    *MIXTURE[4:],
 ]
 FUSED = {  # kernels of a layer in a GE graph
     "MatMul": 3, "GroupedMatmul": 2, "AddRmsNorm": 2, "QkvRmsNormRopeCache": 1, "FusedInferAttentionScore": 1,
@@ -66,18 +74,19 @@ def decoded(rank: int, folder: Path, *overrides: str) -> Seen:
 
 def mixture(lines: list[str]) -> list[str]:
     """The calls from the sending of rows to the sums, of the last layer."""
-    end = max(i for i, line in enumerate(lines) if "CombineV" in line)
-    return [" ".join(line.removeprefix("captured ").split()) for line in lines[end - len(MIXTURE) + 1 : end + 1]]
+    start, end = (max(i for i, line in enumerate(lines) if what in line) for what in ("DispatchV", "CombineV"))
+    return [" ".join(line.removeprefix("captured ").split()) for line in lines[start : end + 1]]
 
 
 def plain(line: str) -> str:
     return " ".join(word for word in line.split() if word != "[]")
 
 
-def test_an_eager_step_exchanges_rows(tmp_path: Path) -> None:
-    ascend_case(tmp_path, hidden_size=1024)
+@pytest.mark.parametrize(("family", "expected"), [(QWEN3, MIXTURE), (in_int8(QWEN3), INT8_MIXTURE)], ids=["", "int8"])
+def test_an_eager_step_exchanges_rows(tmp_path: Path, family: Family, expected: list[str]) -> None:
+    ascend_case(tmp_path, family=family, hidden_size=1024)
     for rank, seen in enumerate(run_ranks(decoded, 2, tmp_path)):
-        assert [plain(line) for line in mixture(seen.step)] == MIXTURE
+        assert [plain(line) for line in mixture(seen.step)] == expected
         assert [line for line in seen.step if line.startswith("hccl")] == [
             "hccl AllGather 1 int64 name=group_name_1 ranks=2"  # the tokens, after the model
         ]

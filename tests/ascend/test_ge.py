@@ -28,6 +28,7 @@ from tests.ascend.engine import (
     ascend_case,
     ascend_runner,
     generate,
+    in_int8,
     prefilled,
 )
 from tests.ascend.ge import GeProgram, ge_programs
@@ -166,7 +167,6 @@ def test_four_bit_experts(tmp_path: Path) -> None:
     assert not program.of("TensorMove")
 
 
-@pytest.mark.usefixtures("int8_weights")
 @pytest.mark.parametrize("family", thorough_but((QWEN3, GLM), QWEN3), ids=str)
 @pytest.mark.parametrize("fused", [True, False])
 def test_int8(tmp_path: Path, family: Family, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_int8(tmp_path: Path, family: Family, fused: bool, monkeypatch: pytest.M
     products, replaced = plain.total(), plain + Counter(GroupedMatmul=int(fused), SwiGlu=1)
     of_experts = {"GroupedMatmulSwigluQuantV2": 1} if fused else {"DequantSwigluQuant": 1}
     added = Counter(DynamicQuant=products, QuantBatchMatmulV3=products, **of_experts)
-    check(decode_program(tmp_path, family=family), family, fused=Counter(OF_FAMILY[family]) - replaced + added)
+    check(decode_program(tmp_path, family=in_int8(family)), family, fused=Counter(OF_FAMILY[family]) - replaced + added)
 
 
 def test_one_graph_serves_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
