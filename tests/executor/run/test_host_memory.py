@@ -1,6 +1,7 @@
 """A case that does not fit into this machine's memory, or into that of a cgroup, is refused in one line before any of
 it is allocated."""
 
+import os
 import re
 from pathlib import Path
 
@@ -53,16 +54,21 @@ def test_a_case_that_does_not_fit_is_refused_with_its_sizes(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("gigabytes", "overrides", "keys"),
     [
-        (40, ["quantization.method=none"], ["quantization.method", "quantization.method"]),
-        (19, ["max_model_len=40000", "batch_size=4"], ["max_model_len", "max_model_len"]),
-        (19, ["max_model_len=40000"], ["max_model_len", "cache_config.kv_dtype"]),
-        (10, [], []),
+        (39.6, ["quantization.method=none"], ["quantization.method", "quantization.method"]),
+        (18.6, ["max_model_len=40000", "batch_size=4"], ["max_model_len", "max_model_len"]),
+        (18.6, ["max_model_len=40000"], ["max_model_len", "cache_config.kv_dtype"]),
+        (9.6, [], []),
     ],
 )
 def test_what_a_refusal_names_makes_it_fit(
-    monkeypatch: pytest.MonkeyPatch, gigabytes: int, overrides: list[str], keys: list[str]
+    monkeypatch: pytest.MonkeyPatch, gigabytes: float, overrides: list[str], keys: list[str]
 ) -> None:
-    monkeypatch.setattr("executor.run.host_memory.memory_limit", lambda: (gigabytes * GB, "this machine's memory"))
+
+    def limit() -> tuple[int, str]:
+        program = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # which counts too
+        return int(gigabytes * GB) + program, "this machine's memory"
+
+    monkeypatch.setattr("executor.run.host_memory.memory_limit", limit)
     case = load_case("qwen3_30b_a3b_q4_cpu", overrides)
     with pytest.raises(UserError, match=r"GB of this machine's memory: ") as refused:
         check_host_memory(case, 1, sketch_of(case))
