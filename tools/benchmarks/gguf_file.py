@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.causal_lm import CausalLM
+from models.glm4_moe.config import Glm4MoeConfig
 from models.gpt_oss.config import GptOssConfig
 from models.minimax_m2.config import MiniMaxM2Config
 from models.qwen3_moe.config import Qwen3MoeConfig
@@ -33,8 +34,10 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
 GROUP = 32
 PART = 256  # rows
-Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig
-ARCHITECTURES = {Qwen3MoeConfig: "qwen3moe", MiniMaxM2Config: "minimax-m2", GptOssConfig: "gpt-oss"}
+Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig | Glm4MoeConfig
+ARCHITECTURES = {
+    Qwen3MoeConfig: "qwen3moe", MiniMaxM2Config: "minimax-m2", GptOssConfig: "gpt-oss", Glm4MoeConfig: "glm4moe"
+}  # fmt: skip
 TYPES = {"q4": "Q4_0", "q8": "Q8_0", "mxfp4": "MXFP4", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -127,7 +130,7 @@ def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
     yield plain("token_embd.weight", table)
     yield plain("output_norm.weight", model.model.norm.weight)
     yield matrix("output.weight", model.lm_head.weight)
-    after = "post_attention" if isinstance(config, GptOssConfig) else "ffn"
+    after = "post_attention" if isinstance(config, (GptOssConfig, Glm4MoeConfig)) else "ffn"
     layers: Any = model.model.layers
     for i, layer in enumerate(layers):
         attention = layer.self_attn
@@ -152,6 +155,13 @@ def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
             yield plain(f"blk.{i}.ffn_gate_inp.bias", moe.router.score_bias)
             for which in ("gate", "up", "down"):
                 yield biases(f"blk.{i}.ffn_{which}_exps.bias", moe.experts.weights, which)
+        elif isinstance(config, Glm4MoeConfig):
+            moe, width = layer.mlp, config.shared_width
+            yield plain(f"blk.{i}.exp_probs_b.bias", moe.gate.bias)
+            both = moe.shared_experts.gate_up_proj.weight
+            yield matrix(f"blk.{i}.ffn_gate_shexp.weight", both, slice(0, width))
+            yield matrix(f"blk.{i}.ffn_up_shexp.weight", both, slice(width, 2 * width))
+            yield matrix(f"blk.{i}.ffn_down_shexp.weight", moe.shared_experts.down_proj.weight)
         else:
             moe = layer.mlp
             yield plain(f"blk.{i}.attn_q_norm.weight", attention.q_norm.weight)
@@ -228,6 +238,15 @@ def describe(writer: Any, config: Config) -> None:
     elif isinstance(config, GptOssConfig):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_sliding_window(config.sliding_window)
+    elif isinstance(config, Glm4MoeConfig):
+        if config.use_qk_norm or not all(config.sparse_layers):
+            raise UserError("GGUF: use_qk_norm and dense layers of glm4_moe are not written")
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_leading_dense_block_count(0)
     else:
         if config.attention_bias or not config.norm_topk_prob:
             raise UserError("GGUF: biases and norm_topk_prob: false are not written")
