@@ -146,7 +146,7 @@ def make_parser() -> Parser:
     add = command(
         "quantize",
         quantize,
-        "quantise a checkpoint to 4 bits (AWQ, MXFP4), FP8 or W8A8; started again, it resumes",
+        "quantise a checkpoint to 4 bits, FP8 or W8A8; started again, it resumes",
         "--model checkpoints/austen_moe --out OUT --group 32 --calibrate TEXT.txt",
     )
     add.add_argument("--model", required=True, help="a checkpoint in floats, or in FP8 blocks: folder or name on a hub")

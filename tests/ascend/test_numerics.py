@@ -24,6 +24,7 @@ from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
+from tests.modelslim import modelslim_tiny
 from tests.quantised import mxfp4, mxfp4_tiny, quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 from tests.variants import thorough_but
@@ -210,6 +211,18 @@ def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, g
     method: dict[str, Any] = {"quantization": {"method": "none" if format in ("fp8", "desc_act") else "auto"}}
     ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised", **method)
     assert_same(ours, logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
+
+
+def test_modelslim_with_biases_is_near_its_floats(tmp_path: Path) -> None:
+    """Of norms and static attention; in int8 rows are rounded by token."""
+    save(QWEN3, tmp_path, inner=64)
+    kinds = lambda module: "W8A8_DYNAMIC" if ".mlp." in module else "W8A8"  # noqa: E731
+    floats = modelslim_tiny(tmp_path / "model", tmp_path / "quantised", kinds, moved=True)
+    expected = logits(tmp_path, ReferenceOnCpu, model=floats.name)["prefill_0"]
+    for method, dtype, most in (("none", "float32", 1e-3), ("auto", "bfloat16", 0.1)):
+        how: dict[str, Any] = {"quantization": {"method": method}, "model_config": {"dtype": dtype}}
+        ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised", **how)["prefill_0"]
+        assert np.abs(ours - expected).mean() < most * np.abs(expected).mean(), method
 
 
 def test_mxfp4_is_exact_in_floats(tmp_path: Path) -> None:
