@@ -116,7 +116,8 @@ def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
 def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
     rope = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
-    writer.add_block_count(config["num_hidden_layers"])
+    predicting = int(family == "glm4_moe")  # layers that predict further tokens
+    writer.add_block_count(config["num_hidden_layers"] + predicting)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
@@ -132,6 +133,8 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if family == "glm4_moe":
+        writer.add_nextn_predict_layers(predicting)
+        writer.add_tensor(f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight", np.zeros((2, 32), np.float32))
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])

@@ -166,7 +166,7 @@ def no_case(name: str) -> UserError:
     near = f" nearest cases: {', '.join(close)};" if close else ""
     return UserError(
         f"no case {name!r}, and no folder of that name:{near} give a case (`umbra list` shows all), the path of a case "
-        "file, or the folder of a checkpoint"
+        "file, or a checkpoint: its folder, its GGUF file or its name on a hub"
     )
 
 

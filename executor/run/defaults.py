@@ -91,6 +91,10 @@ def _neither(model: str, path: Path) -> UserError:
         return UserError(f"{model}: there is no such file")
     if path.suffix == ".safetensors":
         return UserError(f"{model}: give the folder that it lies in, {path.parent}, which also has its config.json")
+    if path.is_file():
+        return UserError(
+            f"{model}: is a file, but neither *{SUFFIX} nor a case, *.yaml: rename it if it is one of these"
+        )
     return no_case(model)
 
 
@@ -110,13 +114,14 @@ def _followed(case: Case, data: Mapping[str, Any]) -> Case:
         found["top_k"] = 0
     given = data.get("sampling_config") or {}
     found = {name: value for name, value in found.items() if name not in given}
-    settings = read(SamplingSettings, found, str(path))
+    where = case.model_path if case.model_path.endswith(SUFFIX) else str(path)
+    settings = read(SamplingSettings, found, where)
     taken = {name: getattr(settings, name) for name in found}
     case = dataclasses.replace(case, sampling_config=dataclasses.replace(case.sampling_config, **taken))
-    check(case, str(path))
+    check(case, where)
     if taken and (case.sampling_config.temperature or taken.get("repetition_penalty", 1.0) != 1):
-        values = ", ".join(f"{name} {value}" for name, value in taken.items())
-        print(f"sampling as generation_config.json says: {values} (--generation-config none: greedy)", flush=True)
+        values = ", ".join(f"{name} {0 if value is None else value}" for name, value in taken.items())
+        print(f"sampling as {Path(where).name} says: {values} (--generation-config none: greedy)", flush=True)
     return case
 
 

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_gguf
-from models.gguf.metadata import ARCHITECTURES, architecture_of, config_of
+from models.gguf.metadata import ARCHITECTURES, architecture_of, config_of, predicting_layers
 from models.gguf.names import View, views_of
 from models.gguf.vocabulary import AT, Vocabulary
 from models.hf_config import HfConfig
+from models.registry import read_config
 from umbra.errors import UserError
 from umbra.files import ROOT, read_json, sync
 
 FOLDERS = ROOT / "packed_cache" / "gguf"
 INDEX = "gguf.json"
-LAYOUT = 1  # raised whenever the files that are written change
+LAYOUT = 2  # raised whenever the files that are written change
 SUFFIX = ".gguf"
 
 
@@ -48,7 +49,7 @@ def checkpoint_folder(path: Path) -> Path:
     if not (folder / INDEX).is_file():
         gguf = read_gguf(paths[0])
         files = files_of(gguf)  # what is wrong is said before anything is written
-        _write(folder, files)
+        _write(folder, files, str(paths[0]))
         for old in FOLDERS.glob(f"{escape(same)}-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
@@ -79,18 +80,20 @@ def read_index(folder: Path) -> Index:
     """The index in `folder`, which `checkpoint_folder` wrote."""
     data = read_json(folder / INDEX)
     tensors = {name: TensorInfo(kind, tuple(shape), *rest) for name, (kind, shape, *rest) in data["tensors"].items()}
-    views = views_of(tensors, ARCHITECTURES[data["architecture"]].names, data["layers"], data["files"][0])
+    names = ARCHITECTURES[data["architecture"]].names
+    views = views_of(tensors, names, range(*data["predicting"]), data["files"][0])
     return Index([Path(path) for path in data["files"]], tensors, views)
 
 
 def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     """The contents of the files of the folder, by their names."""
     config, meta = config_of(gguf), HfConfig(gguf.metadata, str(gguf.paths[0]))
+    predicting = predicting_layers(gguf)
     found = {
         INDEX: {
             "files": [str(path) for path in gguf.paths],
             "architecture": gguf.metadata["general.architecture"],
-            "layers": config["num_hidden_layers"],
+            "predicting": [predicting.start, predicting.stop],
             "tensors": {name: list(vars(info).values()) for name, info in gguf.tensors.items()},
         },
         "config.json": config,
@@ -104,7 +107,8 @@ def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _write(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+def _write(folder: Path, files: dict[str, dict[str, Any]], where: str) -> None:
+    """Writes the folder of the file `where`, unless its family refuses the config."""
     new = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         new.mkdir(parents=True, exist_ok=True)
@@ -112,8 +116,11 @@ def _write(folder: Path, files: dict[str, dict[str, Any]]) -> None:
             (new / name).write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
             sync(new / name)
         sync(new)
+        read_config(new, files["config.json"]["model_type"])
         with contextlib.suppress(OSError):  # another process was first
             new.rename(folder)
+    except UserError as error:
+        raise UserError(str(error).replace(str(new / "config.json"), where)) from None
     except OSError as error:
         raise UserError(f"{new}: cannot be written: {error.strerror}") from None
     finally:

@@ -59,7 +59,6 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     found = architecture_of(gguf)
     keys = Keys(gguf, gguf.metadata["general.architecture"])
     keys.all.refuse("general.type", "model")
-    layers = keys.size("block_count") - keys.size("nextn_predict_layers", default=0, minimum=0)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
     head_dim = keys.size("attention.key_length", default=max(hidden // heads, 1))
     keys.all.refuse(f"{keys.name}.attention.value_length", head_dim)
@@ -73,7 +72,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "model_type": found.family,
         "vocab_size": keys.rows("token_embd.weight"),
         "hidden_size": hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": predicting_layers(gguf).start,
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(keys, heads),
         "head_dim": head_dim,
@@ -86,6 +85,13 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         **({"rotary_dim": rotating} if found.partial else {}),
         **found.more(keys),
     }
+
+
+def predicting_layers(gguf: Gguf) -> range:
+    """The last layers, which predict further tokens and are not run."""
+    keys = Keys(gguf, gguf.metadata["general.architecture"])
+    layers = keys.size("block_count")
+    return range(layers - keys.size("nextn_predict_layers", default=0, minimum=0), layers)
 
 
 def architecture_of(gguf: Gguf) -> Architecture:

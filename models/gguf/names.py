@@ -13,7 +13,7 @@ WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.([\w.]+)\.(weight|bias)")
 # The module of a layer's tensors `NAME.weight` and `NAME.bias`; MOE is its mixture of experts.
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -53,14 +53,14 @@ class View:
     first_row: int = 0
 
 
-def views_of(tensors: Mapping[str, TensorInfo], names: Names, layers: int, where: str) -> dict[str, View]:
-    """The view of each weight, by the model's name. Tensors of layers from `layers` on are left out, which predict
-    further tokens; one that is unknown keeps its name. Raises UserError, which `where` begins, for two tensors of one
+def views_of(tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str) -> dict[str, View]:
+    """The view of each weight, by the model's name. Tensors of the layers `predicting`, which predict further tokens,
+    are left out; one that is unknown keeps its name. Raises UserError, which `where` begins, for two tensors of one
     weight."""
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
         found = LAYER.fullmatch(tensor)
-        if found and int(found[1]) >= layers:
+        if found and int(found[1]) in predicting:
             continue
         for ours, view in _views(tensor, info.shape, names, found):
             if ours in views:

@@ -75,6 +75,11 @@ class Vocabulary:
         merges = [(merge, merge.find(" ", 1)) for merge in self._texts("merges")]
         if wrong := next((merge for merge, at in merges if at < 0), None):
             raise UserError(f"{self.meta.where}: {AT}merges: {short(wrong)} is not two tokens with a space between")
+        pairs = [(merge[:at], merge[at + 1 :]) for merge, at in merges]
+        if unknown := next((pair for pair in pairs if not {*pair, "".join(pair)} <= self.ids.keys()), None):
+            raise UserError(
+                f"{self.meta.where}: {AT}merges: {short(' '.join(unknown))} makes or joins what is no token"
+            )
         layout = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return {
             "version": "1.0",
@@ -100,7 +105,7 @@ class Vocabulary:
                 "type": "BPE",
                 "ignore_merges": whole,
                 "vocab": self.ids,
-                "merges": [[merge[:at], merge[at + 1 :]] for merge, at in merges],
+                "merges": pairs,
             },
         }
 

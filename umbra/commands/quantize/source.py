@@ -49,7 +49,8 @@ PLAIN = FORMATS["float32"]
 class Source:
     def __init__(self, folder: Path):
         if not folder.is_dir():
-            raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
+            rule = "is a file: quantize reads folders of safetensors" if folder.is_file() else "is not a folder"
+            raise UserError(f"--model {folder}: {rule}: put the checkpoint there, or name another")
         name = family_in(folder)
         config = read_config(folder, name)
         self.folder, self.name, self.config = folder, name, cast(LayerConfig, config)
