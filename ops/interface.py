@@ -96,6 +96,22 @@ class Paged(NamedTuple):
     kv_lens: Lengths  # (S): which are the *last* of its kv_lens[s] cached tokens
 
 
+class Recurrent(NamedTuple):
+    """Where a step's sequences have their states. Layers with states keep them in places of one tensor; the states of a
+    place are one part of it each, and parts may share one memory: places may overlap, those in use may not.
+
+    Rows of a sequence follow one another. A sequence without rows reads and writes nothing. Rows behind the last
+    sequence's are padding, of which outputs are zeros. No sequence writes a place that another one reads or writes in
+    the step, or marks a place that it reads or writes itself. Steps that keep only some rows, as of drafts, write to no
+    place and mark the last row that is known to stay."""
+
+    query_starts: Tensor  # (S + 1) int64: sequence s has rows query_starts[s] .. query_starts[s + 1] - 1
+    reads: Tensor  # (S) int32: the place with the state before the first row; negative: zeros
+    writes: Tensor  # (S) int32: the place that gets the state after the last row, or the one it read; negative: none
+    marks: Tensor  # (S) int32: the number of first rows after which another place gets the state as well; 0: none
+    marked: Tensor  # (S) int32: that place
+
+
 class Heads(NamedTuple):
     """The norm and rotation of the heads of queries and keys, of D columns each."""
 
@@ -223,6 +239,38 @@ class Ops(Protocol):
 
     def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
         """x + sigmoid(gate) * y, in place of x (T, H). gate (T, 1); None: y (T, H) is added whole. -> x"""
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), in place of x (T, N). Rows of gate (T, N) may lie further apart. -> x"""
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm(x) * silu(gate) of heads: x, gate (T, heads, D), weight (D). Tokens of `gate` may lie further apart.
+        -> (T, heads, D)"""
+
+    def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
+        """silu of a convolution of each channel over a sequence's rows, that is of the sum over j of
+        weight[j] * x[row - K + 1 + j]. Rows of x (T, C) may lie further apart; weight (K, C) float32. A state is the
+        last K - 1 rows of x, the oldest first: states (places, K - 1, C) float32, places at any distance. -> (T, C)"""
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        recurrent: Recurrent,
+    ) -> Tensor:
+        """The gated delta rule (arXiv 2412.06464), in float32. Of each row and value head, with q and k divided by
+        the root of their sum of squares plus 1e-6, q also by sqrt(Dk), and beta = sigmoid(b):
+
+            S = S * exp(-rates * softplus(a + dt_bias));  S = S + k (beta (v - S^T k))^T;  out = S^T q
+
+        qkv (T, 2 Hk Dk + Hv Dv) holds queries, keys and values side by side; an implementation may overwrite it. Value
+        heads share key heads in equal, consecutive groups. Rows of a, b (T, Hv) may lie further apart. rates, dt_bias
+        (Hv) float32. states (places, Hv, Dk, Dv) float32, places at any distance; within a head an implementation
+        orders the elements in its own way. -> (T, Hv, Dv)"""
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
         """Softmax over all experts (T, E), then the top k; of equal ones those with smaller ids."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import sampling
+from ops import recurrent, sampling
 from ops.format import Format, Quantised, floats
 from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Numbers, Paged, tensor_of
 
@@ -215,6 +215,17 @@ def silu_mul(x: Tensor) -> Tensor:
 
 def add_gated(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
     return x.copy_(x.float() + (y.float() if gate is None else gate.float().sigmoid() * y.float()))
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    return x.copy_(x.float() * gate.float().sigmoid())
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (rms_norm(x, weight, eps).float() * F.silu(gate.float())).to(x.dtype)
+
+
+causal_conv, gated_delta_rule = recurrent.causal_conv, recurrent.gated_delta_rule
 
 
 def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:

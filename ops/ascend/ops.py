@@ -9,7 +9,7 @@ Shapes and types are checked here only if neither the schemas nor the meta funct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.cpu import ops as cpu
 from ops.format import W8A8, Format
-from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Heads, Ops, Paged, Routed, Scores
+from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Heads, Ops, Paged, Recurrent, Routed, Scores
 from ops.sampling import Choice
 from umbra.errors import UserError
 
@@ -205,6 +205,11 @@ class AscendOps(AscendLayout):
 
     def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
         return x.add_(y) if gate is None else x.addcmul_(y, gate.sigmoid())
+
+    def _refuse_delta(self, *_: Tensor | Recurrent | float) -> NoReturn:
+        raise UserError("layer_types: linear_attention: ascend has no gated DeltaNet layers yet: use platform: cpu")
+
+    sigmoid_mul = gated_rms_norm = causal_conv = gated_delta_rule = _refuse_delta
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
         choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise)

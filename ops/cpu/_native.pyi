@@ -92,6 +92,7 @@ class Buffer:
     def read(self, path: str, bytes: int) -> int: ...
 
 most_width: int
+most_taps: int
 
 def argmax_chunks(width: int) -> int: ...
 def sample_scratch(width: int) -> int: ...
@@ -157,6 +158,45 @@ def attention(
 ) -> None: ...
 def silu_mul(x: int, out: int, tokens: int, width: int) -> None: ...
 def add_gated(x: int, y: int, gate: int, tokens: int, width: int) -> None: ...
+def gated_rms_norm(
+    x: int, gate: int, weight: int, out: int, tokens: int, heads: int, width: int, stride: int, eps: float
+) -> None: ...
+def sigmoid_mul(x: int, gate: int, tokens: int, width: int, stride: int) -> None: ...
+
+class Places:
+    def __init__(self, starts: int, reads: int, writes: int, marks: int, marked: int, sequences: int) -> None: ...
+
+def causal_conv(
+    places: Places,
+    x: int,
+    weight: int,
+    states: int,
+    out: int,
+    tokens: int,
+    channels: int,
+    taps: int,
+    stride: int,
+    place: int,
+) -> None: ...
+def gated_delta_rule(
+    places: Places,
+    qkv: int,
+    a: int,
+    b: int,
+    rates: int,
+    dt_bias: int,
+    states: int,
+    factors: int,
+    out: int,
+    tokens: int,
+    key_heads: int,
+    heads: int,
+    depth: int,
+    width: int,
+    a_stride: int,
+    b_stride: int,
+    place: int,
+) -> None: ...
 def route(
     logits: int,
     bias: int,

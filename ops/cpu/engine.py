@@ -160,6 +160,13 @@ def pointer(x: Tensor | None, dtype: torch.dtype = torch.float32, contiguous: bo
     return x.data_ptr()
 
 
+def strided(x: Tensor) -> int:
+    """The address of (T, heads, width) whose heads are contiguous and whose tokens may be any distance apart."""
+    if x.stride()[1:] != (x.shape[2], 1) and x.shape[1] > 1:
+        raise TypeError(f"heads are not contiguous: {tuple(x.shape)} {x.stride()}")
+    return pointer(x, contiguous=False)
+
+
 def host(function: Callable[[], object]) -> None:
     """Calls `function` now and, while a tape is being captured, records the call for every replay. `function` may use
     torch and native ops; it must read and write tensors at the addresses that they had at capture."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ops import composed, reference
-from ops.cpu.engine import TYPES, native, pointer
+from ops.cpu import recurrent
+from ops.cpu.engine import TYPES, native, pointer, strided
 from ops.cpu.layout import cache_shape
 from ops.cpu.matrix import NativeExperts, NativeMatrix, NativeStack
 from ops.cpu.matrix import fill_table as fill_table
@@ -96,7 +97,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, bias: 
     out = torch.empty(x.shape)
     total = out if residual is None else torch.empty(x.shape)
     native.rms_norm(
-        _strided(rows), pointer(residual), pointer(weight), pointer(bias), pointer(out),
+        strided(rows), pointer(residual), pointer(weight), pointer(bias), pointer(out),
         0 if residual is None else pointer(total), tokens, heads, width, rows.stride(0), eps,
     )  # fmt: skip
     return out, total
@@ -112,11 +113,11 @@ def split_rms_norm(
 ) -> list[Tensor]:
     squares, outs = torch.empty(len(parts), len(parts[0])), [torch.empty(x.shape) for x in parts]
     for x, row in zip(parts, squares.unbind(), strict=True):
-        native.square_sums(_strided(x[:, None]), pointer(row), len(x), x.shape[1], x.stride(0))
+        native.square_sums(strided(x[:, None]), pointer(row), len(x), x.shape[1], x.stride(0))
     total(squares)
     for x, row, weight, out, count in zip(parts, squares.unbind(), weights, outs, counts, strict=True):
         native.scale_by_squares(
-            _strided(x[:, None]), pointer(row), pointer(weight), pointer(out), len(x), x.shape[1], x.stride(0), count,
+            strided(x[:, None]), pointer(row), pointer(weight), pointer(out), len(x), x.shape[1], x.stride(0), count,
             eps,
         )  # fmt: skip
     return outs
@@ -130,7 +131,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape)
     tokens, heads, width = x.shape
-    native.rope(_strided(x), pointer(cos), pointer(sin), pointer(out), tokens, heads, width, x.stride(0))
+    native.rope(strided(x), pointer(cos), pointer(sin), pointer(out), tokens, heads, width, x.stride(0))
     return out
 
 
@@ -147,7 +148,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     tokens, heads, width = k.shape
     dtype = k_cache.dtype
     native.write_kv(
-        _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(slot_mapping, INT), tokens,
+        strided(k), strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(slot_mapping, INT), tokens,
         heads, width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
     )  # fmt: skip
 
@@ -196,6 +197,26 @@ def silu_mul(x: Tensor) -> Tensor:
 def add_gated(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
     native.add_gated(pointer(x), pointer(y), pointer(gate), *x.shape)
     return x
+
+
+@traced
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    tokens, width = x.shape
+    native.sigmoid_mul(pointer(x), strided(gate[:, None]), tokens, width, gate.stride(0))
+    return x
+
+
+@traced
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty(x.shape)
+    tokens, heads, width = x.shape
+    native.gated_rms_norm(
+        pointer(x), strided(gate), pointer(weight), pointer(out), tokens, heads, width, gate.stride(0), eps
+    )
+    return out
+
+
+causal_conv, gated_delta_rule = traced(recurrent.causal_conv), traced(recurrent.gated_delta_rule)
 
 
 @traced
@@ -273,10 +294,3 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_e
         experts.kind.alpha,
     )  # fmt: skip
     return out
-
-
-def _strided(x: Tensor) -> int:
-    """The address of (T, heads, width) whose heads are contiguous and whose tokens may be any distance apart."""
-    if x.stride()[1:] != (x.shape[2], 1) and x.shape[1] > 1:
-        raise TypeError(f"heads are not contiguous: {tuple(x.shape)} {x.stride()}")
-    return pointer(x, contiguous=False)

@@ -11,6 +11,7 @@ namespace umbra {
 
 void bind_ops(py::module_& m) {
     m.attr("most_width") = kMostWidth;
+    m.attr("most_taps") = CausalConv::kMostTaps;
     m.def("argmax_chunks", &Argmax::chunks, py::arg("width"));
     m.def(
         "sample_scratch", [](int64_t width) { return engine.pool->threads() * Sample::scratch_floats(width); },
@@ -108,6 +109,51 @@ void bind_ops(py::module_& m) {
             submit(AddGated{at<float>(x), at<const float>(y), at<const float>(gate), tokens, width});
         },
         py::arg("x"), py::arg("y"), py::arg("gate"), py::arg("tokens"), py::arg("width"));
+    m.def(
+        "gated_rms_norm",
+        [](uintptr_t x, uintptr_t gate, uintptr_t weight, uintptr_t out, int64_t tokens, int64_t heads, int64_t width,
+           int64_t stride, float eps) {
+            submit(GatedRmsNorm{at<const float>(x), at<const float>(gate), at<const float>(weight), at<float>(out),
+                                tokens, heads, width, stride, eps});
+        },
+        py::arg("x"), py::arg("gate"), py::arg("weight"), py::arg("out"), py::arg("tokens"), py::arg("heads"),
+        py::arg("width"), py::arg("stride"), py::arg("eps"));
+    m.def(
+        "sigmoid_mul",
+        [](uintptr_t x, uintptr_t gate, int64_t tokens, int64_t width, int64_t stride) {
+            submit(SigmoidMul{at<float>(x), at<const float>(gate), tokens, width, stride});
+        },
+        py::arg("x"), py::arg("gate"), py::arg("tokens"), py::arg("width"), py::arg("stride"));
+    py::class_<Places>(m, "Places")
+        .def(py::init([](uintptr_t starts, uintptr_t reads, uintptr_t writes, uintptr_t marks, uintptr_t marked,
+                         int64_t sequences) {
+                 return new Places{at<const int64_t>(starts), at<const int32_t>(reads),  at<const int32_t>(writes),
+                                   at<const int32_t>(marks),  at<const int32_t>(marked), sequences};
+             }),
+             py::arg("starts"), py::arg("reads"), py::arg("writes"), py::arg("marks"), py::arg("marked"),
+             py::arg("sequences"));
+    m.def(
+        "causal_conv",
+        [](const Places& places, uintptr_t x, uintptr_t weight, uintptr_t states, uintptr_t out, int64_t tokens,
+           int64_t channels, int64_t taps, int64_t stride, int64_t place) {
+            submit(CausalConv{at<const float>(x), at<const float>(weight), at<float>(states), places, at<float>(out),
+                              tokens, channels, taps, stride, place});
+        },
+        py::arg("places"), py::arg("x"), py::arg("weight"), py::arg("states"), py::arg("out"), py::arg("tokens"),
+        py::arg("channels"), py::arg("taps"), py::arg("stride"), py::arg("place"));
+    m.def(
+        "gated_delta_rule",
+        [](const Places& places, uintptr_t qkv, uintptr_t a, uintptr_t b, uintptr_t rates, uintptr_t dt_bias,
+           uintptr_t states, uintptr_t factors, uintptr_t out, int64_t tokens, int64_t key_heads, int64_t heads,
+           int64_t depth, int64_t width, int64_t a_stride, int64_t b_stride, int64_t place) {
+            submit(GatedDelta{at<float>(qkv), at<const float>(a), at<const float>(b), at<const float>(rates),
+                              at<const float>(dt_bias), at<float>(states), places, at<float>(factors), at<float>(out),
+                              tokens, key_heads, heads, depth, width, a_stride, b_stride, place});
+        },
+        py::arg("places"), py::arg("qkv"), py::arg("a"), py::arg("b"), py::arg("rates"), py::arg("dt_bias"),
+        py::arg("states"), py::arg("factors"), py::arg("out"), py::arg("tokens"), py::arg("key_heads"),
+        py::arg("heads"), py::arg("depth"), py::arg("width"), py::arg("a_stride"), py::arg("b_stride"),
+        py::arg("place"));
     m.def(
         "route",
         [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,

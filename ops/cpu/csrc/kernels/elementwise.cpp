@@ -14,29 +14,6 @@
 namespace umbra {
 namespace {
 
-// Calls f(row) for rows of `width` elements, shared over the pool if there are enough elements.
-template <class F>
-void for_rows(Context& context, int64_t rows, int64_t width, F&& f) {
-    if (rows * width < kWorthSharing) {
-        for (int64_t i = 0; i < rows; i++) f(i);
-        return;
-    }
-    const int64_t chunk = std::max<int64_t>(1, 4096 / width);
-    context.pool.each(static_cast<int>((rows + chunk - 1) / chunk), [&](int task, int) {
-        for (int64_t i = task * chunk; i < std::min(rows, (task + 1) * chunk); i++) f(i);
-    });
-}
-
-__attribute__((always_inline)) inline float square_sum(const float* x, int64_t width) {
-    float lanes[kLanes] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes)
-        for (int l = 0; l < kLanes; l++) lanes[l] += x[i + l] * x[i + l];
-    float sum = 0;
-    for (; i < width; i++) sum += x[i] * x[i];
-    return sum + add_lanes(lanes);
-}
-
 __attribute__((always_inline)) inline void scale_row(const float* x, const float* weight, float* out, int64_t width,
                                                      float mean_square, float eps) {
     const float scale = 1.0f / std::sqrt(mean_square + eps);
@@ -50,15 +27,25 @@ CLONES void norm_row(const float* x, const float* residual, const float* weight,
         if (total) total[i] = v;
         out[i] = v;
     }
-    scale_row(out, weight, out, width, square_sum(out, width) / static_cast<float>(width), eps);
+    scale_row(out, weight, out, width, dot(out, out, width) / static_cast<float>(width), eps);
     for (int64_t i = 0; bias && i < width; i++) out[i] += bias[i];
 }
 
-CLONES void square_row(const float* x, float* square, int64_t width) { *square = square_sum(x, width); }
+CLONES void square_row(const float* x, float* square, int64_t width) { *square = dot(x, x, width); }
 
 CLONES void scale_by_square(const float* x, const float* weight, float* out, int64_t width, float mean_square,
                             float eps) {
     scale_row(x, weight, out, width, mean_square, eps);
+}
+
+CLONES void gated_norm_row(const float* x, const float* gate, const float* weight, float* out, int64_t width,
+                           float eps) {
+    scale_row(x, weight, out, width, dot(x, x, width) / static_cast<float>(width), eps);
+    for (int64_t i = 0; i < width; i++) out[i] *= gate[i] / (1.0f + fast_exp(-gate[i]));
+}
+
+CLONES void sigmoid_mul_row(float* x, const float* gate, int64_t width) {
+    for (int64_t i = 0; i < width; i++) x[i] /= 1.0f + fast_exp(-gate[i]);
 }
 
 CLONES void rope_row(const float* x, const float* cos, const float* sin, float* out, int64_t width) {
@@ -135,6 +122,13 @@ void RmsNorm::run(Context& context) const {
     });
 }
 
+void GatedRmsNorm::run(Context& context) const {
+    for_rows(context, tokens * heads, width, [&](int64_t i) {
+        const float* of = gate + i / heads * stride + i % heads * width;
+        gated_norm_row(x + i * width, of, weight, out + i * width, width, eps);
+    });
+}
+
 void SquareSums::run(Context& context) const {
     for_rows(context, tokens, width, [&](int64_t t) { square_row(x + t * stride, squares + t, width); });
 }
@@ -155,6 +149,10 @@ void Rope::run(Context& context) const {
 void SiluMul::run(Context& context) const {
     for_rows(context, tokens, width,
              [&](int64_t t) { silu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width); });
+}
+
+void SigmoidMul::run(Context& context) const {
+    for_rows(context, tokens, width, [&](int64_t t) { sigmoid_mul_row(x + t * width, gate + t * stride, width); });
 }
 
 void AddGated::run(Context& context) const {

@@ -1,11 +1,27 @@
 // Parts of the elementwise ops that other kernels use.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+
+#include "kernels/ops.h"
 
 namespace umbra {
 
 constexpr int64_t kWorthSharing = 1 << 15;  // elements below which waking the pool costs more than it saves
+
+// Calls f(row) for rows of `width` elements, shared over the pool if there are enough elements.
+template <class F>
+void for_rows(Context& context, int64_t rows, int64_t width, F&& f) {
+    if (rows * width < kWorthSharing) {
+        for (int64_t i = 0; i < rows; i++) f(i);
+        return;
+    }
+    const int64_t chunk = std::max<int64_t>(1, 4096 / width);
+    context.pool.each(static_cast<int>((rows + chunk - 1) / chunk), [&](int task, int) {
+        for (int64_t i = task * chunk; i < std::min(rows, (task + 1) * chunk); i++) f(i);
+    });
+}
 
 // silu(gate) * up, `width` of each.
 void silu_mul(const float* gate, const float* up, float* out, int64_t width);

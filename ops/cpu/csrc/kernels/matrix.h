@@ -240,13 +240,19 @@ void attend_bf16(const Attention&, const Span&);
 void attend_f16(const Attention&, const Span&);
 void attend_i8(const Attention&, const Span&);
 
+// The gated delta rule of one sequence and value head, in a slab of columns from `column` on (delta.h).
+struct GatedDelta;
+using Delta = void (*)(const GatedDelta&, int64_t sequence, int64_t head, int64_t column);
+void delta_of_four(const GatedDelta&, int64_t sequence, int64_t head, int64_t column);
+
 struct Kernels {
     const char* name;
     Product product[kFormats];
     Quantise quantise;
     Products several[kFormats] = {};                                      // or null: one row block after the other
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
-    Order order = Order::fours;                                           // of the matrices that `product` reads
+    Delta delta = delta_of_four;
+    Order order = Order::fours;  // of the matrices that `product` reads
 };
 
 // What each byte is changed by where quants are signed.

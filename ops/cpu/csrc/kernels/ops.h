@@ -66,6 +66,16 @@ struct RmsNorm {
     void run(Context&) const;
 };
 
+struct GatedRmsNorm {
+    const float* x;       // (T, heads, width)
+    const float* gate;    // (T, heads, width), tokens `stride` apart
+    const float* weight;  // (width)
+    float* out;           // (T, heads, width)
+    int64_t tokens, heads, width, stride;
+    float eps;
+    void run(Context&) const;
+};
+
 // The two halves of an RmsNorm whose rows are split over ranks; between them the ranks sum `squares`.
 struct SquareSums {
     const float* x;  // (T, width), tokens `stride` apart
@@ -126,12 +136,50 @@ struct SiluMul {
     void run(Context&) const;
 };
 
+struct SigmoidMul {
+    float* x;           // (T, width), in place
+    const float* gate;  // (T, width), tokens `stride` apart
+    int64_t tokens, width, stride;
+    void run(Context&) const;
+};
+
 struct AddGated {
     float* x;           // (T, width), in place
     const float* y;     // (T, width)
     const float* gate;  // (T) or null: y is added whole
     int64_t tokens, width;
     void run(Context&) const;
+};
+
+// Where the sequences of a step have their states: `Recurrent` in ops/interface.py.
+struct Places {
+    const int64_t* starts;                           // (S + 1)
+    const int32_t *reads, *writes, *marks, *marked;  // (S)
+    int64_t sequences;
+};
+
+struct CausalConv {
+    const float* x;       // (T, channels), tokens `stride` apart
+    const float* weight;  // (taps, channels)
+    float* states;        // places of (taps - 1, channels), `place` floats apart
+    Places places;
+    float* out;  // (T, channels)
+    int64_t tokens, channels, taps, stride, place;
+    void run(Context&) const;
+    static constexpr int64_t kMostTaps = 8;
+};
+
+struct GatedDelta {
+    float* qkv;                    // (T, 2 key_heads * depth + heads * width); queries and keys are normalised in place
+    const float *a, *b;            // (T, heads), tokens a_stride and b_stride apart
+    const float *rates, *dt_bias;  // (heads)
+    float* states;                 // places of `heads` states in slabs, `place` floats apart
+    Places places;
+    float* factors;  // (T, key_heads + 2 heads): scratch
+    float* out;      // (T, heads, width)
+    int64_t tokens, key_heads, heads, depth, width, a_stride, b_stride, place;
+    void run(Context&) const;
+    static int64_t slab(int64_t width) { return width % 32 ? 16 : 32; }  // columns of one
 };
 
 struct Route {

@@ -90,6 +90,17 @@ inline float add_lanes(const float* lanes) {
     return sum;
 }
 
+// The sum of x * y, in lanes.
+ALWAYS_INLINE float dot(const float* x, const float* y, int64_t width) {
+    float lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes)
+        for (int l = 0; l < kLanes; l++) lanes[l] += x[i + l] * y[i + l];
+    float sum = 0;
+    for (; i < width; i++) sum += x[i] * y[i];
+    return sum + add_lanes(lanes);
+}
+
 // Lowers `least` and raises `most` to the range of x. In lanes: a plain loop would be one chain of comparisons, which
 // the compiler may not reorder (signed zeros).
 ALWAYS_INLINE void widen_range(const float* x, int64_t count, float& least, float& most) {

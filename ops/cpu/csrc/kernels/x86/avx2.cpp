@@ -2,6 +2,7 @@
 
 #define TARGET __attribute__((target("avx2,f16c,fma")))
 #define VNNI false
+#include "kernels/delta.h"
 #include "kernels/x86/dot.h"
 
 namespace umbra {
@@ -59,16 +60,23 @@ TARGET void product_f8(const Matrix& w, int block, const Rows& rows, const int32
     }
 }
 
+TARGET void delta(const GatedDelta& op, int64_t sequence, int64_t head, int64_t column) {
+    run_slab<Eight>(op, sequence, head, column);
+}
+
 }  // namespace
 
 const Kernels& kernels_avx2() {
-    static const Kernels kernels{
-        "avx2",
-        {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>,
-         product_quantised<Format::w8a8>},
-        kernels_generic().quantise};
+    static const Kernels kernels = [] {
+        Kernels own{"avx2",
+                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
+                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
+                     product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
+                    kernels_generic().quantise};
+        own.delta = delta;
+        return own;
+    }();
     return kernels;
 }
 

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "kernels/delta.h"
 #include "kernels/passes.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
@@ -337,19 +338,26 @@ TARGET void quantise(const float* x, int count, Block* to) {
     }
 }
 
+TARGET void delta(const GatedDelta& op, int64_t sequence, int64_t head, int64_t column) {
+    run_slab<Lanes>(op, sequence, head, column);
+}
+
 }  // namespace
 
 const Kernels& kernels_avx512() {
-    static const Kernels kernels{
-        "avx512_vnni",
-        {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>,
-         product_quantised<Format::w8a8>},
-        quantise,
-        {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>, nullptr,
-         several_quantised<Format::mx4>, several_quantised<Format::q4k>, several_quantised<Format::q5k>,
-         several_quantised<Format::q6k>, several_quantised<Format::iq4>, several_quantised<Format::w8a8>}};
+    static const Kernels kernels = [] {
+        Kernels own{"avx512_vnni",
+                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
+                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
+                     product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
+                    quantise,
+                    {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>, nullptr,
+                     several_quantised<Format::mx4>, several_quantised<Format::q4k>, several_quantised<Format::q5k>,
+                     several_quantised<Format::q6k>, several_quantised<Format::iq4>, several_quantised<Format::w8a8>}};
+        own.delta = delta;
+        return own;
+    }();
     return kernels;
 }
 
