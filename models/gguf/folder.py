@@ -22,7 +22,7 @@ from umbra.files import ROOT, read_json, sync
 
 FOLDERS = ROOT / "packed_cache" / "gguf"
 INDEX = "gguf.json"
-LAYOUT = 2  # raised whenever the files that are written change
+LAYOUT = 3  # raised whenever the files that are written change
 SUFFIX = ".gguf"
 
 
@@ -104,6 +104,7 @@ def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
         words = Vocabulary(meta)
         found["tokenizer.json"], found["tokenizer_config.json"] = words.tokenizer(), words.settings()
         found["generation_config.json"] = words.generation(architecture_of(gguf).stops)
+        config["eos_token_id"] = found["generation_config.json"]["eos_token_id"]
     return found
 
 
