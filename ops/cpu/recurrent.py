@@ -1,4 +1,4 @@
-"""The ops with states of gated DeltaNet layers, computed by csrc/kernels/delta.cpp, which says how states lie."""
+"""The ops with states of gated DeltaNet layers, computed by csrc/kernels/delta.cpp; delta.h says how states lie."""
 
 import torch
 from torch import Tensor
