@@ -40,6 +40,9 @@ def checkpoint_folder(path: Path) -> Path:
     if path.suffix != SUFFIX or path.is_dir():
         return path
     paths = parts_of(path.absolute())
+    for part in paths:
+        if part.exists() and not part.is_file():
+            raise UserError(f"{part}: must be a regular file")
     try:
         sizes = [(part.stat().st_size, part.stat().st_mtime_ns) for part in paths]
     except OSError as error:
