@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import SILU_EXPERTS, Heads, Paged, Slots
+from ops.interface import SILU_EXPERTS, Heads, Paged, Rounded, RoundingNorm, Slots
 
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
@@ -117,9 +117,12 @@ class CountedOps:
             x = self.made("input in float32", x, *x.shape, dtype=torch.float32)
         int8 = in_int8(weight)
         _rows = self._rounded(x) if int8 else None
+        return self._product("linear" + BY_INT8 * int8, x, weight)
+
+    def _product(self, name: str, x: Tensor, weight: Any) -> Tensor:
         out = self.made("product", x, len(x), weight.rows)
         size, macs = sum(t.nbytes for t in weight.storages), len(x) * weight.rows * weight.columns
-        self.note("linear" + BY_INT8 * int8, x, out, weights=size, macs=macs, tokens=len(x), int8=int8)
+        self.note(name, x, out, weights=size, macs=macs, tokens=len(x), int8=in_int8(weight))
         return out
 
     def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,6 +149,21 @@ class CountedOps:
         self.note("add_rms_norm", x, x, x, x)
         total = self.made("residual sum", x, *x.shape)
         return self._moved(self._normalised(x), bias), total
+
+    def rounding_norm(self, reader: Any) -> RoundingNorm | None:
+        return self._rounding_norm if in_int8(reader) else None
+
+    def _rounding_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Rounded, Tensor]:
+        """Makes the tensors of the norm and of the rounding apart, as older versions do."""
+        normed, total = self.add_rms_norm(x, residual, weight, eps, bias)
+
+        def linear(weight: Any, bias: Tensor | None) -> Tensor:
+            _rows = self._rounded(normed)
+            return self._product("linear of rounded rows", normed, weight)
+
+        return Rounded(linear), total
 
     def split_rms_norm(
         self,

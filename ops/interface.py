@@ -133,6 +133,16 @@ class Scores:
     moe: Callable[[Tensor, Tensor, ExpertMatrices, int | None], Tensor]
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Rows that were rounded for the one matrix that they meet. `linear` is otherwise the op of that name."""
+
+    linear: Callable[[Matrix, Tensor | None], Tensor]
+
+
+Rows = Tensor | Rounded
+# `Ops.add_rms_norm` whose rows may be rounded.
+RoundingNorm = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Rows, Tensor]]
 # The experts of each token: weights (T, k) and ids (T, k), of types that `moe` takes, or scores.
 Routed = tuple[Tensor, Tensor] | Scores
 
@@ -185,6 +195,9 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)"""
+
+    def rounding_norm(self, reader: Matrix) -> RoundingNorm | None:
+        """The norm of rows that only `reader` multiplies, if `linear` would round them and the norm can do so."""
 
     def split_rms_norm(
         self,

@@ -12,7 +12,7 @@ from models.layers.linear import MergedLinear, RowLinear, Source
 from models.layers.norm import RMSNorm
 from models.layers.rotary import head_order
 from models.rope import RopeConfig
-from ops.interface import Heads, fixed
+from ops.interface import Heads, Rows, fixed
 from ops.parallel.groups import Shard
 
 
@@ -130,7 +130,7 @@ class GroupedAttention(nn.Module):
         self.sinks = Sinks(build, config.num_attention_heads) if sinks else None
         self.o_proj = RowLinear(build, "o_proj", q_rows, hidden, out_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x, batch)
         if self.normed:
             return self.o_proj(self.attention.normed(qkv, self.q_norm, self.k_norm, cos, sin, batch), batch)

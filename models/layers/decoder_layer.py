@@ -8,7 +8,8 @@ from models.layers.norm import RMSNorm
 
 
 class DecoderLayer(nn.Module):
-    """`attention` takes (x, cos, sin, batch), `mlp` takes (x, batch). `mlp_name` is the checkpoint's name of it."""
+    """`attention` takes (x, cos, sin, batch), and only its `qkv_proj`, if it has one, reads x. `mlp` takes (x, batch).
+    `mlp_name` is the checkpoint's name of it."""
 
     def __init__(
         self, build: Build, hidden: int, eps: float, attention: nn.Module, mlp: nn.Module, mlp_name: str = "mlp"
@@ -23,8 +24,11 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos, sin, batch)
+        reader = getattr(self.self_attn, "qkv_proj", None)
+        rows, residual = self.input_layernorm.add_for(reader, x, residual, batch)
+        del x  # no tensor is kept longer than it is read
+        x = self.self_attn(rows, cos, sin, batch)
+        del rows
         x, residual, batch = batch.wanted(x, residual)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return getattr(self, self.mlp_name)(x, batch), residual

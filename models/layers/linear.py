@@ -11,6 +11,7 @@ from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece, nbytes_of
 from ops.format import GROUP_SIZES, in_order
+from ops.interface import Rounded, Rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class MergedLinear(Layer):
         self.elements = outputs * (inputs + bias)
         self.nbytes = nbytes_of(self.weight, self.bias)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Rows, batch: Batch) -> Tensor:
+        if isinstance(x, Rounded):
+            return x.linear(self.weight, self.bias)
         return self.of_all_rows(batch.rows(self.parallel).gather(x))
 
     def of_all_rows(self, x: Tensor) -> Tensor:

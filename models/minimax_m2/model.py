@@ -19,6 +19,7 @@ from models.layers.rotary import head_order
 from models.layers.router import Router, SelectionBias
 from models.minimax_m2.config import MiniMaxM2Config
 from ops.format import FORMATS
+from ops.interface import Rows
 
 
 class Attention(nn.Module):
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim)
         self.o_proj = RowLinear(build, "o_proj", q_rows, config.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x, batch).split(self.sizes, dim=-1)
         q, k = self.qk_norm(q, k)  # over all heads of a token together, before they rotate
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (T, heads, D), (T, kv_heads, D) twice

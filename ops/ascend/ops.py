@@ -28,7 +28,20 @@ from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.cpu import ops as cpu
 from ops.format import W8A8, Format
-from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Heads, Ops, Paged, Recurrent, Routed, Scores
+from ops.interface import (
+    SILU_EXPERTS,
+    ExpertKind,
+    ExpertMatrices,
+    Heads,
+    Ops,
+    Paged,
+    Recurrent,
+    Rounded,
+    RoundingNorm,
+    Routed,
+    Rows,
+    Scores,
+)
 from ops.sampling import Choice
 from umbra.errors import UserError
 
@@ -123,6 +136,17 @@ class AscendOps(AscendLayout):
     ) -> tuple[Tensor, Tensor]:
         out, _, total = torch_npu.npu_add_rms_norm(x1=x, x2=residual, gamma=weight, epsilon=eps)
         return out if bias is None else out + bias, total
+
+    def rounding_norm(self, reader: AscendMatrix) -> RoundingNorm | None:
+        return self._rounding_norm if self.can.rounding_norm and reader.format.kind == W8A8.kind else None
+
+    def _rounding_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Rows, Tensor]:
+        if not len(x):  # a data-parallel group that has no prompt in this step
+            return self.add_rms_norm(x, residual, weight, eps, bias)
+        rows, scales, total = w8a8.add_rms_norm(x, residual, weight, eps, bias)
+        return Rounded(partial(w8a8.product, rows, scales, x.dtype)), total
 
     def split_rms_norm(
         self,

@@ -1,6 +1,6 @@
 """Products of integers: weights of eight bits by rows that are rounded to eight bits, each with a scale of its own.
 
-linear    dynamic_quant, quant_matmul
+linear    dynamic_quant, or the norm before: add_rms_norm_dynamic_quant; quant_matmul
 experts   grouped_matmul_swiglu_quant, grouped_matmul; or, where that does not take them, grouped_matmul to int32,
           dequant_swiglu_quant, grouped_matmul
 """
@@ -26,12 +26,27 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
     if not len(x):  # a data-parallel group that has no prompt in this step
         return x.new_empty(0, weight.rows)
-    rows, scales = rounded(x)
+    return product(*rounded(x), x.dtype, weight, bias)
+
+
+def product(rows: Tensor, scales: Tensor, dtype: torch.dtype, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
+    """Rows (T, K) int8 with their scales (T) by `weight`. -> (T, N) of `dtype`"""
     y: Tensor = torch_npu.npu_quant_matmul(
         x1=rows, x2=weight.data, scale=weight.scales, offset=None, pertoken_scale=scales, bias=bias,
-        output_dtype=x.dtype, group_sizes=None,
+        output_dtype=dtype, group_sizes=None,
     )  # fmt: skip
     return y
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of the sum as `rounded` returns it, and the sum."""
+    rows, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+        x1=x, x2=residual, gamma=weight, smooth_scale1=None, smooth_scale2=None, beta=bias, epsilon=eps,
+        output_mask=[True, False], y_dtype=None,
+    )  # fmt: skip
+    return rows, scales, total
 
 
 def products(

@@ -26,7 +26,7 @@ from ops.interface import Heads, Paged
 from ops.sampling import Choice
 from umbra.errors import UserError
 
-vector_type, paging = reference.vector_type, reference.paging
+vector_type, paging, rounding_norm = reference.vector_type, reference.paging, reference.rounding_norm
 matrix = NativeMatrix
 stack = NativeStack
 expert_matrices = NativeExperts

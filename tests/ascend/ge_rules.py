@@ -15,6 +15,7 @@ _fake.fake_broken_rule.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_int6
 _fake.fake_broken_rule.restype = ctypes.c_char_p
 
 KERNELS = {  # type of a node -> kernel
+    "AddRmsNormDynamicQuant": "aclnnAddRmsNormDynamicQuantV2",
     "ApplyRotaryPosEmb": "aclnnApplyRotaryPosEmbV2",
     "ClippedSwiglu": "aclnnClippedSwiglu",
     "DequantSwigluQuant": "aclnnDequantSwigluQuantV2",

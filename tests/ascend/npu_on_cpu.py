@@ -311,6 +311,22 @@ def npu_dynamic_quant(input: Tensor, *, dst_type: Any = None, **others: object) 
 
 
 @under_schema
+def npu_add_rms_norm_dynamic_quant(
+    x1: Tensor, x2: Tensor, gamma: Tensor, *, smooth_scale1: Tensor | None = None, smooth_scale2: Tensor | None = None,
+    beta: Tensor | None = None, epsilon: float = 1e-6, output_mask: Sequence[bool] | None = None,
+    y_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The norm is rounded once, from float32."""
+    plain = (smooth_scale1, smooth_scale2, y_dtype) == (None, None, None)
+    expect(plain and output_mask == [True, False] and len(x1) > 0, "add_rms_norm_dynamic_quant: one output, as it is")
+    expect(x1.dtype == x2.dtype == gamma.dtype != torch.float32, "add_rms_norm_dynamic_quant: one type of 16 bits")
+    total = x1 + x2
+    inverse = torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    rows, scales = rounded(total.float() * inverse * gamma.float() + (0 if beta is None else beta.float()))
+    return rows, rows.new_empty(()), total, scales, torch.tensor(torch.nan)
+
+
+@under_schema
 def npu_quant_matmul(
     x1: Tensor, x2: Tensor, scale: Tensor, *, pertoken_scale: Tensor | None = None, bias: Tensor | None = None,
     output_dtype: Any = None, **others: object,

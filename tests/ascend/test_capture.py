@@ -24,7 +24,7 @@ from tests.ascend.engine import (
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
-from tests.ascend.test_eager import INT8, golden, last_layer
+from tests.ascend.test_eager import golden, golden_in_int8, last_layer
 from tests.variants import thorough_but
 
 
@@ -74,8 +74,7 @@ def test_int8_is_captured(tmp_path: Path, mode: str) -> None:
     running = prefilled(runner)
     first = step_log(runner, running)
     names = [line.removeprefix("captured ").split()[0] for line in first if line.startswith("captured acl")]
-    eager = [new.split()[0] for line in golden("fusion_v2") for new in INT8.get(line, [line])]
-    assert last_layer(names) == eager
+    assert last_layer(names) == [line.split()[0] for line in golden_in_int8()]
     assert len([line for line in step_log(runner, running) if line.startswith("aclnn")]) == 1  # the choice of tokens
 
 

@@ -158,9 +158,12 @@ FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     " [(9,128)bfloat16]",
 }
 ROUNDED = "aclnnDynamicQuantV2 (3,128)bfloat16 (3,128)int8 (3)float32"
-INT8 = {  # the same layer with weights in int8
+ROUNDING_NORM = (
+    "aclnnAddRmsNormDynamicQuantV2 (3,128)bfloat16 (3,128)bfloat16 (128)bfloat16 bools(1,0) (3,128)int8 ()int8"
+    " (3,128)bfloat16 (3)float32 ()float32"
+)
+INT8 = {  # the same layer with weights in int8, after its first norm
     ATTENTION[0]: [
-        ROUNDED,
         "aclnnQuantMatmulWeightNz (3,128)int8 (128,512)int8:NZ (3)float32 (512)float32 (0)bfloat16 (0)bfloat16"
         " (3,512)bfloat16",
     ],
@@ -180,7 +183,8 @@ INT8 = {  # the same layer with weights in int8
         " [(9,128)bfloat16]"
     ],
 }
-IN_PARTS = {  # where torch_npu has no op for the first product with its SwiGLU
+IN_PARTS = {  # where torch_npu has no op for the first product with its SwiGLU, nor for a norm with its rounding
+    ATTENTION[0]: [ROUNDED, *INT8[ATTENTION[0]]],
     EXPERTS[0]: [
         "aclnnGroupedMatmulWeightNz [(9,128)int8] [(8,128,128)int8:NZ] (8)int64 ints() [(9,128)int32]",
     ],
@@ -205,21 +209,28 @@ def decode_log(folder: Path, *overrides: str, family: Family = QWEN3) -> list[st
 
 
 def last_layer(lines: list[str]) -> list[str]:
-    """The second layer's lines: it begins and ends after a norm with a residual."""
+    """The second layer's lines: it begins with the second norm with a residual, and ends before the fourth."""
     norms = [i for i, line in enumerate(lines) if line.startswith("aclnnAddRmsNorm")]
     assert len(norms) == 4
-    return lines[norms[1] + 1 : norms[3] + 1]
+    return lines[norms[1] : norms[3]]
 
 
 def golden(routing: str, family: Family = QWEN3) -> list[str]:
     attention, router, shared = LAYERS[family]
     of_experts = OSS_EXPERTS if family is GPT_OSS else {}
-    return [*attention, *router, *(of_experts.get(line, line) for line in MOE[routing]), *shared, attention[-1]]
+    return [attention[-1], *attention, *router, *(of_experts.get(line, line) for line in MOE[routing]), *shared]
+
+
+def golden_in_int8(fused: bool = True) -> list[str]:
+    """`fused`: torch_npu has the ops that round what they compute."""
+    norm, *others = golden("fusion_v2")
+    replaced = INT8 if fused else INT8 | IN_PARTS
+    return [ROUNDING_NORM if fused else norm, *(new for line in others for new in replaced.get(line, [line]))]
 
 
 def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "get_cann_version", lambda: "8.5.0")
-    expected = [*EARLIER_ATTENTION, *EARLIER_ROUTER, *MOE["fusion_v2"], ATTENTION[-1]]
+    expected = [ATTENTION[-1], *EARLIER_ATTENTION, *EARLIER_ROUTER, *MOE["fusion_v2"]]
     assert last_layer(decode_log(tmp_path)) == expected
 
 
@@ -239,10 +250,10 @@ def test_kernels_of_a_decode_layer_in_four_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_kernels_of_a_decode_layer_in_int8(tmp_path: Path, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "installed", lambda _: dataclasses.replace(ALL_ABILITIES, fused_swiglu=fused))
-    replaced = INT8 if fused else INT8 | IN_PARTS
-    expected = [new for line in golden("fusion_v2") for new in replaced.get(line, [line])]
-    assert (last_layer(decode_log(tmp_path, family=in_int8(QWEN3))), len(expected)) == (expected, 14 if fused else 15)
+    can = dataclasses.replace(ALL_ABILITIES, fused_swiglu=fused, rounding_norm=fused)
+    monkeypatch.setattr(device, "installed", lambda _: can)
+    expected = golden_in_int8(fused)
+    assert (last_layer(decode_log(tmp_path, family=in_int8(QWEN3))), len(expected)) == (expected, 13 if fused else 15)
 
 
 def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path) -> None:
@@ -252,7 +263,7 @@ def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path)
         prefilled(runner)
     lines = last_layer(log.lines)
     names = [line.split()[0] for line in golden("fusion_v2")]
-    norm = names.index("aclnnAddRmsNorm")
+    norm = names.index("aclnnAddRmsNorm", 1)
     assert [line.split()[0] for line in lines] == [*names[:norm], "aclnnIndex", "aclnnIndex", *names[norm:]]
     assert PACKED_ATTENTION in lines
 

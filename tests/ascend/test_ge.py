@@ -100,7 +100,13 @@ def casts(program: GeProgram) -> list[tuple[str, torch.dtype]]:
     return [(source, dtype) for source, dtype in found if source not in ("Const", "Range", "Pack")]
 
 
-def check(program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: dict[str, int] | None = None) -> None:
+AROUND = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
+
+
+def check(
+    program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: dict[str, int] | None = None,
+    around: dict[str, int] = AROUND,
+) -> None:  # fmt: skip
     """Checks that the decode step has the intended nodes, and that nothing is copied, cast or transposed, but that
     routers in float32 make their weights so."""
     count = program.count()
@@ -114,9 +120,9 @@ def check(program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: di
         assert (lengths.shape, lengths.dtype) == ((4,), torch.int64)
         table = next(value for value in program.inputs() if value.source == node.inputs[14])
         assert (table.shape, table.dtype) == ((4, 1), torch.int32)
-    for name, each in (fused or OF_FAMILY[family]).items():
-        around = {"RmsNorm": 1, "MatMul": 1}.get(name, 0)  # the first norm, the head
-        assert count[name] == each * layers + around, name
+    of_layer = fused or OF_FAMILY[family]
+    for name in {*of_layer, *around}:
+        assert count[name] == of_layer.get(name, 0) * layers + around.get(name, 0), name
 
 
 @pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3, GPT_OSS), ids=str)
@@ -170,13 +176,17 @@ def test_four_bit_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", thorough_but((QWEN3, GLM), QWEN3), ids=str)
 @pytest.mark.parametrize("fused", [True, False])
 def test_int8(tmp_path: Path, family: Family, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two products of attention, and two of GLM's shared expert, each after a rounding of its rows."""
-    monkeypatch.setattr(device, "installed", lambda _: dataclasses.replace(ALL_ABILITIES, fused_swiglu=fused))
+    """Two products of attention, and two of GLM's shared expert, each after a rounding of its rows, which the norm of
+    the second layer does."""
+    can = dataclasses.replace(ALL_ABILITIES, fused_swiglu=fused, rounding_norm=fused)
+    monkeypatch.setattr(device, "installed", lambda _: can)
     plain = Counter(MatMul=3, MatMulV2=1) if family is GLM else Counter(MatMul=2)
     products, replaced = plain.total(), plain + Counter(GroupedMatmul=int(fused), SwiGlu=1)
     of_experts = {"GroupedMatmulSwigluQuantV2": 1} if fused else {"DequantSwigluQuant": 1}
     added = Counter(DynamicQuant=products, QuantBatchMatmulV3=products, **of_experts)
-    check(decode_program(tmp_path, family=in_int8(family)), family, fused=Counter(OF_FAMILY[family]) - replaced + added)
+    norm = dict(AddRmsNorm=-1, DynamicQuant=-1, AddRmsNormDynamicQuant=1) if fused else {}
+    program, of_layer = decode_program(tmp_path, family=in_int8(family)), Counter(OF_FAMILY[family]) - replaced + added
+    check(program, family, fused=of_layer, around=AROUND | norm)
 
 
 def test_one_graph_serves_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

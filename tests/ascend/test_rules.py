@@ -4,6 +4,7 @@ CANN's sources demand (tests/fakes/cann/rules.cpp) is broken."""
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import W8A8, Format
-from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Paged
+from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Matrix, Paged, Rounded
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
@@ -78,7 +79,12 @@ def layer(size: Size, how: str, routing: str, tokens: int, decode: bool, cann: s
     none = array("q")
     numbers = array("q", range(tokens)), torch.empty(0, 0, dtype=torch.int64), none, none
     slots = ops.paging(*numbers, PAGE).slot_mapping.to(device)
-    heads = ops.linear(x, qkv, None)
+    if norm := ops.rounding_norm(qkv):
+        rounded, _ = norm(x, x, x[0], 1e-6, None)
+        assert isinstance(rounded, Rounded)
+        heads = rounded.linear(cast(Matrix, qkv), None)
+    else:
+        heads = ops.linear(x, qkv, None)
     if size in NO_HEAD_NORMS:
         q, k, v = (part.unflatten(1, (-1, size.head_dim)) for part in heads.split([width, kv, kv], -1))
         q, k = ops.rope(q, k, angles, angles)
@@ -257,6 +263,9 @@ BROKEN: dict[str, Callable[[], object]] = {
     "sums are int32": lambda: dequant_swiglu(scale=BF16),
     "sums have a multiple of 64 columns": lambda: dequant_swiglu(columns=96),
     "rows have 16 bits and become int8": lambda: torch_npu.npu_dynamic_quant(made(8, 32, dtype=F32)),
+    "rows, residuals and weights of a norm": lambda: torch_npu.npu_add_rms_norm_dynamic_quant(
+        made(8, 32), made(8, 32), made(32, dtype=F32), output_mask=[True, False]
+    ),
     "rows and weights are int8, scales (rows)": lambda: quant_matmul(inputs=48),
     "a bias has the type of the result": lambda: quant_matmul(bias=torch.float16),
     "expert ids are int32, counts int64": lambda: torch_npu.npu_moe_init_routing_v2(

@@ -15,12 +15,13 @@ RECORDED: dict[str, list[str]] = json.loads(RECORD.read_text())  # schema -> the
 RELEASES = [row.release for row in ROWS]
 INSTALLED = torch_npu.__version__
 # The first minor release with each op that not all have, and that is not called without: ops for tiled caches
-# (`Abilities.tiled_cache`), which are used if torch_npu has the first of them, as is the SwiGLU between products of
-# int8, whose types 2.9 numbered otherwise, and the clipped SwiGLU.
+# (`Abilities.tiled_cache`), which are used if torch_npu has the first of them, as are the SwiGLU between products of
+# int8, whose types 2.9 numbered otherwise, and the norm that rounds, whose type 2.9 does not take; the clipped SwiGLU.
 SINCE = {
     "npu_qkv_rms_norm_rope_cache": 10,
     "npu_scatter_pa_kv_cache": 10,
     "npu_grouped_matmul_swiglu_quant_v2": 10,
+    "npu_add_rms_norm_dynamic_quant": 10,
     "npu_clipped_swiglu": 9,
 }
 

@@ -31,7 +31,7 @@ TENSOR = Parallel(TWO, TWO, CountedGroup(), Shard(0, 2), Shard(), TWO, TWO)
 WAYS = {"whole": (Parallel(), False), "split": (SPLIT, False), "exchanged": (SPLIT, True), "tensor": (TENSOR, False)}
 
 # The plan counts the tensors between the kernels that fused ones replace.
-UNTILED = replace(ALL_ABILITIES, tiled_cache=False, fused_swiglu=False)
+UNTILED = replace(ALL_ABILITIES, tiled_cache=False, fused_swiglu=False, rounding_norm=False)
 
 
 def counted(routing: str, ledger: Ledger) -> CountedOps:

@@ -2,6 +2,7 @@
 of the same integers."""
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from ops.ascend.ops import AscendOps
 from ops.ascend.slots import ArenaSlots
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts
-from ops.format import Format, Quantised
+from ops.format import FORMATS, Format, Quantised
+from ops.interface import Matrix, Rounded
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 
@@ -50,6 +52,27 @@ def test_linear(dtype: torch.dtype) -> None:
     assert ops.linear(x[:0], weight, bias).shape == (0, 48)
     assert torch.equal(weight.data, (part.plain_levels ^ 128).view(torch.int8).T)
     assert weight.nbytes == 48 * HIDDEN + 48 * 4
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, HIDDEN)], ids=["", "biased"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_norm_rounds_its_rows_for_their_reader(dtype: torch.dtype, bias: Tensor | None) -> None:
+    torch.manual_seed(0)
+    ops, older = AscendOps(dtype, CPU, "fusion_v2"), AscendOps(dtype, CPU, "fusion_v2", can=abilities("8.5.0", False))
+    weight, part = ops.matrix(48, HIDDEN, W8A8, CPU), int8(48, HIDDEN)
+    weight.fill(0, part)
+    norm = ops.rounding_norm(weight)
+    assert norm
+    assert older.rounding_norm(weight) is ops.rounding_norm(ops.matrix(48, HIDDEN, FORMATS["bfloat16"], CPU)) is None
+    x, residual = torch.randn(2, TOKENS, HIDDEN, dtype=dtype)
+    given = torch.rand(HIDDEN, dtype=dtype), 1e-5, None if bias is None else bias.to(dtype)
+    rows, total = norm(x, residual, *given)
+    assert isinstance(rows, Rounded)
+    assert torch.equal(total, x + residual)
+    exact = total.double() / (total.double().pow(2).mean(1, keepdim=True) + 1e-5).sqrt() * given[0].double()
+    exact = rounded(exact if given[2] is None else exact + given[2].double())
+    assert close(rows.linear(cast(Matrix, weight), None), exact @ part.floats().double().T, dtype)
+    assert isinstance(norm(x[:0], residual[:0], *given)[0], Tensor)
 
 
 Expert = tuple[Quantised, Quantised, Quantised]  # gate, up, down

@@ -11,7 +11,7 @@ from ops.ascend.layout import AscendLayout
 from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message
 from ops.cpu.layout import CpuLayout
 from ops.format import FORMATS, Format
-from ops.interface import Heads, Paged
+from ops.interface import Heads, Paged, Rounded
 
 BF16, META = torch.bfloat16, torch.device("meta")
 PAGE = 128
@@ -91,6 +91,16 @@ def test_products_by_int8_read_a_byte_a_weight() -> None:
     assert ops.notes.done == [
         Done("linear by int8", 7, 2, weights=weights, rows=rows, macs=3 * 64 * 32, tokens=3, int8=True)
     ]
+    norm, x = ops.rounding_norm(weight), zeros(3, 32)
+    assert norm
+    rounded, _ = norm(x, x, x[0], 1e-6, None)
+    assert isinstance(rounded, Rounded)
+    assert rounded.linear(weight, None).shape == (3, 64)
+    assert [(done.name, done.kernels) for done in ops.notes.done[1:]] == [
+        ("add_rms_norm", 1),
+        ("linear of rounded rows", 1),
+    ]
+    assert ops.rounding_norm(ops.matrix(64, 32, FORMATS["bfloat16"], META)) is None
 
 
 def test_attention_sees_what_is_cached_and_what_came_before_in_the_step() -> None:

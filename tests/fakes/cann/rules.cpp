@@ -226,6 +226,19 @@ const Rule kRules[] = {
      },
      "rows have 16 bits and become int8 with scales in float32",
      "ON 8.5.0 quant/dynamic_quant/op_host/op_api/aclnn_dynamic_quant.cpp 288; 9.0.0 319; 9.1.0 316"},
+    {"aclnnAddRmsNormDynamicQuantV2", kAny,
+     [](const Call& call) {
+         const Object &rows = call.at(0), &scales = call.at(-2);
+         const bool typed = std::all_of(call.tensors.begin(), call.tensors.end() - 5,
+                                        [&](const Object* tensor) { return tensor->type == rows.type; });
+         return half(rows) && typed && one_type(call, {-3}) && call.at(1).shape == rows.shape && size(rows, 0) > 0 &&
+                call.at(2).shape == std::vector<int64_t>{size(rows, -1)} && int8(call.at(-5)) &&
+                call.at(-5).shape == rows.shape && scales.type == ACL_FLOAT && size(scales, 0) == size(rows, 0);
+     },
+     "rows, residuals and weights of a norm have 16 bits, results are int8 with scales (rows) in float32",
+     "ON 8.5.0 norm/add_rms_norm_dynamic_quant/op_host/op_api/aclnn_add_rms_norm_dynamic_quant_v2.cpp 49, 64, 208; "
+     "9.0.0 84, 99, 291; 9.1.0 116, 131, 354; add_rms_norm_dynamic_quant_tiling.cpp 8.5.0 457, 463; 9.0.0 530, 535; "
+     "9.1.0 543, 549"},
     {"aclnnQuantMatmulWeightNz", kAny,
      [](const Call& call) {
          const Object &rows = call.at(0), &weight = call.at(1), &result = call.at(-1);
