@@ -90,11 +90,12 @@ def write(folder: Path, format: str, **shape: int) -> None:
     case = load_case(str(folder / "case.yaml"))
     build = build_of(case, cast(Ops, CpuLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
     model = model_class(case.model_name)(load_model_config(case), build)
-    scheme, tensors = read_scheme(folder), {}
+    scheme = read_scheme(folder)
+    tensors: dict[str, Tensor] = {}
     for path, layer in layers_of(model):
         for piece in layer.pieces(path):
-            for name, need in stored_as([piece], scheme).tensors.items():
-                tensors[name] = made(name, need, piece)
+            needed = stored_as([piece], scheme).tensors.items()
+            tensors |= {name: made(name, need, piece) for name, need in needed if not need.zeros}
     return save_file(tensors, folder / "model.safetensors")
 
 
