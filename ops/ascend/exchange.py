@@ -10,8 +10,8 @@ import torch_npu
 from torch import Tensor
 
 from ops.ascend import moe
+from ops.ascend.grouped import COUNTS
 from ops.ascend.ops import AscendOps
-from ops.ascend.w8a8 import COUNTS
 from ops.ascend.weights import Bank
 from ops.interface import Slots
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ops.ascend import w8a8
 from ops.ascend.cann import Abilities
+from ops.ascend.grouped import COUNTS, ENDS, grouped_matmul
 from ops.ascend.vector_core.calls import unpacked
-from ops.ascend.w8a8 import BY_TOKEN, COUNTS, ENDS
+from ops.ascend.w8a8 import BY_TOKEN
 from ops.ascend.weights import Bank, Stored
 from ops.format import W8A8
 from ops.interface import ExpertKind
@@ -120,26 +121,10 @@ def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
     whole = matrices.planes is None
     values = None if torch.compiler.is_compiling() else matrices.values
     weight = matrices.data if whole else values.take(matrices) if values else unpacked(matrices)
-    y = torch_npu.npu_grouped_matmul(
-        x=[x],
-        weight=[weight],
-        bias=None if matrices.bias is None else [matrices.bias],
-        scale=None,
-        offset=None,
-        antiquant_scale=[matrices.scales] if whole and matrices.scales is not None else None,
-        antiquant_offset=[matrices.offsets] if whole and matrices.offsets is not None else None,
-        per_token_scale=None,
-        group_list=groups,
-        activation_input=None,
-        activation_quant_scale=None,
-        activation_quant_offset=None,
-        split_item=3,
-        group_type=0,
-        group_list_type=kind,
-        act_type=0,
-        tuning_config=None,
-        output_dtype=None,
-    )[0]
+    y = grouped_matmul(
+        x, weight, groups, kind, bias=matrices.bias, antiquant_scale=matrices.scales if whole else None,
+        antiquant_offset=matrices.offsets if whole else None,
+    )  # fmt: skip
     if values:
         values.release(matrices)
     return y

@@ -9,9 +9,9 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from ops.ascend.grouped import COUNTS, grouped_matmul
 from ops.ascend.weights import AscendMatrix, Bank, Stored
 
-ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how many they are
 BY_TOKEN = 1  # quant_mode: rows are rounded as they come, each to its own scale
 MOST_FUSED = 10_240  # columns of gate and up together that npu_grouped_matmul_swiglu_quant_v2 takes
 INT8, FLOAT32 = 1, 6  # types, by their numbers in torch
@@ -57,7 +57,8 @@ def products(
     w13 = experts.w13
     fused = fused and not w13.gathered and w13.data.shape[-1] <= MOST_FUSED
     rows, scales = (_in_one if fused else _in_parts)(rows, scales, w13, groups, kind)
-    return grouped(rows, scales, experts.w2, groups, kind, dtype)
+    w2 = experts.w2
+    return grouped_matmul(rows, w2.data, groups, kind, scale=w2.scales, row_scales=scales, dtype=dtype)
 
 
 def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
@@ -73,37 +74,10 @@ def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int
 
 def _in_parts(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """The same."""
+    sums = grouped_matmul(rows, w13.data, groups, kind, dtype=torch.int32)
     hidden, own = torch_npu.npu_dequant_swiglu_quant(
-        x=grouped(rows, None, w13, groups, kind, torch.int32), weight_scale=w13.scales, activation_scale=scales,
-        bias=None, quant_scale=None, quant_offset=None,
+        x=sums, weight_scale=w13.scales, activation_scale=scales, bias=None, quant_scale=None, quant_offset=None,
         group_index=groups if kind == COUNTS else groups.diff(prepend=groups.new_zeros(1)), activate_left=True,
         quant_mode=BY_TOKEN, swiglu_mode=0, clamp_limit=7.0, glu_alpha=1.702, glu_bias=1.0,
     )  # fmt: skip
     return hidden, own
-
-
-def grouped(
-    x: Tensor, scales: Tensor | None, matrices: Stored, groups: Tensor, kind: int, dtype: torch.dtype
-) -> Tensor:
-    """x (T K, H) int8 by the matrix of each row's expert; without scales, the sums of the products as they are."""
-    y: Tensor = torch_npu.npu_grouped_matmul(
-        x=[x],
-        weight=[matrices.data],
-        bias=None,
-        scale=None if scales is None else [matrices.scales],
-        offset=None,
-        antiquant_scale=None,
-        antiquant_offset=None,
-        per_token_scale=None if scales is None else [scales],
-        group_list=groups,
-        activation_input=None,
-        activation_quant_scale=None,
-        activation_quant_offset=None,
-        split_item=3,
-        group_type=0,
-        group_list_type=kind,
-        act_type=0,
-        tuning_config=None,
-        output_dtype=dtype,
-    )[0]
-    return y

@@ -11,10 +11,10 @@ import torch_npu
 from torch import Tensor
 
 from ops.ascend import moe, vector_core
+from ops.ascend.grouped import COUNTS
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls, reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.w8a8 import COUNTS
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
 from tests.fakes.ascend_c import TwinError
