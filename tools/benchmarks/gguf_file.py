@@ -233,15 +233,12 @@ def describe(writer: Any, config: Config) -> None:
     if isinstance(config, MiniMaxM2Config):
         if not config.use_routing_bias:
             raise UserError("GGUF: llama.cpp has no minimax-m2 with use_routing_bias: false")
-        writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     elif isinstance(config, GptOssConfig):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_sliding_window(config.sliding_window)
     elif isinstance(config, Glm4MoeConfig):
         if config.use_qk_norm or not all(config.sparse_layers):
             raise UserError("GGUF: use_qk_norm and dense layers of glm4_moe are not written")
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
@@ -250,7 +247,8 @@ def describe(writer: Any, config: Config) -> None:
     else:
         if config.attention_bias or not config.norm_topk_prob:
             raise UserError("GGUF: biases and norm_topk_prob: false are not written")
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    inner = config.intermediate_size if isinstance(config, MiniMaxM2Config) else config.moe_intermediate_size
+    writer.add_expert_feed_forward_length(inner)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)

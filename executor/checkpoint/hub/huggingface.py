@@ -6,7 +6,6 @@ fetched here into a file of another name in the cache, which the next start goes
 """
 
 import fcntl
-import hashlib
 import os
 import re
 import sys
@@ -27,7 +26,6 @@ WEIGHTS = (".safetensors", ".gguf")
 AT_ONCE = 4  # files
 PLAIN = re.compile(r"[\w-]{1,128}", re.ASCII)  # an ETag that can be the name of a file
 SHA256 = re.compile(r"[0-9a-f]{64}")  # the ETag of a large file: the hash of what it holds
-PIECE = 1 << 24
 
 
 class HuggingFace(Repository):
@@ -149,11 +147,10 @@ class _Bar:
 
 
 def _sha256(path: Path) -> str:
-    hashed = hashlib.sha256()
+    from huggingface_hub.utils.sha import sha_fileobj
+
     with open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            hashed.update(piece)
-    return hashed.hexdigest()
+        return sha_fileobj(file).hex()
 
 
 def _unreachable(model: HubName) -> UserError:
