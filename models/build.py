@@ -78,10 +78,8 @@ class Build:
         format = own.pop()
         if own or format is None:  # a matrix has one format
             return self.formats.rest or dataclasses.replace(self.formats.plain, tiled=True)
-        for group in (
-            LARGEST_GROUP,
-            *reversed(GROUP_SIZES),
-        ):  # part of a quantisation group is a smaller group with the same scale
+        # Part of a quantisation group is a smaller group with the same scale.
+        for group in (LARGEST_GROUP, *reversed(GROUP_SIZES)):
             if format.group % group == 0 and all(count // parts % group == 0 for count, parts in columns):
                 return dataclasses.replace(format, group=group)
         count, parts = next((count, parts) for count, parts in columns if count // parts % GROUP_SIZES[0])
