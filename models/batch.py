@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import Paged
+from ops.interface import Paged, Recurrent
 from ops.parallel.groups import Parallel
 from ops.parallel.rows import GroupRows, RowShares
 
 LENGTHS = "query_starts", "kv_lens"  # fields of `Paged` that are the same for all sets of layers
+STATES = "states_"  # before the names of `Recurrent`'s fields
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Batch:
     sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts
     # Number of `logit_rows` of every data-parallel group, if no others are to be computed after the last attention.
     wanted_per_group: tuple[int, ...] | None = None
+    # The places of states, of a model that has layers with states: each table has a row (S) for every such layer.
+    recurrent: Recurrent | None = None
 
     def rows(self, parallel: Parallel) -> GroupRows:
         """The rows of the step that a rank with this position in the splits holds outside attention and experts."""
@@ -52,10 +55,12 @@ class Batch:
 
     def fields(self) -> dict[str, Any]:
         """All fields by name, also those of `paged`, which have the number of their set in their names after the
-        first. All sets have the lengths of the first."""
-        fields = {name: value for name, value in vars(self).items() if name != "paged"}
+        first, and those of `recurrent`. All sets have the lengths of the first."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("paged", "recurrent")}
         for i, paged in enumerate(self.paged):
             fields |= {_numbered(name, i): v for name, v in paged._asdict().items() if not i or name not in LENGTHS}
+        if self.recurrent:
+            fields |= {STATES + name: value for name, value in self.recurrent._asdict().items()}
         return fields
 
     def tensors(self) -> dict[str, Tensor]:
@@ -70,7 +75,9 @@ class Batch:
             named = {name: _numbered(name, i) for name in Paged._fields}
             lengths = {name: getattr(paged[0], name) for name in LENGTHS} if i else {}
             paged.append(before._replace(**lengths, **{name: own.pop(n) for name, n in named.items() if n in own}))
-        return dataclasses.replace(self, paged=tuple(paged), **own)
+        states = {name: own.pop(STATES + name) for name in Recurrent._fields if STATES + name in own}
+        recurrent = self.recurrent and self.recurrent._replace(**states)
+        return dataclasses.replace(self, paged=tuple(paged), recurrent=recurrent, **own)
 
     def with_lengths(self, kv_lens: Tensor) -> "Batch":
         """The batch with `kv_lens` in every set of layers."""
