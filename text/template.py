@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
@@ -33,6 +33,13 @@ GOOD, BAD = b"+", b"-"  # what an answer begins with
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, the one that templates read first
 
 
+class Rendered(NamedTuple):
+    """A conversation as text, up to where the next answer begins."""
+
+    text: str
+    generation_prompt: int  # last characters, which follow the last message; 0: unknown
+
+
 class Renderer:
     """Renders templates, one at a time."""
 
@@ -40,7 +47,7 @@ class Renderer:
         self._sandbox = Sandbox("text.template")
         self._lock = threading.Lock()
 
-    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+    def render(self, template: str, variables: Mapping[str, Any]) -> Rendered:
         """Raises UserError if the template fails, or takes too much time or memory."""
         try:
             question = json.dumps([template, variables], default=str).encode()
@@ -48,10 +55,10 @@ class Renderer:
             raise failed(str(error)) from None
         with self._lock:
             answer = self._ask(question)
-        text = answer[1:].decode("utf-8", "surrogatepass")
         if answer[:1] != GOOD:
-            raise failed(text)
-        return text
+            raise failed(answer[1:].decode())
+        generation_prompt, _, text = answer[1:].partition(b" ")
+        return Rendered(text.decode("utf-8", "surrogatepass"), int(generation_prompt))
 
     def _ask(self, question: bytes) -> bytes:
         for _ in range(2):
@@ -151,11 +158,22 @@ def _answer(compiled: Any, question: bytes) -> bytes:
         text = template.render(variables)
         if len(text) > LONGER * len(question) + LONGEST:
             return BAD + f"it makes {len(text)} characters of {len(question)}".encode()
-        return GOOD + text.encode("utf-8", "surrogatepass")
+        return GOOD + b"%d " % _generation_prompt(template, variables, text) + text.encode("utf-8", "surrogatepass")
     except MemoryError:
         return BAD + TOO_MUCH.encode()
     except Exception as error:  # whatever the template provokes
         return BAD + str(error)[:1000].encode(errors="replace")
+
+
+def _generation_prompt(template: Template, variables: dict[str, Any], text: str) -> int:
+    """The number of last characters of `text` that the template adds to the messages; 0: it does not say."""
+    if not variables.get("add_generation_prompt"):
+        return 0
+    try:
+        without = template.render({**variables, "add_generation_prompt": False})
+    except Exception:  # `text` is good all the same
+        return 0
+    return len(text) - len(without) if text.startswith(without) else 0
 
 
 if __name__ == "__main__":

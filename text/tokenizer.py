@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from text.chat import Chat, for_harmony
 from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
@@ -18,7 +19,15 @@ LONGEST_HELD = 64  # tokens without a whole character at their end; text is then
 LONGEST_TOKEN = 4096  # characters of one
 # A tokenizer that fails should fail when it is loaded.
 TRIED = "A text, of 3 lines:\n\n  d\u00e9j\u00e0 vu \u65e5\u672c\u8a9e \U0001f642"
+LONGEST_GENERATION_PROMPT = 1024  # characters; those of published models have less than 100
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation up to where the next answer begins."""
+
+    ids: list[int]
+    generation_prompt: int  # last ids, which follow the last message; 0: unknown
 
 
 class Tokenizer:
@@ -99,6 +108,10 @@ class Tokenizer:
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, up to where the next answer begins."""
+        return self.chat_prompt(chat).ids
+
+    def chat_prompt(self, chat: Chat) -> ChatPrompt:
+        """The same, with the number of those that follow the last message."""
         if not self.hf.chat_template:
             raise no_template(self.folder)
         if not chat.messages:
@@ -112,8 +125,14 @@ class Tokenizer:
         variables = variables_of(chat.for_template(), settings)
         if self._by_tokens:
             variables |= for_harmony(variables["messages"], chat.tools)
-        text = self._renderer.render(template, variables)
-        return self._ids(text, special=False)
+        text, added = self._renderer.render(template, variables)
+        ids = self._ids(text, special=False)
+        return ChatPrompt(ids, self._last_ids(ids, text[len(text) - added :]))
+
+    def _last_ids(self, ids: list[int], text: str) -> int:
+        """The number of last `ids` that are those of `text`; 0: no token begins where it does, or it is long."""
+        own = self._ids(text, special=False) if len(text) <= LONGEST_GENERATION_PROMPT else []
+        return len(own) if own == ids[len(ids) - len(own) :] else 0
 
     def opens_reasoning(self, ids: list[int]) -> bool:
         """Whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""

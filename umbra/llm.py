@@ -30,7 +30,7 @@ from text.answer import Answer, Part, Reader
 from text.chat import Chat, Message
 from text.parser import reader
 from text.stops import Stops
-from text.tokenizer import Tokenizer
+from text.tokenizer import ChatPrompt, Tokenizer
 from umbra.errors import UserError
 from umbra.files import ROOT
 from umbra.flags import settings_of
@@ -99,7 +99,7 @@ class LLM:
         ids, encoded = [], []
         try:
             for prompt, params in zip(prompts, each, strict=True):
-                encoded.append(self.encode(prompt))
+                encoded.append(self._encoded(prompt))
                 ids.append(self._submit(encoded[-1], params))
         except UserError:
             for id in ids:
@@ -111,7 +111,7 @@ class LLM:
                 texts, events = zip(*self._texts(id, stop), strict=True)
                 new = [token for event in events for token in event.tokens]
                 pieces, shown = [*chain(*texts)], prompt if isinstance(prompt, str) else ""
-                answer = self._parser(tokens, prompt).whole(*pieces, cut=events[-1].finish_reason == "length")
+                answer = self._parser(tokens.ids, prompt).whole(*pieces, cut=events[-1].finish_reason == "length")
                 replies.append(Reply(shown, "".join(pieces), new, events[-1].finish_reason, answer))
         finally:
             for id in ids:
@@ -134,15 +134,15 @@ class LLM:
         """Yields the text piece by piece, as its tokens are made. Closing the iterator aborts the request. Several
         streams of one LLM run together."""
         stops = stop_strings(stop)
-        return self._pieces(self._submit(self.encode(prompt), sampling or self.default_sampling()), stops)
+        return self._pieces(self._submit(self._encoded(prompt), sampling or self.default_sampling()), stops)
 
     def parts(
         self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()
     ) -> Generator[Part, None, None]:
         """Like `stream`, but yields reasoning, content and tool calls as they become certain (docs/text.md)."""
-        ids, stops = self.encode(prompt), stop_strings(stop)
-        pieces = self._pieces(self._submit(ids, sampling or self.default_sampling()), stops)
-        return _read(pieces, self._parser(ids, prompt))
+        encoded, stops = self._encoded(prompt), stop_strings(stop)
+        pieces = self._pieces(self._submit(encoded, sampling or self.default_sampling()), stops)
+        return _read(pieces, self._parser(encoded.ids, prompt))
 
     def parser(self, prompt: Prompt) -> Reader:
         """The parser of the answer to `prompt`."""
@@ -150,14 +150,19 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text or a chat; token ids are returned as they are."""
+        return self._encoded(prompt).ids
+
+    def _encoded(self, prompt: Prompt) -> ChatPrompt:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, self.case.model_config.tokenizer_mode == "chat")
+            if self.case.model_config.tokenizer_mode == "chat":
+                return self.tokenizer.chat_prompt(Chat([{"role": "user", "content": prompt}]))
+            return ChatPrompt(self.tokenizer.encode(prompt, chat=False), 0)
         if isinstance(prompt, Chat):
-            return self.tokenizer.encode_chat(prompt)
+            return self.tokenizer.chat_prompt(prompt)
         if all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
-            return list(cast(Sequence[int], prompt))
+            return ChatPrompt(list(cast(Sequence[int], prompt)), 0)
         if all(isinstance(part, dict) for part in prompt):
-            return self.tokenizer.encode_chat(Chat(cast(Sequence[Message], prompt)))
+            return self.tokenizer.chat_prompt(Chat(cast(Sequence[Message], prompt)))
         raise UserError(f"prompt: {prompt!r:.60} is neither a text nor token ids nor a list of messages")
 
     def check_chat(self) -> None:
@@ -176,11 +181,11 @@ class LLM:
         format = self.tokenizer.format(settings.output_format)
         return reader(format, tools, self.tokenizer.opens_reasoning(ids), settings.reasoning == "split")
 
-    def _submit(self, ids: list[int], sampling: SamplingParams) -> int:
-        room = self.case.max_sequence_length - len(ids)
+    def _submit(self, prompt: ChatPrompt, sampling: SamplingParams) -> int:
+        room = self.case.max_sequence_length - len(prompt.ids)
         if 0 < room < sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
-        id = self.loop.submit(Request(tuple(ids), sampling)).id
+        id = self.loop.submit(Request(tuple(prompt.ids), sampling, generation_prompt=prompt.generation_prompt)).id
         self._events[id] = deque()
         return id
 

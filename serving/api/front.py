@@ -20,7 +20,7 @@ from serving.api.limits import Admission, Ticket
 from serving.api.live import Live
 from serving.api.metrics import Metrics
 from serving.ranks.client import EngineClient, EngineGone, RequestRefused
-from serving.ranks.messages import Message, Ready, Row
+from serving.ranks.messages import Message, Ready, Row, Submit
 from serving.ranks.supervisor import Supervisor
 from text.formats import TAGS, THINK, Format
 from text.tokenizer import Tokenizer
@@ -44,6 +44,7 @@ class Job:
     stops: tuple[str, ...] = ()
     priority: int = 0
     salt: bytes = b""
+    generation_prompt: int = 0  # as in the engine's Request
     whole: bool = False  # special tokens are text of the answer
 
 
@@ -155,7 +156,8 @@ class Front:
         started = False
         while True:
             id = self.client.next_id()
-            rows = self.client.rows(job.ids, job.sampling, job.priority, job.salt, id)
+            submit = Submit(id, job.ids, job.sampling, job.priority, job.salt, job.generation_prompt)
+            rows = self.client.rows(submit)
             try:
                 async with aclosing(rows):
                     if not started:

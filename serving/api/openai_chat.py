@@ -166,7 +166,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
     for i, message in enumerate(messages):
         check_length(message["content"], f"messages[{i}].content", text, ready)
     try:
-        ids = text.tokenizer.encode_chat(conversations.Chat(messages, tools, settings))
+        ids, added = text.tokenizer.chat_prompt(conversations.Chat(messages, tools, settings))
     except UserError as error:
         raise of_chat(error) from None
     wanted, grammar = grammar, _whole_grammar(request, text, ready, grammar, forced, ids)
@@ -177,7 +177,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
     ids = truncated(request, ids)
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
-    job = job_of(request, ids, sampling, salt)
+    job = job_of(request, ids, sampling, salt, min(added, len(ids)))
     made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
     return Chat(front, request, text, ready, job, tools, format, Usage(len(ids)), *made)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from executor.engine.request import SamplingParams
 from serving.ranks.channel import HEADER, framed, length_of
 from serving.ranks.messages import (
     Abort,
@@ -111,19 +110,17 @@ class EngineClient:
     def next_id(self) -> int:
         return next(self._ids)
 
-    async def rows(
-        self, ids: list[int], sampling: SamplingParams, priority: int = 0, salt: bytes = b"", id: int | None = None
-    ) -> AsyncGenerator[Row, None]:
-        """Submits a request and yields its rows; the last one has a finish reason. `id` is one of `next_id`, for those
-        who want to know it. Closing the iterator ends the request. If ranks end before its first row, and are started
-        again, the request is submitted to them again. Raises RequestRefused or EngineGone."""
+    async def rows(self, submit: Submit) -> AsyncGenerator[Row, None]:
+        """Submits a request, whose id is of `next_id`, and yields its rows; the last one has a finish reason. Closing
+        the iterator ends the request. If ranks end before its first row, and are started again, the request is
+        submitted to them again. Raises RequestRefused or EngineGone."""
         if not self.ready or not self._writer:
             raise EngineGone(self.reason or "the model is still loading")
-        id = self.next_id() if id is None else id
-        asked = self._asked[id] = Asked(Submit(id, ids, sampling, priority, salt))
+        id, asked = submit.id, Asked(submit)
+        self._asked[id] = asked
         finished = False
         try:
-            self.send(asked.submit)
+            self.send(submit)
             while not finished:
                 row = await asked.rows.get()
                 if isinstance(row, Exception):

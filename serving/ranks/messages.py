@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from executor.engine.request import SamplingParams, TokenLogprob
+from executor.engine.request import Request, SamplingParams, TokenLogprob
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -27,6 +27,11 @@ class Submit(Message, frozen=True):
     sampling: SamplingParams
     priority: int = 0
     salt: bytes = b""
+    generation_prompt: int = 0
+
+    @property
+    def request(self) -> Request:
+        return Request(tuple(self.ids), self.sampling, self.priority, self.salt, self.generation_prompt)
 
 
 class Abort(Message, frozen=True):

@@ -173,8 +173,7 @@ class Worker:
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
-                    request = Request(tuple(event.ids), event.sampling, event.priority, event.salt)
-                    self.loop.submit(request, event.id)
+                    self.loop.submit(event.request, event.id)
                     if self.channel:
                         self._arrived[event.id] = time.perf_counter()
                 except UserError as error:

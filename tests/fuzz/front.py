@@ -14,7 +14,6 @@ import msgspec
 from uvicorn.server import ServerState
 
 from executor.config.load import load_case
-from executor.engine.request import SamplingParams
 from serving.api.auth import Keys
 from serving.api.front import Front, Text
 from serving.api.server import make_server
@@ -39,16 +38,14 @@ class Engine(EngineClient):
         self.alive, self.end = True, end
         self._reads: Any = msgspec.msgpack.Decoder(ToEngine)
 
-    async def rows(
-        self, ids: list[int], sampling: SamplingParams, priority: int = 0, salt: bytes = b"", id: int | None = None
-    ) -> AsyncGenerator[Row, None]:
-        submit = Submit(id or 0, ids, sampling, priority, salt)
+    async def rows(self, submit: Submit) -> AsyncGenerator[Row, None]:
+        ids, sampling = submit.ids, submit.sampling
         assert self._reads.decode(framed(submit)[4:]) == submit
         wanted, prompt = sampling.logprobs, sampling.prompt_logprobs
         of_prompt = () if prompt is None else tuple(logprob(token, prompt) for token in ids[1:])
         for token, finish in ((65, "length" if sampling.max_tokens == 1 else ""), (self.end, "stop")):
             found = () if wanted is None else (logprob(token, wanted),)
-            yield Row(id or 0, [token], finish, logprobs=found, prompt_logprobs=of_prompt)
+            yield Row(submit.id, [token], finish, logprobs=found, prompt_logprobs=of_prompt)
             if finish:
                 return
             of_prompt = ()

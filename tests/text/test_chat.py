@@ -58,8 +58,12 @@ def test_tokens_equal_transformers(tokenizer: Tokenizer, name: str) -> None:
             given = each["function"]["arguments"]
             each["function"]["arguments"] = json.loads(given or "{}") if isinstance(given, str) else given
     hf = AutoTokenizer.from_pretrained(tokenizer.folder)
-    expected = hf.apply_chat_template(messages, tools=list(chat.tools) or None, add_generation_prompt=True)
-    assert tokenizer.encode_chat(chat) == expected["input_ids"]
+    expected, shorter = (
+        hf.apply_chat_template(messages, tools=list(chat.tools) or None, add_generation_prompt=added)["input_ids"]
+        for added in (True, False)
+    )
+    assert tokenizer.chat_prompt(chat) == (expected, len(expected) - len(shorter))
+    assert expected[: len(shorter)] == shorter
     assert json.dumps(chat.messages) == before
 
 

@@ -127,10 +127,10 @@ def test_hostile_templates_are_one_line(renderer: Renderer, name: str) -> None:
 
 def test_the_next_conversation_is_rendered(renderer: Renderer) -> None:
     """Also after one that has ended the process."""
-    assert renderer.render("{{ a }}", {"a": "b\ud800"}) == "b\ud800"
+    assert renderer.render("{{ a }}", {"a": "b\ud800"}).text == "b\ud800"
     with pytest.raises(UserError):
         renderer.render(*HOSTILE["loops"][:1], {})
-    assert renderer.render("{{ a }}", {"a": 1}) == "1"
+    assert renderer.render("{{ a }}", {"a": 1}).text == "1"
 
 
 def test_templates_see_what_transformers_shows_them(renderer: Renderer) -> None:
@@ -142,13 +142,13 @@ def test_templates_see_what_transformers_shows_them(renderer: Renderer) -> None:
         "{%- for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% if loop.last %}{% break %}"
         "{% endif %}{% endfor %}{{ dict(a=1) }}{{ tools is none }}{{ add_generation_prompt }}{{ eos_token }}"
     )
-    assert renderer.render(source, variables) == (
+    assert renderer.render(source, variables).text == (
         '{"role": "user", "content": "x"}{"thinking": "r", "role": "assistant", "reasoning": "r", "content": "y", '
         '"reasoning_content": "r"}{\'a\': 1}TrueTrue<e>'
     )
-    assert renderer.render("{{ strftime_now('%Y') }}", {}) == time.strftime("%Y")
-    assert renderer.render("{% set n = namespace(a=1, b=2) %}{% set n.a = 5 %}{{ n.a + n.b }}", {}) == "7"
+    assert renderer.render("{{ strftime_now('%Y') }}", {}).text == time.strftime("%Y")
+    assert renderer.render("{% set n = namespace(a=1, b=2) %}{% set n.a = 5 %}{{ n.a + n.b }}", {}).text == "7"
     ascii = "{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}"
-    assert renderer.render(ascii, {}) == '{"a":"\\u00e9","b":1}'
+    assert renderer.render(ascii, {}).text == '{"a":"\\u00e9","b":1}'
     with pytest.raises(UserError, match="failed: no system message"):
         renderer.render("{{ raise_exception('no system message') }}", {})

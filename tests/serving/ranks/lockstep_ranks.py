@@ -17,7 +17,7 @@ from executor.config.load import load_case
 from executor.engine.drafts import Drafts
 from executor.engine.loop import Loop
 from executor.engine.memory_split import MemorySplit
-from executor.engine.request import Request, SamplingParams
+from executor.engine.request import SamplingParams
 from executor.engine.scheduler import Step
 from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
@@ -118,7 +118,7 @@ def alone(worker: Worker, submit: Submit) -> list[int]:
     """The request's tokens if nothing else runs, nothing is found and nothing is drafted."""
     loop = Loop(worker.engine, worker.stop_ids)
     loop.scheduler.drafts = None
-    loop.submit(Request(tuple(submit.ids), submit.sampling, submit.priority, submit.salt), submit.id)
+    loop.submit(submit.request, submit.id)
     tokens: list[int] = []
     while not loop.idle:
         tokens += [token for event in loop.step() for token in event.tokens]

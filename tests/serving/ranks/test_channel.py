@@ -118,7 +118,7 @@ def test_the_front_s_end_of_the_socket(tmp_path: Path) -> None:
     async def run() -> None:
         await client.listen()
         with pytest.raises(Exception, match="the model is still loading"):
-            await anext(client.rows([1], SamplingParams(3)))
+            await anext(client.rows(Submit(0, [1], SamplingParams(3))))
         reader, writer = await asyncio.open_unix_connection(str(client.path))
         writer.write(framed(Progress("loading", 0.5)) + framed(READY))
         while client.ready is None:
@@ -126,9 +126,10 @@ def test_the_front_s_end_of_the_socket(tmp_path: Path) -> None:
         assert (client.alive, client.ready, client.progress) == (True, READY, Progress("loading", 0.5))
         second, _ = await asyncio.open_unix_connection(str(client.path))
         assert await second.read() == b""
-        rows = client.rows([1, 2], SamplingParams(3), 7, b"salt")
+        submit = Submit(0, [1, 2], SamplingParams(3), 7, b"salt", 1)
+        rows = client.rows(submit)
         first = asyncio.create_task(anext(rows))
-        sent = framed(Submit(0, [1, 2], SamplingParams(3), 7, b"salt"))
+        sent = framed(submit)
         assert await reader.readexactly(len(sent)) == sent
         writer.write(framed(Out(1, [Row(1, [9]), Row(0, [5])])))  # another's row first
         assert await first == Row(0, [5])

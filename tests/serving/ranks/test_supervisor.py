@@ -21,6 +21,7 @@ from executor.engine.request import SamplingParams
 from executor.launch.processes import rank_of
 from serving.ranks.client import EngineClient, EngineGone
 from serving.ranks.launcher import launcher_of
+from serving.ranks.messages import Submit
 from serving.ranks.processes import processes_of
 from serving.ranks.supervisor import Supervisor
 from tests.ranks import free_port
@@ -94,7 +95,7 @@ async def answer(
     """The tokens of a request, which are put into `found` as they come, and why it ended."""
     found = [] if found is None else found
     try:
-        async for row in client.rows(ids, SamplingParams(tokens, ignore_eos=True)):
+        async for row in client.rows(Submit(client.next_id(), ids, SamplingParams(tokens, ignore_eos=True))):
             found += row.tokens
     except EngineGone as gone:
         return found, str(gone)
