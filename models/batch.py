@@ -84,9 +84,12 @@ class Batch:
         return dataclasses.replace(self, paged=tuple(paged._replace(kv_lens=kv_lens) for paged in self.paged))
 
     def to(self, device: torch.device) -> "Batch":
+        """The batch on `device`, for a step that no graph computes: the places of states stay on the host, which reads
+        them."""
         if device.type == "cpu":  # where batches are made
             return self
-        return self.having({name: tensor.to(device) for name, tensor in self.tensors().items()})
+        tensors = self.tensors().items()
+        return self.having({name: tensor.to(device) for name, tensor in tensors if not name.startswith(STATES)})
 
 
 def _numbered(name: str, number: int) -> str:

@@ -9,7 +9,7 @@ Shapes and types are checked here only if neither the schemas nor the meta funct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ import torchair
 from torch import Tensor
 
 from ops import composed
-from ops.ascend import moe, w8a8
+from ops.ascend import moe, recurrent, w8a8
 from ops.ascend.attention import attend
 from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
@@ -35,7 +35,6 @@ from ops.interface import (
     Heads,
     Ops,
     Paged,
-    Recurrent,
     Rounded,
     RoundingNorm,
     Routed,
@@ -134,6 +133,9 @@ class AscendOps(AscendLayout):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if weight.dtype != x.dtype:  # which only the norm alone takes
+            total = x + residual
+            return self.rms_norm(total, weight, eps, bias), total
         out, _, total = torch_npu.npu_add_rms_norm(x1=x, x2=residual, gamma=weight, epsilon=eps)
         return out if bias is None else out + bias, total
 
@@ -143,7 +145,7 @@ class AscendOps(AscendLayout):
     def _rounding_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None
     ) -> tuple[Rows, Tensor]:
-        if not len(x):  # a data-parallel group that has no prompt in this step
+        if not len(x) or weight.dtype != x.dtype:  # a data-parallel group that has no prompt in this step
             return self.add_rms_norm(x, residual, weight, eps, bias)
         rows, scales, total = w8a8.add_rms_norm(x, residual, weight, eps, bias)
         return Rounded(partial(w8a8.product, rows, scales, x.dtype)), total
@@ -230,10 +232,15 @@ class AscendOps(AscendLayout):
     def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
         return x.add_(y) if gate is None else x.addcmul_(y, gate.sigmoid())
 
-    def _refuse_delta(self, *_: Tensor | Recurrent | float) -> NoReturn:
-        raise UserError("layer_types: linear_attention: ascend has no gated DeltaNet layers yet: use platform: cpu")
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x.mul_(gate.sigmoid())
 
-    sigmoid_mul = gated_rms_norm = causal_conv = gated_delta_rule = _refuse_delta
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """One kernel multiplies by the gate, rounding once; it takes both side by side."""
+        return moe.swiglu(torch.cat((gate, self.rms_norm(x, weight, eps)), -1))
+
+    causal_conv = staticmethod(recurrent.causal_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
         choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise)

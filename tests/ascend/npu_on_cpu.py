@@ -27,13 +27,14 @@ def expect(condition: bool, rule: str) -> None:
 
 @under_schema
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    expect(gamma.dtype == input.dtype, "rms_norm: gamma has the type of its input")
+    expect(gamma.dtype in (input.dtype, torch.float32), "rms_norm: gamma has the type of its input, or is float32")
     inverse = torch.rsqrt(input.float().pow(2).mean(-1, keepdim=True) + epsilon)
     return (input.float() * inverse * gamma.float()).to(input.dtype), inverse
 
 
 @under_schema
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    expect(gamma.dtype == x1.dtype == x2.dtype, "add_rms_norm: one type")
     total = x1 + x2
     return *npu_rms_norm(total, gamma, epsilon), total  # type: ignore[misc]
 
@@ -73,8 +74,10 @@ def npu_clipped_swiglu(
 
 @under_schema
 def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    expect(indices.shape[-1] == 2 and indices.dtype in (torch.int32, torch.int64), "scatter_nd_update: pairs")
-    input[indices[:, 0], indices[:, 1]] = updates
+    expect(indices.dtype in (torch.int32, torch.int64) and bool((indices >= 0).all()), "scatter_nd_update: indices")
+    expect(input.is_contiguous(), "scatter_nd_update: without gaps, or all of it is copied")
+    expect(updates.shape == (len(indices), *input.shape[indices.shape[1] :]), "scatter_nd_update: updates")
+    input[indices.long().unbind(1)] = updates
     return input
 
 

@@ -53,10 +53,3 @@ def test_what_torchair_warns_of(capsys: pytest.CaptureFixture[str]) -> None:
         warnings.warn(said, stacklevel=1)  # nothing watches any more
     assert capsys.readouterr().out == f"WARNING: {said} (strict: true makes this an error)\n"
     assert [str(warning.message) for warning in shown] == ["something else", said]
-
-
-@pytest.mark.parametrize("op", ["sigmoid_mul", "gated_rms_norm", "causal_conv", "gated_delta_rule"])
-def test_gated_delta_layers_are_refused(op: str) -> None:
-    ops = AscendOps(torch.bfloat16, torch.device("cpu"), "fusion_v2")
-    with pytest.raises(UserError, match="linear_attention: ascend has no gated DeltaNet layers yet"):
-        getattr(ops, op)(torch.ones(1, 1), torch.ones(1, 1))

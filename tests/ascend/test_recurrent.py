@@ -1,0 +1,120 @@
+"""Gated DeltaNet's ops: numbers of the plain ops under the real schemas, against the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops import reference
+from ops.ascend.ops import AscendOps
+from ops.interface import Recurrent
+from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+
+KERNEL = 4
+UNIT = 48  # floats between places, less than a state
+Sequence = tuple[int, int, int, int, int]  # rows, read, write, mark, marked
+
+
+class Layer:
+    """The states and the weights of a layer, and what its ops compute of them. `apart`: places do not overlap."""
+
+    def __init__(self, ops: Any, heads: tuple[int, int], depth: int, width: int, apart: bool, places: int = 6):
+        self.ops, (self.key_heads, self.heads), self.depth, self.width = ops, heads, depth, width
+        self.channels = 2 * self.key_heads * depth + self.heads * width
+        size = self.heads * depth * width
+        every = size + (KERNEL - 1) * self.channels
+        self.units = 1 if apart else -(-every // UNIT)
+        if apart:
+            self.states = torch.full((places, self.heads, depth, width), torch.nan)
+            self.inputs = torch.full((places, KERNEL - 1, self.channels), torch.nan)
+        else:
+            arena = torch.full((places * self.units * UNIT,), torch.nan)
+            units = (len(arena) - every) // UNIT + 1
+            self.states = arena.as_strided((units, self.heads, depth, width), (UNIT, depth * width, width, 1))
+            self.inputs = arena.as_strided((units, KERNEL - 1, self.channels), (UNIT, self.channels, 1), size)
+        generator = torch.Generator().manual_seed(5)
+        self.weight = torch.randn(KERNEL, self.channels, generator=generator) / 2
+        self.rates = torch.rand(self.heads, generator=generator).mul(4).add(0.01)
+        self.dt_bias = torch.randn(self.heads, generator=generator) - 2
+
+    def run(self, rows: Tensor, *sequences: Sequence) -> Tensor:
+        """rows (T, channels + 2 heads): x, b and a side by side, as one product makes them"""
+        lens, reads, writes, marks, marked = torch.tensor(sequences, dtype=torch.int32).unbind(1)
+        starts = torch.cat((lens.new_zeros(1), lens.cumsum(0)))
+        reads, writes, marked = (torch.where(x < 0, x, x * self.units).int() for x in (reads, writes, marked))
+        at = Recurrent(starts.long(), reads, writes, marks, marked)
+        x, b, a = rows.split([self.channels, self.heads, self.heads], 1)
+        qkv = self.ops.causal_conv(x, self.weight, self.inputs, at)
+        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, at)
+        return out
+
+    def kept(self, place: int) -> tuple[Tensor, Tensor]:
+        """A place's state, in the reference's order, and inputs."""
+        state = self.states[place * self.units]
+        if self.ops is not reference:
+            state = state.reshape(self.heads, self.width, self.depth).mT
+        return state.clone(), self.inputs[place * self.units].clone()
+
+
+STEPS: list[list[Sequence]] = [
+    [(1, -1, 0, 0, 0), (0, 3, 3, 0, 0), (2, -1, 1, 0, 0)],
+    [(1, 0, 0, 0, 0), (150, 1, 2, 70, 3), (64, 1, -1, 64, 4)],
+    [(1, 2, 2, 1, 1), (1, -1, 5, 0, 0), (1, 4, 4, 0, 0)],
+    [(3, 2, 2, 0, 0), (65, 3, 5, 1, 0), (130, -1, 4, 128, 3)],
+]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(("heads", "depth", "width"), [((2, 6), 24, 48), ((2, 4), 128, 128)])
+def test_a_layer_is_the_reference(heads: tuple[int, int], depth: int, width: int, apart: bool) -> None:
+    torch.manual_seed(11)
+    ops = AscendOps(torch.float32, torch.device("cpu"), "fusion_v2")
+    ours, wanted = (Layer(o, heads, depth, width, apart) for o in (ops, reference))
+    for step in STEPS:
+        rows = torch.randn(sum(n for n, *_ in step) + 2, ours.channels + 2 * ours.heads)
+        rows[-2:] = torch.nan  # padding
+        torch.testing.assert_close(ours.run(rows, *step), wanted.run(rows, *step), atol=1e-5, rtol=1e-5)
+    for place in range(6):
+        for kept, expected in zip(ours.kept(place), wanted.kept(place), strict=True):
+            torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_chunks_of_like_keys_are_exact() -> None:
+    """Changes that hardly decay and keys that repeat: powers of what the rows of a chunk have to do with each other
+    would be of 1e17."""
+    torch.manual_seed(2)
+    heads, width, rows = 2, 32, 200
+    qkv = torch.randn(1, 2 * width + heads * width).expand(rows, -1)
+    gates = torch.full((rows, heads), -20.0), torch.full((rows, heads), 8.0), torch.full((heads,), 0.01)
+    at = Recurrent(torch.tensor([0, rows]), *(torch.tensor([n], dtype=torch.int32) for n in (-1, 0, 0, 0)))
+    ops, found = AscendOps(torch.float32, torch.device("cpu"), "fusion_v2"), []
+    for implementation in (ops, reference):
+        states = torch.zeros(1, heads, width, width)
+        found.append(implementation.gated_delta_rule(qkv.clone(), *gates, torch.zeros(heads), states, at))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gates(dtype: torch.dtype) -> None:
+    ops = AscendOps(dtype, torch.device("cpu"), "fusion_v2")
+    wide, x = (torch.randn(30, 2 * 3 * 40) * 20).to(dtype), torch.randn(30, 3, 40).to(dtype)
+    gate, weight, exact = wide.split(120, 1)[1], torch.randn(40).to(dtype), dtype == torch.float32
+    heads = gate.unflatten(1, (3, 40))
+    expected = reference.gated_rms_norm(x, heads, weight, 1e-6)
+    tolerance: Any = dict(atol=1e-5, rtol=1e-5 if exact else 2**-7)
+    torch.testing.assert_close(ops.gated_rms_norm(x, heads, weight, 1e-6), expected, **tolerance)
+    flat = x.flatten(1).clone()
+    assert ops.sigmoid_mul(flat, gate) is flat
+    torch.testing.assert_close(flat, reference.sigmoid_mul(x.flatten(1).clone(), gate), **tolerance)
+
+
+def test_a_norm_with_a_float32_weight() -> None:
+    """That of 1 + w, which bfloat16 would round."""
+    ops = AscendOps(torch.bfloat16, torch.device("cpu"), "fusion_v2")
+    x, residual = torch.randn(2, 5, 64).bfloat16()
+    weight = 1 + torch.randn(64) / 500
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
+    exact = reference.rms_norm(total.float(), weight, 1e-6)
+    assert torch.equal(normed, exact.bfloat16())
+    assert not torch.equal(normed, reference.rms_norm(total.float(), weight.bfloat16().float(), 1e-6).bfloat16())
