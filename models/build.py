@@ -64,6 +64,9 @@ class Build:
     path: str = ""  # path of the module that is being made, as in the checkpoint
     # Whether the checkpoint has a bias of the module or norm at a path, even if its family has none.
     biased: Callable[[str], bool] = lambda path: False
+    # Whether the checkpoint has the module at a path, where families' files differ in their modules.
+    holds: Callable[[str], bool] = lambda path: False
+    norm_base: float = 0.0  # what the checkpoint's weights of norms lack
 
     def at(self, name: str) -> "Build":
         """Returns this Build for the child module `name`."""

@@ -94,11 +94,11 @@ def check_some_each(attn_tp_size: int, what: str, total: int) -> None:
         raise UserError(f"parallel_config: attn_tp_size: {attn_tp_size} is more than {what}: {total}")
 
 
-def check_kv_split(attn_tp_size: int, kv_heads: int) -> None:
-    """Raises UserError unless each rank gets as many KV heads, or each KV head as many ranks, which hold copies."""
+def check_kv_split(attn_tp_size: int, kv_heads: int, key: str = "num_key_value_heads") -> None:
+    """Raises UserError unless each rank gets as many KV heads, or each KV head as many ranks, which hold copies. `key`
+    is that of the number."""
     few, many = sorted((attn_tp_size, kv_heads))
     if many % few:
         raise UserError(
-            f"parallel_config: attn_tp_size: {attn_tp_size} and num_key_value_heads: {kv_heads}: one must divide the "
-            "other"
+            f"parallel_config: attn_tp_size: {attn_tp_size} and {key}: {kv_heads}: one must divide the other"
         )

@@ -33,6 +33,12 @@ FAMILIES = {
     "qwen2_moe": Family("models.qwen2_moe.config:Qwen2MoeConfig", "models.qwen2_moe.model:Qwen2MoeForCausalLM"),
     "glm4_moe": Family("models.glm4_moe.config:Glm4MoeConfig", "models.glm4_moe.model:Glm4MoeForCausalLM"),
     "gpt_oss": Family("models.gpt_oss.config:GptOssConfig", "models.gpt_oss.model:GptOssForCausalLM"),
+    "qwen3_next": Family("models.qwen3_next.config:Qwen3NextConfig", "models.qwen3_next.model:Qwen3NextForCausalLM"),
+    "qwen3_5_moe": Family(
+        "models.qwen3_5_moe.config:Qwen3_5MoeConfig",
+        "models.qwen3_5_moe.model:Qwen3_5MoeForCausalLM",
+        ("qwen3_5_moe_text",),
+    ),
     "minimax_m2": Family(
         "models.minimax_m2.config:MiniMaxM2Config",
         "models.minimax_m2.model:MiniMaxM2ForCausalLM",
@@ -43,7 +49,7 @@ FAMILIES = {
 # Models that are easily taken for one of a family above, by their `model_type`.
 OTHERS = {
     "minimax": "MiniMax-01", "minimax_text_01": "MiniMax-01", "minimax_m1": "MiniMax-M1", "minimax_m3": "MiniMax-M3",
-    "minimax_m3_vl": "MiniMax-M3",
+    "minimax_m3_vl": "MiniMax-M3", "qwen3_5": "dense Qwen3.5", "qwen3_5_text": "dense Qwen3.5", "qwen4_exp": "Qwen4",
 }  # fmt: skip
 
 

@@ -165,6 +165,7 @@ def one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, tuple[int, ...]
     """The config with the last layer and one of each kind of layers before it, and how many layers of `config` each of
     these stands for."""
     sparse = getattr(config, "sparse_layers", (True,) * len(config.windows))
-    kinds = list(zip(sparse, config.windows, strict=True))
+    linear, windows = getattr(config, "linear_layers", (False,) * len(sparse)), iter(config.windows)
+    kinds = [(one, other, None if other else next(windows)) for one, other in zip(sparse, linear, strict=True)]
     counts = Counter(kinds[:-1])
     return with_layers(config, [*map(kinds.index, counts), len(kinds) - 1]), (*counts.values(), 1)

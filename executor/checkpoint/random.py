@@ -7,13 +7,13 @@ from models.layers.base import layers_of
 
 
 def random_weights(model: nn.Module, seed: int) -> None:
-    """Fills every weight of `model`: norms near one, all others with zero mean and the scale of a trained model.
+    """Fills every weight of `model` with numbers of the mean and spread that its piece says.
 
     Writes at the speed of memory: all matrices are cut from one block of random numbers. The length of the block
     shares no factor with the length of a row, so that no two rows or experts are equal. The largest matrices, whose
     numbers take several times their memory before they are packed, are filled while the others take none.
     """
-    block = torch.randn((1 << 22) - 3, generator=torch.Generator().manual_seed(seed)) * 0.02
+    block = torch.randn((1 << 22) - 3, generator=torch.Generator().manual_seed(seed))
     offset = 0
     pieces = [piece for path, layer in layers_of(model) for piece in layer.pieces(path)]
     for piece in sorted(pieces, key=lambda piece: piece.kept_elements, reverse=True):
@@ -24,5 +24,4 @@ def random_weights(model: nn.Module, seed: int) -> None:
             parts.append(block[offset : offset + missing])
             offset = (offset + len(parts[-1])) % len(block)
             missing -= len(parts[-1])
-        numbers = torch.cat(parts).view(piece.kept_shape)
-        piece.fill(1 + numbers if piece.name.endswith("norm.weight") else numbers)
+        piece.fill(torch.cat(parts).view(piece.kept_shape).mul_(piece.spread).add_(piece.mean))

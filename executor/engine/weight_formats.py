@@ -72,6 +72,7 @@ def build_of(
         shadows=shadows,
         exchange=exchange,
         biased=scheme.biased,
+        holds=scheme.holds,
     )
 
 

@@ -26,6 +26,7 @@ from models.layers.experts import Experts
 from models.layers.norm import RMSNorm, SplitRMSNorm
 from models.layers.rotary import RotaryTable
 from models.layers.router import Router, SelectionBias
+from models.layers.states import RecurrentStates
 from models.registry import load, model_class
 from ops.interface import Exchange, Ops
 from ops.parallel.join import parallel_of
@@ -91,7 +92,7 @@ def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
     if type(layer) in KINDS:
         return KINDS[type(layer)]
     around = {type(child) for child in model.get_submodule(path.rpartition(".")[0]).children()}
-    return "attention" if PagedAttention in around else "dense MLP"
+    return "attention" if around & {PagedAttention, RecurrentStates} else "dense MLP"
 
 
 def cache_of(model: nn.Module, page_size: int) -> Part:

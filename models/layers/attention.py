@@ -1,5 +1,6 @@
 """Attention over the paged KV cache."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import Layer, Piece
-from models.layers.linear import MergedLinear, RowLinear, Source
+from models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from models.layers.norm import RMSNorm
 from models.layers.rotary import head_order
 from models.rope import RopeConfig
@@ -98,7 +99,7 @@ class GroupedAttention(nn.Module):
     """Grouped-query attention with rotary embedding of a whole head or of its first columns. `bias`: of the projections
     to queries, keys and values; `out_bias`: of that back; `normed`: each head of queries and keys has a norm. With
     `window` a token sees so many tokens up to itself; with `sinks` each head has a score that takes part in the softmax
-    and no value."""
+    and no value; if `gated`, the rows of a gate of its result follow its rows of the projection to queries."""
 
     def __init__(
         self,
@@ -109,32 +110,42 @@ class GroupedAttention(nn.Module):
         normed: bool,
         window: int | None = None,
         sinks: bool = False,
+        gated: bool = False,
     ):
         super().__init__()
         dim, tp, hidden = config.head_dim, build.parallel.attn_tp, config.hidden_size
         q_rows, kv_rows = config.num_attention_heads * dim, config.num_key_value_heads * dim
         kv_part = kv_shard(tp, config.num_key_value_heads).part(kv_rows)
         order = head_order(config.rope, dim)
+        q_part, heads = tp.part(q_rows), config.num_attention_heads
+        queries, *gates = grouped("q_proj", [(q_rows, q_part)] * (1 + gated), heads if gated else 1)
         sources = [
-            Source("q_proj", q_rows, tp.part(q_rows), order),
+            *(dataclasses.replace(source, order=order) for source in queries),
             Source("k_proj", kv_rows, kv_part, order),
             Source("v_proj", kv_rows, kv_part),
         ]
-        self.ops, self.head_dim, self.sizes = build.ops, dim, [source.kept for source in sources]
-        self.qkv_proj = MergedLinear(build, hidden, sources, bias)
+        self.ops, self.head_dim = build.ops, dim
+        self.sizes = [part.stop - part.start for part in (q_part, kv_part, kv_part)]
+        self.qkv_proj = MergedLinear(build, hidden, [*sources, *(s for of in gates for s in of)], bias)
         if normed:
             self.q_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
             self.k_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
-        self.normed = normed
+        self.normed, self.gated = normed, gated
         self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim, window)
-        self.sinks = Sinks(build, config.num_attention_heads) if sinks else None
+        self.sinks = Sinks(build, heads) if sinks else None
         self.o_proj = RowLinear(build, "o_proj", q_rows, hidden, out_bias)
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x, batch)
+        if not self.gated:
+            return self.o_proj(self._attend(qkv, cos, sin, batch), batch)
+        qkv, gate = qkv.split([sum(self.sizes), self.sizes[0]], 1)
+        return self.o_proj(self.ops.sigmoid_mul(self._attend(qkv, cos, sin, batch), gate), batch)
+
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         if self.normed:
-            return self.o_proj(self.attention.normed(qkv, self.q_norm, self.k_norm, cos, sin, batch), batch)
+            return self.attention.normed(qkv, self.q_norm, self.k_norm, cos, sin, batch)
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.sizes, 1))  # (T, heads, D)
         q, k = self.ops.rope(q, k, cos, sin)
         sinks = self.sinks.values if self.sinks else None
-        return self.o_proj(self.attention(q, k, v, batch, sinks), batch)
+        return self.attention(q, k, v, batch, sinks)

@@ -25,8 +25,9 @@ class Piece:
 
     `linear` marks the weight of a linear module, which may be quantised in the checkpoint; `fill` then takes a
     `Quantised` as well as a tensor. `router` marks a router's weight, which quantised checkpoints usually leave in
-    floating point even if their config does not say so. With `by_input` the tensor (experts, rows, columns) is
-    stored as (experts, columns, rows) if it is not quantised.
+    floating point even if their config does not say so; also another small matrix of which that is true. With
+    `by_input` the tensor (experts, rows, columns) is stored as (experts, columns, rows) if it is not quantised. `mean`
+    and `spread` are those of random values in place of a checkpoint's.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Piece:
     linear: bool = False
     router: bool = False
     by_input: bool = False
+    mean: float = 0.0
+    spread: float = 0.02
 
     @property
     def kept_shape(self) -> tuple[int, ...]:

@@ -37,14 +37,33 @@ class Source:
         return lambda part: fill(in_order(part, rows))
 
 
-class MergedLinear(Layer):
-    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. The outputs stay split."""
+def grouped(name: str, parts: Sequence[tuple[int, slice]], groups: int = 1) -> list[list[Source]]:
+    """The sources of each of `parts`, (rows, range of them that this rank keeps), of a checkpoint matrix that holds an
+    equal share of each part in each of `groups` groups of rows."""
+    rows, first, found = sum(count for count, _ in parts), 0, []
+    for count, kept in parts:
+        each, sources = count // groups, []
+        for group in range(kept.start // each, -(-kept.stop // each)):
+            at, begin = group * rows // groups + first, group * each
+            part = slice(at + max(kept.start - begin, 0), at + min(kept.stop - begin, each))
+            sources.append(Source(name, rows, part))
+        found.append(sources)
+        first += each
+    return found
 
-    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False):
+
+class MergedLinear(Layer):
+    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. The outputs stay split. `small` ones
+    are never quantised, as routers."""
+
+    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, small: bool = False):
         super().__init__()
-        self.ops, self.parallel, self.sources = build.ops, build.parallel, sources
+        self.ops, self.parallel, self.sources, self.small = build.ops, build.parallel, sources, small
         outputs = sum(s.kept for s in sources)
-        self.weight = build.stack([(source.name, source.kept) for source in sources], inputs)
+        if small:
+            self.weight = build.matrix(outputs, inputs, build.formats.plain)
+        else:
+            self.weight = build.stack([(source.name, source.kept) for source in sources], inputs)
         bias = bias or any(build.biased(build.at(source.name).path) for source in sources)
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
@@ -65,7 +84,7 @@ class MergedLinear(Layer):
         for source in self.sources:
             fill = source.fills(partial(self.weight.fill, row))
             name, shape, part = f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL)
-            yield Piece(name, shape, part, fill, linear=True)
+            yield Piece(name, shape, part, fill, linear=True, router=self.small)
             if self.bias is not None:
                 into = self.bias[row : row + source.kept]
                 yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), source.fills(into.copy_))

@@ -14,10 +14,13 @@ from ops.parallel.groups import Group
 
 class RMSNorm(Layer):
     """`build` is at the norm's path if the norm may have a bias. `order` is the order of the columns, if it is not the
-    checkpoint's (models/layers/rotary.py)."""
+    checkpoint's (models/layers/rotary.py). The checkpoint has the weight less `base`, by default `build.norm_base`."""
 
-    def __init__(self, build: Build, size: int, eps: float, order: tuple[int, ...] | None = None):
+    def __init__(
+        self, build: Build, size: int, eps: float, order: tuple[int, ...] | None = None, base: float | None = None
+    ):
         super().__init__()
+        self.base = build.norm_base if base is None else base
         self.ops, self.eps, self.source = build.ops, eps, Source("", size, slice(0, size), order)
         self.weight = build.vector(size)
         self.bias = build.vector(size) if build.biased(build.path) else None
@@ -44,10 +47,11 @@ class RMSNorm(Layer):
         return norm(x, residual, self.weight, self.eps, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        vectors = {"weight": self.weight, "bias": self.bias}
-        for last, vector in vectors.items():
-            if vector is not None:
-                yield Piece(f"{path}.{last}", tuple(vector.shape), (ALL,), self.source.fills(vector.copy_))
+        shape = (self.source.rows,)
+        fill = self.source.fills(lambda part: self.weight.copy_(part.float() + self.base))
+        yield Piece(f"{path}.weight", shape, (ALL,), fill, mean=1 - self.base)
+        if self.bias is not None:
+            yield Piece(f"{path}.bias", shape, (ALL,), self.source.fills(self.bias.copy_))
 
 
 class SplitRMSNorm(Layer):
@@ -75,4 +79,5 @@ class SplitRMSNorm(Layer):
     def pieces(self, path: str) -> Iterator[Piece]:
         parent = path.rpartition(".")[0]
         for source, weight in zip(self.sources, self.weights, strict=True):
-            yield Piece(f"{parent}.{source.name}.weight", (source.rows,), (source.part,), source.fills(weight.copy_))
+            fill = source.fills(weight.copy_)
+            yield Piece(f"{parent}.{source.name}.weight", (source.rows,), (source.part,), fill, mean=1.0)

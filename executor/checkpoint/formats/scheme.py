@@ -126,6 +126,11 @@ class Scheme(ABC):
         """Whether the module or norm at `path` has a bias, if its family has none there."""
         return False
 
+    def holds(self, module: str) -> bool:
+        """Whether the files hold the module, in floats or quantised."""
+        signs = ("weight", *(encoding.signs[0] for encoding in self.encodings))
+        return any(name in (self.names or ()) for name in (module, *(f"{module}.{sign}" for sign in signs)))
+
     def contradicts(self, module: str) -> bool:
         """Whether the files store the module otherwise than the config says."""
         return self.encoding(module) is not self.said(self._spelt(module))

@@ -58,7 +58,7 @@ class Source:
         self.title = scheme.title
         build = Build(
             load_ops("reference"), Parallel(), Formats(PLAIN, PLAIN, PLAIN), torch.float32, torch.device("meta"),
-            max_positions=1,
+            max_positions=1, holds=scheme.holds,
         )  # fmt: skip
         model = model_class(name)(config, build)
         wanted = wanted_by(model)

@@ -1,0 +1,41 @@
+"""A decoder with gated DeltaNet layers and attention in turn, each before a mixture of experts."""
+
+import dataclasses
+
+from models.build import Build
+from models.causal_lm import CausalLM
+from models.hybrid_config import HybridConfig
+from models.layers.attention import GroupedAttention
+from models.layers.decoder_layer import DecoderLayer
+from models.layers.delta_net import DeltaNet
+from models.layers.sparse_block import SparseMoeBlock
+
+
+def decoder_layer(config: HybridConfig, build: Build, linear: bool, fused: bool) -> DecoderLayer:
+    name = "linear_attn" if linear else "self_attn"
+    inside = build.at(name)
+    attention = (
+        DeltaNet(config, inside, fused)
+        if linear
+        else GroupedAttention(config, inside, bias=False, out_bias=False, normed=True, gated=True)
+    )
+    mlp = SparseMoeBlock(config, build.at("mlp"))
+    return DecoderLayer(build, config.hidden_size, config.rms_norm_eps, attention, mlp, attention_name=name)
+
+
+class HybridForCausalLM(CausalLM):
+    """Norms multiply by one plus the checkpoint's weight, except those inside of linear attention."""
+
+    fused: bool  # as of `DeltaNet`
+
+    def __init__(self, config: HybridConfig, build: Build):
+        build = dataclasses.replace(build, norm_base=1.0)
+        layers = (
+            decoder_layer(config, build.at(f"model.layers.{i}"), linear, self.fused)
+            for i, linear in enumerate(config.linear_layers)
+        )
+        super().__init__(config, build, layers)
+
+    def ignores(self, name: str) -> bool:
+        """Also layers that predict further tokens, and what sees pictures."""
+        return super().ignores(name) or name.startswith(("mtp.", "model.visual."))

@@ -1,0 +1,72 @@
+"""The part of config.json that decoders with gated DeltaNet layers and attention in turn share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.config import check_even_split, check_kv_split
+from models.hf_config import HfConfig
+from models.moe_config import MoeConfig, read_sizes
+from models.rope import read_rope, read_rotary_dim
+
+FULL, LINEAR = "full_attention", "linear_attention"
+DEFAULTS = {
+    "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "max_position_embeddings": 32768, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HybridConfig(MoeConfig):
+    shared_expert_intermediate_size: int
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_layers: tuple[bool, ...]  # for each layer whether it has a state in place of cached keys and values
+
+    @property
+    def shared_width(self) -> int:
+        return self.shared_expert_intermediate_size
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.linear_layers.count(False)
+
+    def check_parallel(
+        self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
+    ) -> None:
+        super().check_parallel(attn_tp_size, moe_tp_size, moe_ep_size, embed_tp_size, lmhead_tp_size)
+        check_even_split("attn_tp_size", attn_tp_size, "linear_num_value_heads", self.linear_num_value_heads)
+        check_kv_split(attn_tp_size, self.linear_num_key_heads, "linear_num_key_heads")
+
+
+def read_hybrid(hf: HfConfig, defaults: Mapping[str, int]) -> dict[str, Any]:
+    """All fields of `HybridConfig` but `norm_topk_prob`. `defaults` are those that differ between families."""
+    hf.refuse("hidden_act", "silu")
+    hf.refuse("attention_bias", False)
+    hf.refuse("attn_output_gate", True)
+    hf.refuse("output_gate_type", "silu", "swish")  # two names of one function
+    hf.refuse("decoder_sparse_step", 1)
+    hf.refuse("mlp_only_layers", [])
+    sizes = read_sizes(hf, {**DEFAULTS, **defaults}, ("num_experts", "num_local_experts"))
+    layers, dim = sizes["num_hidden_layers"], sizes["head_dim"]
+    every = hf.size("full_attention_interval", default=4)
+    kinds = hf.names("layer_types") or tuple(LINEAR if (i + 1) % every else FULL for i in range(layers))
+    if len(kinds) != layers or set(kinds) - {FULL, LINEAR} or FULL not in kinds:
+        raise hf.error("layer_types", f"must be {layers} times {FULL} or {LINEAR}, {FULL} at least once")
+    heads = sizes["linear_num_value_heads"]
+    if heads % sizes["linear_num_key_heads"]:
+        raise hf.error("linear_num_key_heads", f"does not divide linear_num_value_heads: {heads}")
+    if not sizes["num_experts"]:
+        raise hf.error("num_experts", "must be at least 1")
+    return sizes | {
+        "intermediate_size": sizes["moe_intermediate_size"],  # no layer is dense
+        "rms_norm_eps": hf.number("rms_norm_eps", default=1e-6),
+        "rope": read_rope(hf, read_rotary_dim(hf, dim, default=0.25), sizes["max_position_embeddings"]),
+        "sparse_layers": (True,) * layers,
+        "linear_layers": tuple(kind == LINEAR for kind in kinds),
+    }

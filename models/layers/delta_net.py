@@ -1,0 +1,120 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention, whose past is a state of one size."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from models.batch import Batch
+from models.build import Build
+from models.layers.attention import kv_shard
+from models.layers.base import ALL, Layer, Piece
+from models.layers.linear import MergedLinear, RowLinear, grouped
+from models.layers.norm import RMSNorm
+from models.layers.states import RecurrentStates
+from ops.interface import fixed
+
+Part = tuple[int, slice]  # elements of a dimension, and this rank's range of them
+
+
+class DeltaNetConfig(Protocol):
+    """What the mixer reads of a family's config."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def linear_num_key_heads(self) -> int: ...
+    @property
+    def linear_num_value_heads(self) -> int: ...
+    @property
+    def linear_key_head_dim(self) -> int: ...
+    @property
+    def linear_value_head_dim(self) -> int: ...
+    @property
+    def linear_conv_kernel_dim(self) -> int: ...
+
+
+class DeltaNet(nn.Module):
+    """A convolution of queries, keys and values, the gated delta rule, and a gated norm of each value head. Heads are
+    split over the ranks that share attention, each key head with its value heads; if there are more ranks than key
+    heads, neighbouring ranks hold copies of the same one. `fused`: the checkpoint has one projection for queries, keys,
+    values and gates, and one for the rest, each with a group of rows for each key head."""
+
+    def __init__(self, config: DeltaNetConfig, build: Build, fused: bool):
+        super().__init__()
+        tp, hidden = build.parallel.attn_tp, config.hidden_size
+        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        width, depth = config.linear_value_head_dim, config.linear_key_head_dim
+        rows = key_heads * depth, value_heads * width
+        keys: Part = rows[0], kv_shard(tp, key_heads).part(rows[0])
+        values: Part = rows[1], tp.part(rows[1])
+        heads: Part = value_heads, tp.part(value_heads)
+        if fused:
+            qkvz = grouped("in_proj_qkvz", [keys, keys, values, values], key_heads)
+            ba = grouped("in_proj_ba", [heads, heads], key_heads)
+        else:
+            qkvz = grouped("in_proj_qkv", [keys, keys, values]) + grouped("in_proj_z", [values])
+            ba = grouped("in_proj_b", [heads]) + grouped("in_proj_a", [heads])
+        self.ops, self.parallel, self.width = build.ops, build.parallel, width
+        self.qkvz_proj = MergedLinear(build, hidden, [source for part in qkvz for source in part])
+        self.ba_proj = MergedLinear(build, hidden, [source for part in ba for source in part], small=True)
+        self.conv1d = Convolution(build, config.linear_conv_kernel_dim, [keys, keys, values])
+        self.decay = Decay(build, heads)
+        self.norm = RMSNorm(build, width, config.rms_norm_eps, base=0.0)
+        self.out_proj = RowLinear(build, "out_proj", rows[1], hidden)
+        taps, channels = self.conv1d.weight.shape
+        self.states = RecurrentStates(taps, channels, len(self.decay.rates), depth, width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+        x = batch.rows(self.parallel).gather(x)
+        qkvz, (b, a) = self.qkvz_proj.of_all_rows(x), self.ba_proj.of_all_rows(x).chunk(2, 1)
+        channels, places = self.conv1d.weight.shape[1], self.states.places(batch)
+        qkv, z = qkvz.split([channels, qkvz.shape[1] - channels], 1)
+        qkv = self.ops.causal_conv(qkv, self.conv1d.weight, self.states.conv, places)
+        y = self.ops.gated_delta_rule(qkv, a, b, self.decay.rates, self.decay.dt_bias, self.states.delta, places)
+        y = self.ops.gated_rms_norm(y, z.unflatten(1, (-1, self.width)), self.norm.weight, self.norm.eps)
+        return self.out_proj(y.flatten(1), batch)
+
+
+class Convolution(Layer):
+    """The weights (taps, channels) of a convolution of each channel over the rows of a sequence. The channels are those
+    of `parts`, one below the other."""
+
+    def __init__(self, build: Build, taps: int, parts: list[Part]):
+        super().__init__()
+        self.parts, channels = parts, sum(kept.stop - kept.start for _, kept in parts)
+        self.weight = fixed(torch.empty(taps, channels, device=build.device))
+        self.elements, self.nbytes = self.weight.numel(), self.weight.nbytes
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        def fill(to: slice, part: Tensor) -> None:
+            self.weight[:, to] = part[:, 0].T
+
+        shape, first, row = (sum(rows for rows, _ in self.parts), 1, len(self.weight)), 0, 0
+        for rows, kept in self.parts:
+            end = row + kept.stop - kept.start
+            cut = slice(first + kept.start, first + kept.stop), ALL, ALL
+            yield Piece(f"{path}.weight", shape, cut, partial(fill, slice(row, end)), spread=0.5)
+            first, row = first + rows, end
+
+
+class Decay(Layer):
+    """For each value head the rate of its state's decay, of which the checkpoint has the logarithm, and what is added
+    to the time that passes with a token."""
+
+    def __init__(self, build: Build, heads: Part):
+        super().__init__()
+        self.heads, self.part = heads
+        count = self.part.stop - self.part.start
+        self.rates, self.dt_bias = (fixed(torch.empty(count, device=build.device)) for _ in range(2))
+        self.elements, self.nbytes = 2 * count, 2 * self.rates.nbytes
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        at, shape, part = path.rpartition(".")[0], (self.heads,), (self.part,)
+        # Random states lose from a thousandth to a half of what they hold with a token.
+        yield Piece(f"{at}.A_log", shape, part, lambda x: self.rates.copy_(x.float().exp()), mean=-3.5, spread=1.5)
+        yield Piece(f"{at}.dt_bias", shape, part, self.dt_bias.copy_)
