@@ -30,6 +30,7 @@ class Format:
     parameter_end: str = ""
     key_end: str = ">"  # of the name of a parameter
     value: str = ""  # opens its value
+    value_lines: bool = False  # a value stands on lines of its own
     begins_line: bool = False  # an answer begins with a line break, which is layout
     tokens: tuple[str, ...] = ()  # instead of all these: special tokens that are marks by their ids (text/harmony.py)
     ends: tuple[str, ...] = ()  # tokens that end an answer, whatever else a checkpoint says
@@ -67,6 +68,7 @@ FORMATS = {
         call_end="</function>",
         parameter="<parameter=",
         parameter_end="</parameter>",
+        value_lines=True,
     ),
     "glm45": Format(
         signs=("<tool_call>", "<arg_key>"),

@@ -18,14 +18,13 @@ from typing import Any
 from text.answer import Part, Reader
 from text.formats import THINK, THINK_END, Format
 from text.harmony import Harmony
-from text.tool_arguments import Tool, read_call, to_json, tools_by_name, unwrapped
+from text.tool_arguments import Tool, read_call, to_json, tools_by_name
+from text.values import LONGEST_VALUE, Value
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
 CALL_BEGIN = '{"name":"'  # of a call in JSON, without white space
 CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"arguments"\s*:\s*)?(.*)', re.DOTALL)
 TOOL_NAME = re.compile(r"\s*([\w.-]*)\s*")
-LONGEST_LAYOUT = 16  # characters between the name of a parameter and the mark of its value
-LONGEST_VALUE = 1 << 22  # characters of one parameter, or of one call in JSON
 
 
 class State(Enum):
@@ -60,7 +59,7 @@ class Marks:
 def _marks(format: Format, tools: bool, split: bool) -> dict[State, Marks]:
     blocks = (format.block,) if tools else ()
     calls = (*blocks, format.block_end, format.call) if tools and format.call else blocks
-    call = (format.call, format.call_end) if format.call else (format.block,)
+    inner = (format.parameter, format.call, format.call_end, format.block, format.block_end)
     title = (*format.marks, THINK, THINK_END) if format.block_is_call else (">", "<", "\n")
     return {
         State.REASONING: Marks((THINK, THINK_END, *blocks)),
@@ -68,8 +67,8 @@ def _marks(format: Format, tools: bool, split: bool) -> dict[State, Marks]:
         State.OPEN: Marks((format.block, format.block_end, format.call or "{")),
         State.BLOCK: Marks((format.call, format.block_end)),
         State.NAME: Marks(title),
-        State.CALL: Marks((format.parameter, *call, format.block_end)),
-        State.VALUE: Marks((format.parameter_end, format.parameter, format.value, format.call_end, format.block_end)),
+        State.CALL: Marks(inner),
+        State.VALUE: Marks((format.parameter_end, format.value, *inner)),
         State.JSON: Marks((format.block_end, format.block, THINK_END, '"')),
         State.STRING: Marks(("\\\\", '\\"', '"', "\n")),  # JSON has no line break in a string, so one ends a broken one
     }
@@ -93,6 +92,8 @@ class Parser(Reader):
         self._plain = format is None
         self._marks = _marks(self._format, bool(self._tools), split)
         self._first = Marks((THINK, *self._marks[State.CONTENT].marks))  # content that may still open reasoning
+        closers = (self._format.call_end, self._format.parameter_end) if self._tools and self._format.call else ()
+        self._behind = Marks((*self._marks[State.CONTENT].marks, *closers))  # content behind a mark
         self._fresh = split and not reasoning
         self._state = State.REASONING if reasoning and split else State.CONTENT
         self._parts = [Part("content", THINK)] if format and reasoning and not split else []
@@ -104,8 +105,8 @@ class Parser(Reader):
         self._opener, self._name = "", ""  # the mark and the text of state NAME
         self._tool: Tool | None = None  # of the call that is read; None: it is dropped
         self._given: set[str] = set()  # its parameters so far
-        self._text = StringIO()  # of states VALUE, JSON and STRING
-        self._key, self._opened = "", False  # the parameter that is read, and whether the mark of its value was there
+        self._text = StringIO()  # of states OPEN, JSON and STRING
+        self._value = Value(self._format, "", False)  # of the parameter that is read
 
     def push(self, text: str) -> list[Part]:
         if self._plain:
@@ -119,6 +120,10 @@ class Parser(Reader):
         """Returns what is left when the output has ended. What was held back was no mark; an open call ends with the
         parameters that it has. `cut` says that the limit of tokens has ended the output: a call in JSON is then a call
         with as much of its arguments as there is."""
+        if self._state is State.VALUE and (closing := self._value.closing):  # what was held back began another mark
+            self._end_value()
+            self._between_parameters(closing)
+            self._at = len(self._buffer)
         while self._at < len(self._buffer):
             text, self._at = self._buffer[self._at :], len(self._buffer)
             self._step(text, "")
@@ -139,7 +144,9 @@ class Parser(Reader):
     def _advance(self) -> bool:
         """Pass on the text up to the next mark of this state, or all that is certain; False if more text is needed."""
         state, fresh = self._state, self._fresh
-        marks = self._first if fresh and state is State.CONTENT else self._marks[state]
+        marks = self._marks[state]
+        if state is State.CONTENT and (fresh or self._trim):
+            marks = self._first if fresh else self._behind
         found = marks.pattern.search(self._buffer, self._at)
         end = found.start() if found else marks.tail(self._buffer, self._at)
         text, self._at = self._buffer[self._at : end], found.end() if found else end
@@ -165,6 +172,8 @@ class Parser(Reader):
                 self._open_block(state)
             elif mark and mark == format.call:
                 self._open_name(mark, state)
+            elif mark in (format.call_end, format.parameter_end) and not self._trim:  # after content it is text
+                self._say(state, mark)
         elif state is State.OPEN:
             if text.strip() or mark == format.block:  # it was no block but text, and so is what follows
                 self._state = self._outer
@@ -190,13 +199,11 @@ class Parser(Reader):
         elif state is State.CALL:
             self._between_parameters(mark)
         elif state is State.VALUE:
-            self._write(text)
-            if mark and mark == format.value:
-                self._open_value(mark)
-                return
-            if mark in (format.parameter, format.parameter_end):
+            if ended := self._value.take(text, mark):
                 self._end_value()
-            self._between_parameters(mark)
+                self._between_parameters(ended)
+                if ended != format.parameter:
+                    self._at -= len(mark)  # it counts in the state after
         elif state is State.STRING:
             self._write(text + mark)
             self._state = State.JSON if mark in ('"', "\n") else state
@@ -248,7 +255,7 @@ class Parser(Reader):
         good = bool(name) and len(self._name) <= LONGEST_NAME
         if opener == format.parameter:
             if good and mark and mark in (format.key_end, format.value):
-                self._state, self._key, self._text, self._opened = State.VALUE, name, StringIO(), mark == format.value
+                self._state, self._value = State.VALUE, Value(format, name, mark == format.value)
                 return
             self._state = State.CALL
         elif opener == format.block:
@@ -289,21 +296,13 @@ class Parser(Reader):
             else:
                 self._turn(self._outer if mark == format.call_end else State.CONTENT)
 
-    def _open_value(self, mark: str) -> None:
-        """The mark of a value, which some answers lack; within the value it is text."""
-        if self._opened or self._text.tell() > LONGEST_LAYOUT or self._text.getvalue().strip():
-            self._write(mark)
-        else:
-            self._text, self._opened = StringIO(), True
-
     def _end_value(self) -> None:
-        text = self._text.getvalue()
-        if self._tool and self._key not in self._given and len(text) <= LONGEST_VALUE:
-            bare = text if self._opened else text.removeprefix("\n") if self._format.value else unwrapped(text)
-            value = to_json(self._tool.value(self._key, bare))
+        key, text = self._value.key, self._value.text
+        if self._tool and key not in self._given and text is not None:
             opening = ", " if self._given else "{"
-            self._given.add(self._key)
-            self._parts.append(Part("arguments", f"{opening}{to_json(self._key)}: {value}"))
+            self._given.add(key)
+            value = to_json(self._tool.value(key, text))
+            self._parts.append(Part("arguments", f"{opening}{to_json(key)}: {value}"))
 
     def _end_call(self) -> None:
         if self._tool:

@@ -51,8 +51,11 @@ def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
     return {tool["function"]["name"]: Tool(tool["function"].get("parameters")) for tool in tools}
 
 
-def unwrapped(text: str) -> str:
-    """The text of a parameter without the newlines of its layout: one on each side, if there is one on each side."""
+def unwrapped(text: str, lines: bool) -> str:
+    """The text of a parameter without the newlines of its layout: one on each side, if there is one on each side or
+    if the format has values on `lines` of their own."""
+    if lines:
+        return text.removeprefix("\n").removesuffix("\n")
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "\n" else text
 
 

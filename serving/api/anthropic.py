@@ -89,6 +89,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -247,7 +248,7 @@ def translated(request: CountRequest, text: Text) -> tuple[dict[str, Any], dict[
     """The chat that `request` asks for, and the request's names of the chat's fields, for errors."""
     messages: list[dict[str, Any]] = []
     names = {"stop": "stop_sequences", "response_format": "output_config.format"}
-    names |= {"reasoning_effort": "output_config.effort", "chat_template_kwargs": "thinking"}
+    names |= {"reasoning_effort": "output_config.effort"}
     if request.system is not None:
         names[f"messages[{len(messages)}]"] = "system"
         messages.append({"role": "system", "content": _texts(request.system, "system")})
@@ -258,6 +259,7 @@ def translated(request: CountRequest, text: Text) -> tuple[dict[str, Any], dict[
     if request.messages and request.messages[-1].role == "assistant":
         raise invalid(f"messages[{len(request.messages) - 1}].role", "an answer that is begun cannot be continued")
     chat: dict[str, Any] = {"model": request.model, "messages": messages, "tools": []}
+    chat["chat_template_kwargs"] = request.chat_template_kwargs or {}
     for i, tool in enumerate(request.tools or []):
         names |= {f"tools[{i}].function": f"tools[{i}]", f"tools[{i}].function.parameters": f"tools[{i}].input_schema"}
         chat["tools"].append(_tool(tool, f"tools[{i}]"))
@@ -268,7 +270,7 @@ def translated(request: CountRequest, text: Text) -> tuple[dict[str, Any], dict[
     if request.thinking:
         if request.thinking.display == "omitted":
             raise invalid("thinking.display", "reasoning is always shown", "unsupported_parameter")
-        chat["chat_template_kwargs"] = _thinking(request.thinking.type != "disabled", text)
+        chat["chat_template_kwargs"] |= _thinking(request.thinking.type != "disabled", text)
     config = request.output_config or OutputConfig()
     if config.effort != "high":  # which is what requests get that do not say
         chat["reasoning_effort"] = config.effort

@@ -79,6 +79,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -278,6 +279,7 @@ def translated(request: ResponsesRequest, text: Text) -> tuple[dict[str, Any], d
         "logprobs": wants_logprobs or None,
         "top_logprobs": request.top_logprobs if wants_logprobs else None,
         "parallel_tool_calls": request.parallel_tool_calls,
+        "chat_template_kwargs": request.chat_template_kwargs,
         "tools": [],
     }
     for i, tool in enumerate(request.tools or []):

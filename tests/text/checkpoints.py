@@ -76,6 +76,50 @@ QWEN3 = """
 {%- endif %}
 """
 
+# Qwen3-Next Thinking: prompts end within reasoning.
+NEXT = QWEN3.replace("enable_thinking is false else ''", "enable_thinking is false else '<think>\\n'")
+assert NEXT != QWEN3
+
+# Qwen3.5 and 3.6.
+QWEN35 = """
+{%- set ns = namespace(query=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}
+{%- if tools %}
+{{- '<|im_start|>system\\n<tools>' }}
+{%- for tool in tools %}{{ '\\n' ~ tool | tojson }}{% endfor %}
+{{- '\\n</tools>\\nA call: <tool_call>\\n<function=f>\\n<parameter=p>\\nvalue\\n</parameter>\\n</function>' }}
+{{- '\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set content, thoughts = m.content | trim, m.reasoning_content or '' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.query or (preserve_thinking is defined and preserve_thinking) %}
+{{- '<think>\\n' ~ thoughts | trim ~ '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- content }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n' if not loop.first else '\\n\\n' if content else '' }}
+{{- '<tool_call>\\n<function=' ~ call.function.name ~ '>\\n' }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '<parameter=' ~ key ~ '>\\n' ~ (value if value is string else value | tojson) ~ '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' ~ m.content ~ '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- else %}
+{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content | trim ~ '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n<think>\\n' ~ ('\\n</think>\\n\\n' if enable_thinking is false else '') }}
+{%- endif %}
+"""
+
 GLM45 = """
 {{- '[gMASK]<sop>' }}
 {%- macro shown(content) %}
@@ -184,12 +228,19 @@ HARMONY = """
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 
-TEMPLATES = {"minimax_m2": MINIMAX, "qwen3": QWEN3, "glm45": GLM45, "glm47": GLM47, "harmony": HARMONY}
-FORMAT_OF = {family: FORMATS["glm45" if family == "glm47" else family] for family in TEMPLATES}
+TEMPLATES = {
+    "minimax_m2": MINIMAX, "qwen3": QWEN3, "qwen3_next": NEXT, "qwen35": QWEN35, "glm45": GLM45, "glm47": GLM47,
+    "harmony": HARMONY,
+}  # fmt: skip
+NAMES = {"glm47": "glm45", "qwen3_next": "qwen3", "qwen35": "qwen3_coder"}  # of formats, where they are others
+FORMAT_OF = {family: FORMATS[NAMES.get(family, family)] for family in TEMPLATES}
+QWEN_SPECIAL = ["<|im_start|>", "<|im_end|>"]
 GLM_SPECIAL = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 SPECIAL = {
     "minimax_m2": ["]~!b[", "]~b]", "[e~["],
-    "qwen3": ["<|im_start|>", "<|im_end|>"],
+    "qwen3": QWEN_SPECIAL,
+    "qwen3_next": QWEN_SPECIAL,
+    "qwen35": QWEN_SPECIAL,
     "glm45": GLM_SPECIAL,
     "glm47": GLM_SPECIAL,
     "harmony": ["<|endoftext|>", *FORMATS["harmony"].tokens],

@@ -86,7 +86,8 @@ def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any
 
 
 def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
-    for family, opens in (("minimax_m2", True), ("qwen3", False), ("glm45", False), ("glm47", True)):
+    opening = {"minimax_m2": True, "qwen3": False, "qwen3_next": True, "qwen35": True, "glm45": False, "glm47": True}
+    for family, opens in opening.items():
         write_tokenizer(tmp_path / family, family)
         tokenizer = Tokenizer(tmp_path / family)
         assert tokenizer.opens_reasoning(tokenizer.encode("What does <think> mean?", chat=True)) is opens
@@ -94,7 +95,14 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
         assert tokenizer.opens_reasoning(tokenizer.hf.convert_tokens_to_ids(list("<think>ĊĊ")))  # letter by letter
         assert not tokenizer.opens_reasoning(tokenizer.encode("<think>\nSo", chat=False))
         assert not tokenizer.opens_reasoning([])
-    for family, end in (("qwen3", "<think>\n\n</think>\n\n"), ("glm45", "\n<think></think>"), ("glm47", "hi</think>")):
+    none = "<think>\n\n</think>\n\n"
+    for family, end in (
+        ("qwen3", none),
+        ("qwen3_next", none),
+        ("qwen35", none),
+        ("glm45", "\n<think></think>"),
+        ("glm47", "hi</think>"),
+    ):
         tokenizer = Tokenizer(tmp_path / family)
         silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
         assert tokenizer.decode(silent).endswith(end)
@@ -108,8 +116,14 @@ OUTPUTS = {
     "qwen3": "<think>\nlook\n</think>\n\nOne moment.\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
+    "qwen35": "look\n</think>\n\nOne moment.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n"
+    "</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=weather>\n</function>\n</tool_call>",
     "glm45": "\n<think>look</think>\nOne moment.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich"
     "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>weather\n</tool_call>",
+    "qwen3_next": "look\n</think>\n\nOne moment.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
     "glm47": "look</think>One moment.<tool_call>weather<arg_key>city</arg_key><arg_value>Zürich</arg_value>"
     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>weather</tool_call>",
 }

@@ -58,6 +58,13 @@ def qwen(text: str) -> str:
     return f"\n<tool_call>\n{text}\n</tool_call>"
 
 
+def function(**parameters: str) -> str:
+    inner = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in parameters.items())
+    return f"<function=f>\n{inner}</function>"
+
+
+MARKS = "a </parameter> b\n</function>c\n</tool_call>\nd <parameter=i> <tool_call>\n<function=f> e"
+EXAMPLE = qwen(function(y="\nz\n"))
 A = '<invoke name="f">\n<parameter name="i">1</parameter>\n'
 CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
     # Reasoning
@@ -114,6 +121,31 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         CODER, {},
         "x" + qwen("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\nb\n</parameter>\n</function>"),
         answer("", "x", ("f", {"i": 1, "s": "a\nb"})),
+    ),
+    "coder, types and newlines": (
+        CODER, {"reasoning": True},
+        "a" + qwen(function(i="\n1\n", s="\n\n1\n\n", b="\nTrue\n", a="[1]", maybe="\nnull", any="\n")) + "\n</think>b",
+        answer("a", "b", ("f", {"i": 1, "s": "\n1\n", "b": True, "a": [1], "maybe": None, "any": ""})),
+    ),
+    "coder, marks in values": (
+        CODER, {}, "x" + qwen(function(s=f"\n{MARKS}{EXAMPLE}\n", i="\n1\n")) + qwen(function(s="a </parameter> b")),
+        answer("", "x", ("f", {"s": MARKS + EXAMPLE, "i": 1}), ("f", {"s": "a </parameter> b"})),
+    ),
+    "coder, lost openers": (
+        CODER, {}, f"x {function(i='1')}\n</parameter>\n</function>\n</tool_call>y </function>",
+        answer("", "x y </function>", ("f", {"i": 1})),
+    ),
+    "coder, lost closers": (
+        CODER, {},
+        "<tool_call><function=f>\n<parameter=i>\n1\n<parameter=s>\na\n</function></tool_call>"
+        "<tool_call><function=f>\n<parameter=s>\nb\n</tool_call><tool_call><function=f><parameter=s>\nc\n</parameter>"
+        "<function=f><parameter=s>\nd\n</function>\n</fun",
+        answer("", "", ("f", {"i": 1, "s": "a"}), *(("f", {"s": s}) for s in "bcd")),
+    ),
+    "coder, closers twice": (
+        CODER, {},
+        "</think>x</tool_call>" + qwen(function(s="\na\n</parameter>\n") + "\n</function>"),
+        answer("", "x", ("f", {"s": "a"})),
     ),
     # Calls of GLM-4.5 to 4.7
     "glm": (
@@ -190,7 +222,8 @@ def test_rules(name: str) -> None:
 BITS = [
     *sorted(TAGS),
     '<invoke name="f">', '<parameter name="i">', "<function=f>", "<parameter=i>", "f", "g", "i", ">", "<", "</", "<th",
-    '{"name": "g", "arguments": {', "}}", '"', "\\", '\\"', "\n", " ", "1", "null", "text", "é🙂", '"i": "',
+    "<tool_call>\n<function=f>\n<parameter=s>\n", '{"name": "g", "arguments": {', "}}", '"', "\\", '\\"', "\n", " ",
+    "1", "null", "text", "é🙂", '"i": "',
 ]  # fmt: skip
 OUTPUTS = st.lists(st.sampled_from(BITS) | st.text(max_size=3), max_size=25).map("".join)
 
@@ -236,9 +269,9 @@ def test_what_is_certain_is_not_held_back() -> None:
         ('<minimax:tool_call><invoke name="f"', []),
         (">", [Part("call", "f")]),
         ('<parameter name="i">1<', []),
-        ("/parameter>", [Part("arguments", '{"i": 1')]),
-        ('<parameter name="s">é</parameter>', [Part("arguments", ', "s": "é"')]),
-        ("</invoke>", [Part("arguments", "}"), Part("end")]),
+        ("/parameter>", []),  # with other text behind it, it is of the value
+        ('<parameter name="s">é</parameter>', [Part("arguments", '{"i": 1')]),
+        ("</invoke>", [Part("arguments", ', "s": "é"'), Part("arguments", "}"), Part("end")]),
         ("</minimax:tool_call>", []),
     ]
     for piece, expected in told:
@@ -249,7 +282,7 @@ def test_what_is_certain_is_not_held_back() -> None:
 
 
 HOSTILE = ["<think", "<arg_value>", "<tool_call>f", "\n", '<tool_call>{"\n', '<invoke name="g">', "<parameter name=",
-           '{"a":']  # fmt: skip
+           '{"a":', "</parameter>\n", "</function> </parameter>"]  # fmt: skip
 STARTS = ["", "<minimax:tool_call>" + A + '<parameter name="o">', '<tool_call>{"name": "g", "arguments": {"a": "',
           '<tool_call>{"name": "g", "arguments": ', "<tool_call><function=f><parameter=a>",
           "<tool_call>f<arg_key>s</arg_key>"]  # fmt: skip

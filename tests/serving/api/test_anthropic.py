@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from serving.api.auth import Keys
 from tests.serving.api.front import Reply, Server, run
 from tests.serving.api.test_chat import TOOL as CHAT_TOOL
@@ -15,6 +17,11 @@ THINKS = (
     "Hm, rain?\n</think>\n\nI look.\n<minimax:tool_call>\n"
     '<invoke name="weather">\n<parameter name="town">Łódź</parameter>\n</invoke>\n</minimax:tool_call>'
 )
+ANSWERS = {
+    "minimax_m2": THINKS,
+    "qwen35": "Hm, rain?\n</think>\n\nI look.\n\n<tool_call>\n<function=weather>\n<parameter=town>\nŁódź\n"
+    "</parameter>\n</function>\n</tool_call>",
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>'
 
 
@@ -36,7 +43,8 @@ def refused(reply: Reply) -> tuple[int, str, str]:
     return reply.status, reply.json["error"]["type"], reply.json["error"]["message"]
 
 
-def test_a_message_and_its_usage() -> None:
+@pytest.mark.parametrize("family", ANSWERS)
+def test_a_message_and_its_usage(family: str) -> None:
     async def scenario(server: Server) -> None:
         asked = ASKED | {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 1024}}
         whole = (await server.ask(PATH, asked)).json
@@ -48,7 +56,8 @@ def test_a_message_and_its_usage() -> None:
         ]
         assert whole["usage"] == {
             "input_tokens": len(server.engine.submitted[0].ids) - 3, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 3, "output_tokens": len(server.tokenizer.encode(THINKS, chat=False)) + 1,
+            "cache_read_input_tokens": 3,
+            "output_tokens": len(server.tokenizer.encode(ANSWERS[family], chat=False)) + 1,
             "output_tokens_details": {"thinking_tokens": len("Hm, rain?")},
         }  # fmt: skip
         events = told(await server.ask(PATH, asked | {"stream": True}))
@@ -61,7 +70,7 @@ def test_a_message_and_its_usage() -> None:
         assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
         assert events[-2]["usage"] == whole["usage"]
 
-    run(scenario, THINKS, family="minimax_m2", engine={"cached_tokens": 3})
+    run(scenario, ANSWERS[family], family=family, engine={"cached_tokens": 3})
 
 
 def test_why_a_message_ends() -> None:

@@ -111,12 +111,16 @@ def test_reasoning_is_told_apart() -> None:
     run(scenario, "Hm, rain?\n</think>\n\nYes.", family="minimax_m2")
 
 
-def test_tool_calls_are_streamed() -> None:
-    text = (
-        'I look.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Łódź \\"😀\\""}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>'
-    )
+CALLS = {
+    "qwen3": 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Łódź \\"😀\\""}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>',
+    "qwen35": '</think>I look.\n\n<tool_call>\n<function=weather>\n<parameter=town>\nŁódź "😀"\n</parameter>\n'
+    "</function>\n</tool_call>\n<function=weather>\n<parameter=town>\nBath\n</function>\n</tool_call>",
+}
 
+
+@pytest.mark.parametrize("family", CALLS)
+def test_tool_calls_are_streamed(family: str) -> None:
     async def scenario(server: Server) -> None:
         choice = (await server.chat(tools=[TOOL])).json["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
@@ -140,7 +144,27 @@ def test_tool_calls_are_streamed() -> None:
         plain = (await server.chat(tools=[TOOL], tool_choice="none")).json["choices"][0]
         assert "<tool_call>" in plain["message"]["content"]
 
-    run(scenario, text)
+    run(scenario, CALLS[family], family=family)
+
+
+def test_variables_of_the_template_come_through_every_api() -> None:
+    said, thought = {"role": "assistant", "content": "a"}, [{"type": "reasoning_text", "text": "Hm"}]
+    thinking = [{"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "a"}]
+    histories: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [USER, said | {"reasoning_content": "Hm"}, USER]},
+        "responses": {"input": [USER, {"type": "reasoning", "content": thought}, said, USER]},
+        "messages": {"messages": [USER, said | {"content": thinking}, USER], "max_tokens": 9},
+    }
+
+    async def scenario(server: Server) -> None:
+        for path, asked in histories.items():
+            for kept in (False, True):
+                told = {"preserve_thinking": kept, "enable_thinking": not kept}
+                assert (await server.ask(f"/v1/{path}", asked | {"chat_template_kwargs": told})).status == 200
+                prompt = server.tokenizer.decode(server.engine.submitted[-1].ids)
+                assert ("<think>\nHm" in prompt, prompt.endswith("</think>\n\n")) == (kept, kept)
+
+    run(scenario, family="qwen35")
 
 
 def test_messages_of_gpt_oss() -> None:

@@ -3,8 +3,10 @@
 import json
 from typing import Any
 
+import pytest
+
 from tests.serving.api.front import Server, run
-from tests.serving.api.test_anthropic import THINKS, told
+from tests.serving.api.test_anthropic import ANSWERS, THINKS, told
 from tests.serving.api.test_chat import TOOL as CHAT_TOOL
 
 PATH = "/v1/responses"
@@ -16,7 +18,8 @@ def item_events(*deltas: str, part: bool) -> list[str]:
     return [*opened, *deltas, *(["content_part.done"] if part else []), "output_item.done"]
 
 
-def test_a_response_and_its_usage() -> None:
+@pytest.mark.parametrize("family", ANSWERS)
+def test_a_response_and_its_usage(family: str) -> None:
     async def scenario(server: Server) -> None:
         asked = {"input": "Hi", "tools": [TOOL], "instructions": "Be brief."}
         whole = (await server.ask(PATH, asked)).json
@@ -46,14 +49,15 @@ def test_a_response_and_its_usage() -> None:
             response["id"] = response["created_at"] = ""
         assert whole == ended
         assert (whole["status"], whole["store"], whole["instructions"]) == ("completed", False, "Be brief.")
-        tokens, prompt = len(server.tokenizer.encode(THINKS, chat=False)) + 1, len(server.engine.submitted[0].ids)
+        tokens = len(server.tokenizer.encode(ANSWERS[family], chat=False)) + 1
+        prompt = len(server.engine.submitted[0].ids)
         assert whole["usage"] == {
             "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
             "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": len("Hm, rain?")},
             "total_tokens": prompt + tokens,
         }  # fmt: skip
 
-    run(scenario, THINKS, family="minimax_m2", engine={"cached_tokens": 3})
+    run(scenario, ANSWERS[family], family=family, engine={"cached_tokens": 3})
 
 
 def unrepeated(events: list[dict[str, Any]]) -> list[str]:

@@ -161,21 +161,21 @@ CALLS = {
     "<arg_value>3</arg_value>\n</tool_call>",
     "glm47": "<tool_call>weather<arg_key>town</arg_key><arg_value>Bath</arg_value></tool_call>",
     "harmony": f'{HM}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"town":"Bath"}}',
-    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=town>\nBath\n</parameter>\n</function>\n</tool_call>",
+    "qwen35": "<tool_call>\n<function=weather>\n<parameter=town>\nBath\n</parameter>\n</function>\n</tool_call>",
 }
 
 
 @pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("opened", [None, False, True])
 def test_demanded_calls(family: str, opened: bool | None) -> None:
-    tokens, format = ("qwen3", FORMATS[family]) if family == "qwen3_coder" else (family, FORMAT_OF[family])
+    format = FORMAT_OF[family]
     for several in (False, True):
-        grammar = structured.calls_grammar(TOOLS, format, several, opened, marks(tokens))
+        grammar = structured.calls_grammar(TOOLS, format, several, opened, marks(family))
         thoughts = "Hm.</think>\n\n" if opened and not format.tokens else ""
-        assert follows(grammar, thoughts + CALLS[family], tokens)
-        assert not follows(grammar, thoughts + "Hello", tokens)
-        assert not follows(grammar, thoughts + CALLS[family].replace("weather", "storm"), tokens)
-        assert not follows(grammar, thoughts + CALLS[family].replace("town", "city"), tokens)
+        assert follows(grammar, thoughts + CALLS[family], family)
+        assert not follows(grammar, thoughts + "Hello", family)
+        assert not follows(grammar, thoughts + CALLS[family].replace("weather", "storm"), family)
+        assert not follows(grammar, thoughts + CALLS[family].replace("town", "city"), family)
     said = re.split("(<[|].*?[|]>)", CALLS[family])
     answer = reader(format, TOOLS, False, True).whole(*(Mark(part) if part[:2] == "<|" else part for part in said))
     assert [call.name for call in answer.tool_calls] == ["weather"]
