@@ -102,8 +102,8 @@ class Recurrent(NamedTuple):
 
     Rows of a sequence follow one another. A sequence without rows reads and writes nothing. Rows behind the last
     sequence's are padding, of which outputs are zeros. No sequence writes a place that another one reads or writes in
-    the step, or marks a place that it reads or writes itself. Steps that keep only some rows, as of drafts, write to no
-    place and mark the last row that is known to stay."""
+    the step, or marks one that it writes itself, or reads unless it writes none. Steps that keep only some rows, as of
+    drafts, write to no place and mark the last row that is known to stay."""
 
     query_starts: Tensor  # (S + 1) int64: sequence s has rows query_starts[s] .. query_starts[s + 1] - 1
     reads: Tensor  # (S) int32: the place with the state before the first row; negative: zeros

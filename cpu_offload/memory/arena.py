@@ -1,8 +1,9 @@
-"""Keeps track of the parts of the arena that KV pages and experts hold. Bookkeeping only, no tensors.
+"""Keeps track of the parts of the arena that KV pages, experts and recurrent states hold. Bookkeeping only, no tensors.
 
 The arena is one buffer of `frames` frames that never moves. A frame has room for one KV page of all layers: 2 L units,
 one for the keys and one for the values of each layer. Extents are aligned runs of `extent_frames` frames. An
-extent is free, or holds pages (one in each frame), or holds slots (`extent_slots` of them, one expert in each):
+extent is free, or holds pages (one in each frame), or holds slots (`extent_slots` of them, one expert in each), or
+states (of one sequence, each of one layer, from whole units on):
 
     frames   | 0 1 2 3 4 | 5 6 7 8 9 | 10 11 ...        extents of 5 frames, 3 slots
              | p . p p . | s0 s1 s2 -| . .              p: page, s: slot, -: lost, since sizes do not divide
@@ -13,25 +14,50 @@ and given back before, and a slot is refused only if no extent is free and no ex
 hold extents that they hardly use, but few: they open a new extent only when all of theirs are full, so they never hold
 more extents than the most pages at any time needed; and they are taken from the fullest extent, so that thinly used
 ones become empty. Slots are taken likewise, so that experts which return gather in few extents. When many sequences
-end at once, pages may be left scattered: `gather` empties the extent with the fewest.
+end at once, pages may be left scattered: `gather` empties the extent with the fewest. States of a sequence are a set,
+which has whole extents of its own. So a set has a price in pages, and there is room for it wherever there are so many
+free frames: gathering pages makes free extents of them.
 
 Ordering. The thread that prepares steps calls all of this, between two steps. Whatever was given back is no longer
 accessed: the step that used it has ended, and before a slot is given back, copies into it are complete and its address
 is out of the tables. So the next tenant may write at once.
 """
 
+from dataclasses import dataclass
+
 from umbra.errors import UserError
 
-LOST = 8  # at most 1 / LOST of an extent of slots should be lost because sizes do not divide
+LOST = 8  # at most 1 / LOST of an extent of slots, or of states, should be lost because sizes do not divide
 
 
-def extent_of(frame_bytes: int, slot_bytes: int) -> tuple[int, int]:
-    """(frames, slots) of an extent: the smallest that loses at most 1 / LOST, else the one that loses the least."""
-    fewest = -(-slot_bytes // frame_bytes)
+@dataclass(frozen=True)
+class StateSizes:
+    """Those of a sequence's recurrent states: `nbytes` in each of `layers` layers, in whole units."""
+
+    nbytes: int = 0
+    layers: int = 0
+
+    def frames(self, frame_bytes: int, slot_bytes: int) -> int:
+        """The price of a set: the frames of its extents, in an arena of such frames and slots."""
+        if not self.layers:
+            return 0
+        frames, _ = extent_of(frame_bytes, slot_bytes, self.nbytes)
+        return -(-self.layers // (frames * frame_bytes // self.nbytes)) * frames
+
+
+NO_STATES = StateSizes()
+
+
+def extent_of(frame_bytes: int, slot_bytes: int, state_bytes: int = 0) -> tuple[int, int]:
+    """(frames, slots) of an extent: the smallest that loses at most 1 / LOST, whether it holds slots or states, else
+    the one that loses the least. A size of 0 stands for no such tenants."""
+    sizes = [size for size in (slot_bytes, state_bytes) if size]
+    fewest = max((-(-size // frame_bytes) for size in sizes), default=1)
     lost: dict[tuple[int, int], float] = {}
     for frames in range(fewest, fewest + LOST):
-        slots = frames * frame_bytes // slot_bytes
-        lost[frames, slots] = 1 - slots * slot_bytes / (frames * frame_bytes)
+        nbytes = frames * frame_bytes
+        slots = nbytes // slot_bytes if slot_bytes else 0
+        lost[frames, slots] = max((nbytes % size / nbytes for size in sizes), default=0.0)
     return next((size for size, part in lost.items() if part <= 1 / LOST), min(lost, key=lambda size: lost[size]))
 
 
@@ -100,16 +126,27 @@ class Tenant:
 
 
 class Arena:
-    def __init__(self, frames: int, frame_bytes: int, slot_bytes: int, units: int, alignment: int = 64):
-        """A frame has `units` units, 2 L; `alignment` is that of slots and frames, in bytes."""
-        if frame_bytes % alignment:
+    def __init__(
+        self,
+        frames: int,
+        frame_bytes: int,
+        slot_bytes: int,
+        units: int,
+        alignment: int = 64,
+        states: StateSizes = NO_STATES,
+    ):
+        """A frame has `units` units, 2 L; `alignment` is that of slots, states and frames, in bytes."""
+        aligned = frame_bytes // units if states.layers else frame_bytes
+        if aligned % alignment:
             raise UserError(
-                f"cache_config.page_size: a page of all layers has {frame_bytes} bytes; with experts it must be a "
-                f"multiple of {alignment}: choose a multiple of 16"
+                f"cache_config.page_size: a page of {'a layer' if states.layers else 'all layers'} has {aligned} "
+                f"bytes; with {'states' if states.layers else 'experts'} it must be a multiple of {alignment}: choose "
+                "a multiple of 16"
             )
         self.frames, self.frame_bytes, self.units = frames, frame_bytes, units
-        self.slot_bytes = -(-slot_bytes // alignment) * alignment
-        self.extent_frames, self.extent_slots = extent_of(frame_bytes, self.slot_bytes)
+        self.slot_bytes, self.states = -(-slot_bytes // alignment) * alignment, states
+        self.set_frames = states.frames(frame_bytes, self.slot_bytes)
+        self.extent_frames, self.extent_slots = extent_of(frame_bytes, self.slot_bytes, states.nbytes)
         self.extents, rest = divmod(frames, self.extent_frames)
         self.free_extents = list(range(self.extents - 1, -1, -1))  # taken from the end: low ones first
         self._pages = Tenant(self.extent_frames, self.free_extents)
@@ -126,6 +163,22 @@ class Arena:
     def free_slots(self) -> int:
         """Number of slots that could be taken now without opening another extent."""
         return self._slots.free
+
+    @property
+    def lacks_extent(self) -> bool:
+        """Whether a set of states could not be taken now, although there may be enough frames."""
+        return len(self.free_extents) * self.extent_frames < self.set_frames
+
+    def take_states(self) -> tuple[int, ...]:
+        """Takes a set of states, for which there are free extents. -> the first unit of each layer's states"""
+        extents = [self.free_extents.pop() for _ in range(self.set_frames // self.extent_frames)]
+        each = self.states.nbytes * self.units // self.frame_bytes  # units
+        starts = (extent * self.extent_frames * self.units for extent in extents)
+        many = self.extent_frames * self.units // each
+        return tuple(start + place * each for start in starts for place in range(many))[: self.states.layers]
+
+    def give_states(self, places: tuple[int, ...]) -> None:
+        self.free_extents.extend(dict.fromkeys(place // (self.extent_frames * self.units) for place in places))
 
     @property
     def slot_frames(self) -> int:
@@ -149,7 +202,7 @@ class Arena:
         still = {self.extents, stays // self.units // self.extent_frames}
         thin = (e for extents in self._pages.by_count[1:] for e in extents if e not in still)
         extent = next(thin, None)
-        if extent is None or self._pages.used[extent] == (1 << self.extent_frames) - 1:
+        if extent is None:
             return []
         return [(old * self.units, new * self.units) for old, new in self._pages.empty(extent)]
 

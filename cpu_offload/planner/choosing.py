@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cpu_offload.manager import layer_number
+from cpu_offload.memory.arena import StateSizes
 from cpu_offload.planner.choices import (  # fmt: skip
     Choice,
     Choices,
@@ -85,6 +86,7 @@ class ShadowSizes:
     pages: int  # KV pages that sequences may hold
     rest_bytes: int  # bytes of weights that a decode step reads, without the experts of layers with shadows
     fixed_bytes: int  # bytes of weights outside the arena
+    states: StateSizes  # of the recurrent states of a sequence
 
 
 def choose(

@@ -222,6 +222,10 @@ class CacheSettings:
         "scale for each token and head", choices=("auto", "bfloat16", "float16", "float32", "int8"),
         elsewhere=("kv_cache_dtype", "cache_type_k"),
     )  # fmt: skip
+    state_checkpoints: int = key(
+        4, "with the prefix cache, and recurrent states: sets of states for which there is room beyond those of "
+        "running sequences, to keep after prompts and answers", minimum=0, maximum=4096,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from array import array
 from collections.abc import Sequence as ListOf
 
+import torch
+
 from executor.engine.pages import Pages
 from executor.engine.sequence import Sequence
 from models.batch import Batch
-from ops.interface import Ops, tensor_of
+from ops.interface import Ops, Recurrent, tensor_of
 
 PADDING_LENGTH = 2  # not 0 or 1, which compilers treat as constants
 
@@ -23,9 +25,10 @@ def pack(
     decode: bool = False,
     wanted_per_group: tuple[int, ...] | None = None,
     sets: int = 1,
+    state_layers: int = 0,
 ) -> Batch:
     """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
-    group, and their pages are reserved, for `sets` sets of layers.
+    group, and their pages are reserved, for `sets` sets of layers; so are their states in `state_layers` layers.
 
     In a decode step each token is a row by itself, with its own block table and length, also where several are of one
     sequence: so drafted tokens are computed as they would be without drafts. All rows' keys are written before any row
@@ -42,6 +45,7 @@ def pack(
     # Of each set of layers: slots (T), and block tables (S, table_width).
     places: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
     size, unused = pool.page_size, array("q", bytes(8 * table_width))
+    states = StateRows(state_layers)
     for s in sequences:
         computed, end = s.num_computed, s.end
         ids += s.ids[computed:end]
@@ -59,6 +63,7 @@ def pack(
             starts.append(starts[-1] + 1 if decode else len(ids))
         if not all_logits:
             rows_wanted.extend(range(len(ids) - s.logit_rows, len(ids)))
+        states.add(s, len(ids))
     for row in range(rows - len(lengths)):
         ids.append(0)
         positions.append(0)
@@ -80,4 +85,32 @@ def pack(
         tokens_per_group=tokens_per_group,
         sequence_parallel=sequence_parallel,
         wanted_per_group=wanted_per_group,
+        recurrent=states.recurrent(len(lengths)) if state_layers else None,
     )
+
+
+class StateRows:
+    """The places of the states of a step's sequences, in each of `layers` layers."""
+
+    def __init__(self, layers: int):
+        self.nowhere, self.never = array("i", [-1] * layers), array("i", [0] * layers)
+        self.starts: array[int] = array("q", [0])
+        self.tables: list[array[int]] = [array("i") for _ in range(4)]  # those of `Recurrent`, (S, layers)
+
+    def add(self, sequence: Sequence, end: int) -> None:
+        """A sequence whose rows end before `end`."""
+        self.starts.append(end)
+        marks = [sequence.mark - sequence.num_computed] * len(self.never) if sequence.marked else self.never
+        sets = sequence.states, sequence.written, sequence.marked
+        reads, writes, marked = (states.places if states else self.nowhere for states in sets)
+        for table, values in zip(self.tables, (reads, writes, marks, marked), strict=True):
+            table.extend(values)
+
+    def recurrent(self, count: int) -> Recurrent:
+        """The places of `count` sequences, of which the last ones may have no rows."""
+        layers, missing = len(self.never), count + 1 - len(self.starts)
+        self.starts.extend([self.starts[-1]] * missing)
+        for table, values in zip(self.tables, (self.nowhere, self.nowhere, self.never, self.nowhere), strict=True):
+            table.extend(values * missing)
+        found = (torch.frombuffer(table, dtype=torch.int32).view(count, layers) for table in self.tables)
+        return Recurrent(tensor_of(self.starts), *(table.T.contiguous() for table in found))

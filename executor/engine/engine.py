@@ -15,15 +15,16 @@ from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.stop_ids import stop_ids
 from executor.config.case import Case
 from executor.config.load import model_folder
+from executor.engine.arena import open_arena, set_pages_of
 from executor.engine.batch_limits import limits_of
 from executor.engine.batching import pack
-from executor.engine.kv_caches import bind_caches
+from executor.engine.kv_caches import bind_caches, recurrent
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
 from executor.engine.rebalancing import Rebalancing
 from executor.engine.sampling import choose, logprobs_of
 from executor.engine.sequence import Sequence
-from executor.engine.shadows import make_shadow_experts, open_arena
+from executor.engine.shadows import make_shadow_experts
 from executor.engine.weight_formats import build_of
 from executor.engine.weights import fill_weights
 from executor.platform.base import Platform
@@ -66,15 +67,18 @@ class Engine:
         for what, kernel in self.kernels.items() if rank == 0 else ():
             print(f"{what}: {kernel}")
         fill_weights(case, model_folder(case), self.model, rank, packed_cache)
-        limits = limits_of(case, config)
+        slots = (self.shadows.slot_bytes, self.shadows.device.alignment) if self.shadows else ()
+        set_pages = set_pages_of(self.model, case, build, *slots)
+        limits = limits_of(case, config, True, set_pages)
         self.table_width, self.layer_sets = limits.table_width, len(limits.windows)
-        if self.shadows:
+        self.state_layers = len(recurrent(self.model))
+        if self.shadows or set_pages:
             self.pages: Pages = open_arena(case, build, self.model, self.shadows, limits.pages)
         else:
             bind_caches(self.model, case, build, limits.pages)
             self.pages = PagePool(limits.pages, limits.page_size)
-        slots, interval = case.parallel_config.expert_slots, case.parallel_config.rebalance_steps
-        self.rebalancing = Rebalancing(self.model, parallel.world, interval) if slots else None
+        balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
+        self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None
         self.decode_step: ForwardStep = self.eager_step
         size = sum(layer.nbytes for _, layer in layers_of(self.model))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
@@ -107,6 +111,7 @@ class Engine:
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
             sequence_parallel=shared, decode=decode, wanted_per_group=wanted, sets=self.layer_sets,
+            state_layers=self.state_layers,
         )  # fmt: skip
         if self.shadows:
             self.shadows.started(tokens, live)

@@ -1,14 +1,18 @@
-"""Binds the KV caches of a model: a cache for each place in its sets of layers, or one arena for all."""
+"""Binds the KV caches of a model: a cache for each place in its sets of layers, or one arena for all, which also holds
+recurrent states."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from cpu_offload.memory.arena import NO_STATES, StateSizes
 from executor.config.case import Case
 from executor.engine.layer_sets import LayerSet, layer_sets
 from models.build import Build
 from models.layers.attention import PagedAttention
+from models.layers.states import RecurrentStates
 from ops.interface import fixed
 from umbra.errors import UserError
 
@@ -27,6 +31,34 @@ def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
         k_cache, v_cache = (build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv")
         for number, layer in enumerate(layers):
             layer.bind(apart(k_cache), apart(v_cache), number)
+    _bind_states(model, torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device))
+
+
+def recurrent(model: nn.Module) -> list[RecurrentStates]:
+    return [layer for layer in model.modules() if isinstance(layer, RecurrentStates)]
+
+
+def state_sizes(model: nn.Module, unit_bytes: int, layers: int | None = None) -> StateSizes:
+    """The sizes of a sequence's recurrent states in units of an arena. `layers` is their number, if `model` has only
+    some of them."""
+    own = recurrent(model)
+    if not own:
+        return NO_STATES
+    nbytes = max(4 * of.elements for of in own)
+    return StateSizes(-(-nbytes // unit_bytes) * unit_bytes, layers or len(own))
+
+
+def _bind_states(model: nn.Module, units: Tensor) -> None:
+    """Gives all layers with states theirs in `units` (units, float32 of a unit): those of a place begin with it."""
+    for number, layer in enumerate(recurrent(model)):
+        flat, stride, rest = units.view(-1), units.shape[1], 0
+        views = []
+        for shape in (layer.delta_shape, layer.conv_shape):
+            places = (len(flat) - rest - math.prod(shape)) // stride + 1
+            inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            views.append(fixed(flat.as_strided((places, *shape), (stride, *inner), rest)))
+            rest += math.prod(shape)
+        layer.bind(views[1], views[0], number)
 
 
 def attentions(model: nn.Module) -> list[PagedAttention]:
@@ -70,6 +102,8 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
         k_cache, v_cache = (arena[begin : begin + end] for begin in (first, first + 1))
         for number, layer in enumerate(layers):
             layer.bind(apart(k_cache), apart(v_cache), number)
+    if recurrent(model):
+        _bind_states(model, arena.view(len(arena), -1).view(torch.float32))
     return arena
 
 

@@ -26,7 +26,7 @@ class Loop:
 
     def __init__(self, engine: Engine, stop_ids: frozenset[int], serving: bool = False):
         self.engine, self.stop_ids = engine, stop_ids
-        limits = limits_of(engine.case, engine.config, serving)
+        limits = limits_of(engine.case, engine.config, serving, engine.pages.set_pages)
         self.scheduler = Scheduler(limits, stop_ids, engine.pages, engine.parallel.attn_dp.rank)
         self.timings = Timings()
         self._group = engine.parallel.attn_dp.rank

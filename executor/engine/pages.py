@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
 from cpu_offload.memory.arena import Arena
@@ -17,7 +18,16 @@ class Block:
     page: int  # its number in block tables
     holders: int = 1  # number of sequences that hold it
     key: bytes = b""  # of a full page that later prompts can find (executor/engine/prefixes.py)
-    passing: bool = False  # whether sequences give it back while they run, as their windows move on
+    passing: bool = False  # whether sequences give it back while they run, as their windows or states move on
+    pages: int = 1  # number of pages that it takes
+
+
+@dataclass(eq=False, slots=True)
+class States(Block):
+    """A set of recurrent states, one of each layer that has states, after some token of a sequence. Under a key it is a
+    checkpoint, which nobody writes any more."""
+
+    places: tuple[int, ...] = ()  # where the layers have them
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +76,7 @@ class Pages(ABC):
     pages: int  # most pages that all sequences together may hold
     padding: int  # number of one more page, which no sequence holds: padding rows are written to it
     page_size: int
+    set_pages: int = 0  # pages that a set of recurrent states takes; 0: the model has none
 
     @abstractmethod
     def available(self, wanted: int) -> int:
@@ -75,7 +86,11 @@ class Pages(ABC):
     def take(self) -> Block: ...
 
     @abstractmethod
-    def give(self, blocks: list[Block]) -> None: ...
+    def take_states(self) -> States:
+        """Takes a set of states, between two steps; as many pages as it takes must be available."""
+
+    @abstractmethod
+    def give(self, blocks: ListOf[Block]) -> None: ...
 
     def extend(self, held: Holding, tokens: int) -> int:
         """Grow `held` in place until it has room for `tokens` tokens. Returns the number of pages taken. If pages are
@@ -93,8 +108,8 @@ class Pages(ABC):
 class PagePool(Pages):
     """A fixed pool: its pages have the numbers 0 .. pages - 1."""
 
-    def __init__(self, pages: int, page_size: int):
-        self.pages, self.padding, self.page_size = pages, pages, page_size
+    def __init__(self, pages: int, page_size: int, set_pages: int = 0):
+        self.pages, self.padding, self.page_size, self.set_pages = pages, pages, page_size, set_pages
         self.free = list(range(pages - 1, -1, -1))  # taken from the end: low numbers first
 
     def available(self, wanted: int) -> int:
@@ -103,8 +118,13 @@ class PagePool(Pages):
     def take(self) -> Block:
         return Block(self.free.pop())
 
-    def give(self, blocks: list[Block]) -> None:
-        self.free.extend(block.page for block in reversed(blocks))
+    def take_states(self) -> States:
+        taken = tuple(self.free.pop() for _ in range(self.set_pages))
+        return States(taken[0], passing=True, pages=self.set_pages, places=taken)
+
+    def give(self, blocks: ListOf[Block]) -> None:
+        for block in reversed(blocks):
+            self.free.extend(block.places if isinstance(block, States) else (block.page,))
 
 
 class ElasticPages(Pages):
@@ -123,6 +143,7 @@ class ElasticPages(Pages):
         self.arena, self.make_room, self.copy = arena, make_room, copy
         self.blocks: dict[int, Block] = {}  # by page
         self.pages, self.padding, self.page_size = arena.frames - pinned - 1, self.take().page, page_size
+        self.set_pages = arena.set_frames
 
     def available(self, wanted: int) -> int:
         if wanted > self.arena.free_frames:
@@ -136,10 +157,21 @@ class ElasticPages(Pages):
         block = self.blocks[page] = Block(page)
         return block
 
-    def give(self, blocks: list[Block]) -> None:
+    def take_states(self) -> States:
+        if self.available(self.set_pages) < self.set_pages:
+            raise UserError("KV cache: the arena has no room left for recurrent states")
+        while self.arena.lacks_extent:
+            self.gather()
+        places = self.arena.take_states()
+        return States(places[0], passing=True, pages=self.set_pages, places=places)
+
+    def give(self, blocks: ListOf[Block]) -> None:
         for block in blocks:
-            self.arena.give_page(block.page)
-            del self.blocks[block.page]
+            if isinstance(block, States):
+                self.arena.give_states(block.places)
+            else:
+                self.arena.give_page(block.page)
+                del self.blocks[block.page]
 
     def gather(self) -> None:
         """Frees an extent of the arena by moving pages, if that is possible. To be called between two steps: it copies

@@ -33,6 +33,7 @@ from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys, key_of
 from executor.engine.request import Event
 from executor.engine.sequence import FAILED, Sequence
+from executor.engine.states import advance, cut, leave, prepare, want_checkpoints
 from umbra.errors import UserError
 
 MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
@@ -58,7 +59,7 @@ class Scheduler:
         fewer than the worst case takes; all groups then have the same number of pages."""
         self.limits, self.stop_ids = limits, frozenset(stop_ids)
         pages = pool.pages if pool else limits.pages
-        self.pools: list[Pages] = [PagePool(pages, limits.page_size) for _ in range(limits.groups)]
+        self.pools: list[Pages] = [PagePool(pages, limits.page_size, limits.set_pages) for _ in range(limits.groups)]
         if pool:
             self.pools[group] = pool
         self.caches = [PageCache(pool) for pool in self.pools]
@@ -125,8 +126,8 @@ class Scheduler:
             if self.limits.prefixes:
                 extend_keys(sequence.keys, sequence.ids, self.limits.page_size, sequence.request.salt)
             keys = [] if sequence.scored else sequence.keys
-            held = cache.find(keys, len(sequence.ids), self.limits.windows)
-            hits = [block for of_set in held for block in of_set.blocks]
+            found = cache.find(keys, len(sequence.ids), self.limits.windows)
+            held, hits = found.held, found.blocks
             covered = self._covered(sequence)
             promised = self.limits.pages_of(covered)
             shared = sum(block.holders > 0 and not block.passing for block in hits)
@@ -137,6 +138,9 @@ class Scheduler:
             cache.hold(hits)
             sequence.group, sequence.held, sequence.promised, sequence.covered = group, held, promised, covered
             sequence.published, sequence.num_computed = held[0].end, held[0].end * self.limits.page_size
+            sequence.states = found.states
+            if self.limits.set_pages and self.limits.prefixes:
+                want_checkpoints(sequence, found.pages * self.limits.page_size, self.limits.page_size)
             if not sequence.preemptions:
                 sequence.cached_tokens = sequence.num_computed
             load[group] += 1
@@ -155,7 +159,7 @@ class Scheduler:
     def committed(self, group: int) -> int:
         """Number of pages that the sequences of a group hold or were promised. Pages of windows, which they share only
         until their windows move on, count for each of them."""
-        more = (s.promised - sum(len(h.blocks) for h in s.held) for s in self.running if s.group == group)
+        more = (s.promised - s.pages for s in self.running if s.group == group)
         return self.caches[group].held + self.caches[group].shared_in_passing + sum(more)
 
     def _covered(self, sequence: Sequence) -> int:
@@ -169,8 +173,12 @@ class Scheduler:
     def _trim(self, group: int) -> None:
         """Drop kept prefixes of the group that have to give way to sequences or experts."""
         if self.caches[group].idle:
-            room = self.pools[group].pages - self.committed(group)
-            self.caches[group].trim(min(room, max(self.limits.prefix_floor, room - self.expert_pages)))
+            self.caches[group].trim(self._most_kept(group))
+
+    def _most_kept(self, group: int) -> int:
+        """Number of pages of the group that may be kept for later prompts."""
+        room = self.pools[group].pages - self.committed(group)
+        return min(room, max(self.limits.prefix_floor, room - self.expert_pages))
 
     def schedule(self) -> Step | None:
         """Returns the next step; None if nothing is left to do.
@@ -213,7 +221,7 @@ class Scheduler:
         room = sequence.covered - len(sequence.ids)
         if room < min(longest, self.limits.draft_tokens):
             group, more = sequence.group, self.limits.pages_of(sequence.covered + self.limits.page_size)
-            taken = self.committed(group) + len(self.caches[group].idle) + self.expert_pages
+            taken = self.committed(group) + self.caches[group].kept + self.expert_pages
             if taken + more - sequence.promised <= self.pools[group].pages:
                 sequence.promised, sequence.covered = more, sequence.covered + self.limits.page_size
                 room += self.limits.page_size
@@ -233,9 +241,9 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take back the pages of a running sequence, which waits until it is admitted again and recomputes them."""
-        self.caches[sequence.group].release(sequence.blocks)
+        self._release(sequence)
         self.running.remove(sequence)
-        sequence.held, sequence.promised, sequence.covered = [], 0, 0
+        sequence.promised, sequence.covered = 0, 0
         sequence.num_computed, sequence.limit = 0, None
         sequence.preemptions += 1
         if not sequence.generated:
@@ -258,18 +266,26 @@ class Scheduler:
                 sequence.limit = room
                 if sequence.scored:  # each of its rows has logits over the whole vocabulary
                     sequence.limit = min(sequence.new_tokens, MOST_SCORED)
+                cut(sequence)
                 if room is not None:
                     left[sequence.group] = room - sequence.new_tokens
                 part.append(sequence)
         return part
 
     def reserve(self, sequences: Iterable[Sequence]) -> None:
-        """Give each sequence the pages that its next step writes to."""
-        size = self.limits.page_size
+        """Give each sequence the pages and states that its next step writes to."""
+        size, price = self.limits.page_size, self.limits.set_pages
         for sequence in sequences:
+            group = sequence.group
+            cache = self.caches[group]
             for held in sequence.held:
                 if sequence.end > held.end * size:
-                    self.caches[sequence.group].extend(held, sequence.end)
+                    cache.extend(held, sequence.end)
+            if price:
+                room = bool(sequence.wanted) and self._most_kept(group) >= price
+                if room:
+                    cache.trim(self._most_kept(group) - price)
+                prepare(cache, sequence, room)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
         """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one after the
@@ -291,11 +307,21 @@ class Scheduler:
             for sequence in step.sequences:
                 if sequence.num_computed >= (sequence.published + 1) * size:
                     self._publish(sequence)
+        self.advance(step.sequences)
         self.retire()
         if self.windowed:
             for sequence in step.sequences:
                 self.slide(sequence)
         return events
+
+    def advance(self, sequences: Iterable[Sequence]) -> None:
+        """Record that a step has written the states of `sequences`."""
+        for sequence in sequences if self.limits.set_pages else ():
+            cache = self.caches[sequence.group]
+            kept = cache.kept
+            advance(cache, sequence, self.limits.page_size, self.limits.prefixes)
+            if cache.kept > kept:
+                self._trim(sequence.group)
 
     def _append(self, sequence: Sequence, tokens: ListOf[int]) -> ListOf[int]:
         """Appends those of `tokens` to the sequence that come before its end; -> those."""
@@ -340,12 +366,19 @@ class Scheduler:
         if not finished:
             return finished
         for sequence in finished:
-            self.caches[sequence.group].release(sequence.blocks)
-            sequence.held = []
+            self._release(sequence)
         self.running = [s for s in self.running if not s.finish_reason]
         for group in {s.group for s in finished}:
             self._trim(group)
         return finished
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take back the pages and states of a sequence."""
+        cache = self.caches[sequence.group]
+        if self.limits.set_pages:
+            leave(cache, sequence, self.limits.page_size)
+        cache.release(sequence.blocks)
+        sequence.held, sequence.states, sequence.at_page = [], None, None
 
     def digest(self, step: Step | None = None) -> int:
         """A number of 64 bits that differs, with near certainty, between ranks whose sequences differ, or whose next
@@ -354,7 +387,7 @@ class Scheduler:
             "q", (fact for s in self.running for fact in (s.id, s.group, s.num_computed, len(s.ids), s.ids[-1]))
         )
         facts.extend(fact for s in (step.sequences if step else ()) for fact in (s.id, s.end))
-        facts.extend((len(self.waiting), *(count for c in self.caches for count in (c.held, len(c.idle)))))
+        facts.extend((len(self.waiting), *(count for c in self.caches for count in (c.held, c.kept))))
         return int.from_bytes(hashlib.blake2b(facts.tobytes(), digest_size=8).digest(), "little")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from executor.engine.ngrams import NgramIndex
-from executor.engine.pages import Block, Holding
+from executor.engine.pages import Block, Holding, States
 from executor.engine.request import Request, TokenLogprob
 from umbra.errors import UserError
 
@@ -26,6 +26,15 @@ class Sequence:
     num_computed: int = 0  # number of `ids` whose keys and values are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not computed yet
     held: list[Holding] = field(default_factory=list)  # its pages for each set of layers, while it runs
+    # Recurrent states (states.py), while it runs:
+    states: States | None = None  # those after its computed tokens; None: those before any token
+    written: States | None = None  # where its next step writes them
+    at_page: States | None = None  # those after its first `full` tokens, whole pages, which may become a checkpoint
+    full: int = 0
+    marked: States | None = None  # a checkpoint that its next step makes, after its first `mark` tokens
+    mark: int = 0
+    wanted: list[int] = field(default_factory=list)  # numbers of tokens after which checkpoints are wanted, ascending
+    checkpoints: list[States] = field(default_factory=list)  # that it has made
     promised: int = 0  # number of pages that it may have at least, those that it holds included
     covered: int = 0  # number of tokens that these suffice for
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
@@ -69,8 +78,15 @@ class Sequence:
 
     @property
     def blocks(self) -> list[Block]:
-        """All pages that it holds."""
-        return [block for held in self.held for block in held.blocks]
+        """All pages and sets of states that it holds."""
+        sets = dict.fromkeys((self.states, self.written, self.at_page))
+        return [block for held in self.held for block in held.blocks] + [states for states in sets if states]
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that all of these take."""
+        sets = {self.states, self.written, self.at_page}
+        return sum(len(held.blocks) for held in self.held) + sum(states.pages for states in sets if states)
 
     @property
     def logit_rows(self) -> int:

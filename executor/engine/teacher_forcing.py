@@ -21,7 +21,10 @@ class ForcedRun:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.scheduler = Scheduler(
-            limits_of(engine.case, engine.config), (), engine.pages, engine.parallel.attn_dp.rank
+            limits_of(engine.case, engine.config, set_pages=engine.pages.set_pages),
+            (),
+            engine.pages,
+            engine.parallel.attn_dp.rank,
         )
         self.sequences: list[Sequence] = []  # in the order in which they were added
 
@@ -50,7 +53,8 @@ class ForcedRun:
             sequence.ids.append(token)
 
     def replace(self, tokens: ListOf[int]) -> None:
-        """Put a token in place of each sequence's last one; a decode step then computes that position again."""
+        """Put a token in place of each sequence's last one; a decode step then computes that position again, though
+        from recurrent states that have taken the token before."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.ids[-1] = token
             sequence.num_computed = len(sequence.ids) - 1
@@ -105,4 +109,5 @@ class ForcedRun:
         for sequence in running:
             sequence.num_computed, sequence.limit = sequence.end, None
             self.scheduler.slide(sequence)
+        self.scheduler.advance(running)
         return logits

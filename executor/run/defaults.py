@@ -17,7 +17,7 @@ from executor.config.platforms import PLATFORMS
 from executor.config.rules import check
 from executor.config.schema import read
 from executor.config.units import GB, MB
-from executor.engine.batch_limits import limits_of
+from executor.engine.batch_limits import Limits, limits_of
 from executor.run.host_memory import free_memory
 from models.config import ModelConfig
 from models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
@@ -179,14 +179,18 @@ class Counted:
 
     weights: int
     page: float  # of the KV cache
+    set_pages: int  # that a set of recurrent states takes
     config: ModelConfig
 
     def cache(self, case: Case) -> float:
-        return limits_of(case, self.config).pages * self.page
+        return self._limits(case).pages * self.page
 
     def least(self, case: Case) -> float:
         """For one sequence of LEAST tokens."""
-        return limits_of(case, self.config).pages_of(min(LEAST, self.config.max_positions)) * self.page
+        return self._limits(case).pages_of(min(LEAST, self.config.max_positions)) * self.page
+
+    def _limits(self, case: Case) -> Limits:
+        return limits_of(case, self.config, True, self.set_pages)
 
 
 def _fitting(
@@ -207,7 +211,7 @@ def _fitting(
         sketch = sketch_of(case)
         cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
         weights = sum(part.nbytes for part in weights_of(sketch.model))
-        counted = Counted(weights, cache / (sketch.pages + 1), sketch.config)
+        counted = Counted(weights, cache / (sketch.pages + 1), sketch.limits.set_pages, sketch.config)
         room = _room(case)
         if room >= counted.weights + counted.least(case):
             break

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
+from executor.engine.arena import set_pages_of
 from executor.engine.batch_limits import Limits, limits_of
 from executor.engine.kv_caches import bind_caches, sharing
 from executor.engine.weight_formats import build_of
@@ -66,7 +67,7 @@ def sketch_of(
     parallel = counted(parallel_of(case.parallel_sizes, 0, {}))
     build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, shadows, exchange)
     model = model_class(case.model_name)(config, build)
-    limits = limits_of(case, config)
+    limits = limits_of(case, config, True, set_pages_of(model, case, build))
     bind_caches(model, case, build, limits.pages)
     return Sketch(config, build, model, limits)
 

@@ -13,8 +13,9 @@ from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
-from executor.engine.kv_caches import frame_of
-from executor.engine.shadows import expert_frames, frames_of, make_arena
+from executor.engine.arena import expert_frames, frames_of, make_arena, set_pages_of
+from executor.engine.batch_limits import limits_of
+from executor.engine.kv_caches import frame_of, state_sizes
 from executor.launch.platform_settings import platform_settings
 from executor.platform import load_platform
 from executor.platform.base import Platform
@@ -65,9 +66,12 @@ def sizes_of(case: Case) -> ShadowSizes:
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
     slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, kind, sketch.build.dtype)
     experts = shape.layers * count
+    states = state_sizes(sketch.model, frame[1] // frame[0])
+    set_pages = set_pages_of(sketch.model, case, sketch.build, slot_bytes, alignment)
+    pages = limits_of(case, config, True, set_pages).pages
     split = Split(
-        frames_of(case, frame[1], expert_frames(frame[1], slot_bytes, experts), sketch.pages) - 1,
-        *extent_of(frame[1], slot_bytes), sketch.pages // batch, batch, experts,
+        frames_of(case, frame[1], expert_frames(frame[1], slot_bytes, experts, states), pages) - 1,
+        *extent_of(frame[1], slot_bytes, states.nbytes), pages // batch, batch, experts,
     )  # fmt: skip
     weights = weights_of(sketch.model)
     unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
@@ -75,7 +79,8 @@ def sizes_of(case: Case) -> ShadowSizes:
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
     rest += round(unshadowed * shape.used(batch) / count)
     fixed = sum(part.nbytes for part in weights if part.name not in EXPERTS) + unshadowed
-    return ShadowSizes(shape, blocks, slot_bytes, alignment, frame, split, sketch.pages, rest, fixed)
+    rest += 2 * batch * states.nbytes * states.layers  # which a step reads and writes
+    return ShadowSizes(shape, blocks, slot_bytes, alignment, frame, split, pages, rest, fixed, states)
 
 
 def show_offload_plan(case: Case) -> None:
@@ -87,7 +92,7 @@ def show_offload_plan(case: Case) -> None:
         load_platform(case.platform)(platform_settings(case), ranks)
     planner, choices = choose(wanted_of(case), sizes, (ranks.local_rank, ranks.local_world_size))
     longest, experts, most_slots = sizes.pages, sizes.split.experts, choices.slots.value
-    arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)
+    arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment, sizes.states)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
     total = sizes.fixed_bytes + arena.frames * arena.frame_bytes

@@ -45,7 +45,7 @@ import yaml
 
 from executor.config.load import CASES, load_case, load_model_config, model_folder
 from executor.config.units import GB, MB
-from executor.engine.shadows import expert_frames
+from executor.engine.arena import expert_frames
 from executor.run.shadow_plan import sizes_of
 from planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
 from planner.cluster import Cluster, Load, Search, Simulation

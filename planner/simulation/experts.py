@@ -18,8 +18,8 @@ from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from cpu_offload.manager import ShadowExperts, ShadowSettings
 from cpu_offload.memory.arena import Arena
+from executor.engine.arena import expert_frames
 from executor.engine.pages import ElasticPages
-from executor.engine.shadows import expert_frames
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 from ops.interface import ExpertKind

@@ -237,7 +237,7 @@ class Replica:
 
     def _sample(self) -> None:
         cache, pool = self.scheduler.caches[0], self.scheduler.pools[0]
-        held, kept, pages, experts = cache.held, len(cache.idle), pool.pages, 0
+        held, kept, pages, experts = cache.held, cache.kept, pool.pages, 0
         if self.experts:
             arena = self.experts.shadows.arena
             pages, experts = arena.frames, arena.slot_frames

@@ -322,7 +322,7 @@ class Worker:
         self.forget()
         scheduler, pages = self.loop.scheduler, self.loop.scheduler.pools[0]
         groups = [
-            Group(cache.held, scheduler.committed(g) - cache.held, len(cache.idle))
+            Group(cache.held, scheduler.committed(g) - cache.held, cache.kept)
             for g, cache in enumerate(scheduler.caches)
         ]
         state = State(

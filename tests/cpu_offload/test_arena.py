@@ -7,24 +7,53 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_offload.memory.arena import LOST, Arena, extent_of
+from cpu_offload.memory.arena import LOST, NO_STATES, Arena, StateSizes, extent_of
 from umbra.errors import UserError
 
 UNITS = 4  # two layers
 
 
 class Histories(RuleBasedStateMachine):
-    @initialize(frames=st.integers(0, 40), frame_bytes=st.integers(1, 12), slot_bytes=st.integers(1, 1200))
-    def make(self, frames: int, frame_bytes: int, slot_bytes: int) -> None:
-        self.arena = Arena(frames, 64 * frame_bytes, slot_bytes, UNITS)
+    @initialize(
+        frames=st.integers(0, 40), frame_bytes=st.integers(1, 12), slot_bytes=st.integers(1, 1200),
+        state_units=st.integers(0, 14), layers=st.integers(1, 5),
+    )  # fmt: skip
+    def make(self, frames: int, frame_bytes: int, slot_bytes: int, state_units: int, layers: int) -> None:
+        self.unit_bytes = 64 * frame_bytes if state_units else 16 * frame_bytes
+        states = StateSizes(state_units * self.unit_bytes, layers) if state_units else NO_STATES
+        self.arena = Arena(frames, UNITS * self.unit_bytes, slot_bytes, UNITS, states=states)
         self.pages: list[int] = []
         self.slots: list[int] = []
+        self.sets: list[tuple[int, ...]] = []
         self.most_extents = 0  # extents that the largest number of pages so far needed
 
     def extents_of_pages(self) -> set[int]:
         """Extents that hold pages, without the frames behind the last whole extent."""
         extents = {unit // UNITS // self.arena.extent_frames for unit in self.pages}
         return extents - {self.arena.extents}
+
+    def extents_of_sets(self) -> set[int]:
+        return {unit // UNITS // self.arena.extent_frames for places in self.sets for unit in places}
+
+    @precondition(lambda self: self.arena.states.layers)
+    @rule()
+    def take_states(self) -> None:
+        """Wherever there are enough free frames for a set beside a page that stays, gathering makes its extents."""
+        arena = self.arena
+        whole = arena.extents * arena.extent_frames - arena.slot_frames - len(self.sets) * arena.set_frames
+        if (arena.free_frames if self.pages else whole) >= arena.set_frames and whole >= arena.set_frames:
+            while arena.lacks_extent:
+                moves = dict(arena.gather(self.pages[0]))
+                assert moves
+                self.pages = [moves.get(page, page) for page in self.pages]
+            self.sets.append(arena.take_states())
+
+    @precondition(lambda self: self.sets)
+    @rule(data=st.data())
+    def give_states(self, data: st.DataObject) -> None:
+        free, places = self.arena.free_frames, self.sets.pop(data.draw(st.integers(0, len(self.sets) - 1)))
+        self.arena.give_states(places)
+        assert self.arena.free_frames == free + self.arena.set_frames
 
     @rule()
     def take_page(self) -> None:
@@ -47,7 +76,7 @@ class Histories(RuleBasedStateMachine):
     def take_slot(self) -> None:
         arena = self.arena
         extents = {slot // arena.extent_slots for slot in self.slots}
-        free = set(range(arena.extents)) - extents - self.extents_of_pages()
+        free = set(range(arena.extents)) - extents - self.extents_of_pages() - self.extents_of_sets()
         room = len(extents) * arena.extent_slots - len(self.slots)
         assert (room, len(extents) * arena.extent_frames) == (arena.free_slots, arena.slot_frames)
         slot = arena.take_slot()
@@ -73,7 +102,7 @@ class Histories(RuleBasedStateMachine):
         size = arena.extent_frames
         held = {e: sum(u // UNITS // size == e for u in self.pages) for e in self.extents_of_pages()}
         room = arena.free_frames - empty * size  # in extents of pages, the rest among them
-        able = {e: count for e, count in held.items() if e != stays // UNITS // size and count < size}
+        able = {e: count for e, count in held.items() if e != stays // UNITS // size}
         moves = arena.gather(stays)
         assert bool(moves) == bool(able and room >= size)
         assert (arena.free_frames, len(arena.free_extents)) == (free, empty + bool(moves))
@@ -115,6 +144,9 @@ class Histories(RuleBasedStateMachine):
     def no_byte_has_two_holders(self) -> None:
         arena = self.arena
         ranges = [(u // UNITS * arena.frame_bytes, (u // UNITS + 1) * arena.frame_bytes) for u in self.pages]
+        ranges += [
+            (unit * self.unit_bytes, unit * self.unit_bytes + arena.states.nbytes) for of in self.sets for unit in of
+        ]
         starts = [arena.slot_offset(slot) for slot in self.slots]
         assert all(start % 64 == 0 for start in starts)
         ranges += [(start, start + arena.slot_bytes) for start in starts]
@@ -126,7 +158,8 @@ class Histories(RuleBasedStateMachine):
     def every_frame_has_one_kind_of_tenant(self) -> None:
         arena = self.arena
         assert not self.extents_of_pages() & {slot // arena.extent_slots for slot in self.slots}
-        assert arena.free_frames + arena.slot_frames + len(self.pages) == arena.frames
+        held = len(self.pages) + len(self.sets) * arena.set_frames
+        assert arena.free_frames + arena.slot_frames + held == arena.frames
         assert len(self.extents_of_pages()) <= self.most_extents  # pages never hold more extents than that
 
     def teardown(self) -> None:
@@ -134,6 +167,8 @@ class Histories(RuleBasedStateMachine):
             self.arena.give_page(unit)
         for slot in self.slots:
             self.arena.give_slot(slot)
+        for places in self.sets:
+            self.arena.give_states(places)
         arena = self.arena
         assert (arena.free_frames, arena.free_slots, arena.slot_frames) == (arena.frames, 0, 0)
         slots = [arena.take_slot() for _ in range(arena.extents * arena.extent_slots)]

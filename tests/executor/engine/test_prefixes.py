@@ -1,6 +1,7 @@
-"""Shared prefixes, promises and preemption: over random histories every request gets all its tokens, every page holds
-the tokens it is found by, and copies of the scheduler stay equal."""
+"""Shared prefixes, promises and preemption: over random histories every request gets all its tokens, every page and
+every set of states holds the tokens it is found by, and copies of the scheduler stay equal."""
 
+import dataclasses
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from executor.engine.batch_limits import Limits
-from executor.engine.pages import PagePool
+from executor.engine.pages import Block, PagePool, States
 from executor.engine.prefixes import extend_keys, key_of
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler, Step
@@ -23,11 +24,12 @@ class Rank:
     """A scheduler beside a record of what each page contains."""
 
     def __init__(self, limits: Limits, pages: int, number: int):
-        own = PagePool(pages, limits.page_size)
+        own = PagePool(pages, limits.page_size, limits.set_pages)
         own.free = own.free[number:] + own.free[:number]
         self.scheduler = Scheduler(limits, (), own, number % limits.groups)
         # (group, slot) -> (layer set, salt, all before)
         self.written: dict[tuple[int, int], tuple[int, bytes, tuple[int, ...]]] = {}
+        self.states: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}  # (group, place) -> (salt, all before)
 
     def step(self, tokens: dict[int, int]) -> Any:
         """Runs one step in which sequence i gets the token tokens[i]. -> what all ranks must agree on"""
@@ -53,10 +55,28 @@ class Rank:
                         self.written[s.group, slot] = content
                 full = held.blocks[: s.num_computed // size - held.first]
                 assert all(b in full for b in held.blocks if b.holders > 1)  # nobody writes into a shared page
-            assert len(s.blocks) <= s.promised
+            assert sum(b.pages for b in s.blocks) == s.pages <= s.promised
+            if scheduler.limits.set_pages:
+                self.check_states(s)
         chosen = [tokens[s.id] for s in step.finished_prompts for _ in range(1 + s.drafted)]
         events = scheduler.commit(step, chosen)
         return [(s.id, s.group, s.num_computed, s.preemptions) for s in step.sequences], events
+
+    def check_states(self, s: Sequence) -> None:
+        """Reads and writes the states of one sequence's next step."""
+        assert (s.states is None) == (s.num_computed == 0)
+        assert s.written
+        contents = {s.states: s.num_computed, s.at_page: s.full}
+        for states, tokens in contents.items():
+            if states:
+                content = s.request.salt, tuple(s.ids[:tokens])
+                assert all(self.states[s.group, place] == content for place in states.places)
+        assert not s.written.key
+        assert s.written.holders == 1
+        for states, tokens in ((s.marked, s.mark), (s.written, s.end)):
+            if states:
+                content = s.request.salt, tuple(s.ids[:tokens])
+                self.states |= {(s.group, place): content for place in states.places}
 
     def check(self) -> None:
         scheduler = self.scheduler
@@ -64,14 +84,21 @@ class Rank:
             assert isinstance(pool, PagePool)
             blocks = Counter(b for s in scheduler.running if s.group == group for b in s.blocks)
             assert all(b.holders == count for b, count in blocks.items())
-            assert cache.held == len(blocks)
-            kept = [b.page for b in cache.idle.values()]
-            assert sorted([b.page for b in blocks] + kept + pool.free) == list(range(pool.pages))
+            assert cache.held == sum(b.pages for b in blocks)
+            held, kept = ([page for b in of for page in pages_of(b)] for of in (blocks, cache.idle.values()))
+            assert sorted(held + kept + pool.free) == list(range(pool.pages))
+            assert cache.kept == len(kept)
             assert scheduler.committed(group) + len(kept) <= pool.pages
+            sets = [b for b in (*blocks, *cache.idle.values()) if isinstance(b, States)]
+            assert cache.live_states + cache.kept_states == len(sets)
             assert all(cache.index[key] is b and b.key == key and not b.holders for key, b in cache.idle.items())
             room = pool.pages - scheduler.committed(group)
             assert len(kept) <= max(scheduler.limits.prefix_floor, room - scheduler.expert_pages)
         assert not any(s.blocks or s.num_computed for s in scheduler.waiting)
+
+
+def pages_of(block: Block) -> tuple[int, ...]:
+    return block.places if isinstance(block, States) else (block.page,)
 
 
 def check_step(scheduler: Scheduler, step: Step) -> None:
@@ -97,7 +124,10 @@ def test_every_request_gets_its_tokens_whatever_gives_way(
         3 * groups, LONGEST, page_size, groups, data.draw(st.sampled_from([None, 5])), 3, reserve, True,
         data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, 1, 5])),
         data.draw(st.sampled_from([(None,), (None,), (None, 6), (1,), (None, None, 3, 9)])),
+        data.draw(st.sampled_from([0, 1, 4])),
     )  # fmt: skip
+    if limits.set_pages:
+        limits = dataclasses.replace(limits, draft_tokens=0)
     ranks = [Rank(limits, limits.pages_of(LONGEST) + more, number) for number in range(3)]
     wanted: dict[int, int] = {}
     got = Counter[int]()
@@ -110,6 +140,7 @@ def test_every_request_gets_its_tokens_whatever_gives_way(
                 SamplingParams(max_tokens=most),
                 data.draw(st.integers(0, 1)),
                 data.draw(st.sampled_from([b"", b"a"])),
+                generation_prompt=data.draw(st.integers(0, 3)),
             )
             for rank in ranks:
                 rank.scheduler.add(new_sequence(number, request))
@@ -179,9 +210,9 @@ def test_a_prefix_needs_only_the_last_pages_of_a_window() -> None:
     extend_keys(keys, first.ids, 4, b"")
     for page in (2, 7):  # of the window
         cache.index.pop(key_of(keys[page], 1))
-    found = cache.find(keys, 34, limits.windows)
+    found = cache.find(keys, 34, limits.windows).held
     assert [(held.first, held.end) for held in found] == [(0, 7), (5, 7)]
-    assert [held.end for held in cache.find(keys[:4], 17, limits.windows)] == [2, 2]
+    assert [held.end for held in cache.find(keys[:4], 17, limits.windows).held] == [2, 2]
 
 
 def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> None:

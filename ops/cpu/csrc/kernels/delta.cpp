@@ -56,8 +56,9 @@ void convolve(const CausalConv& op, int64_t sequence, int64_t channel) {
         }
         conv_row(rows + missing, op.weight + missing * op.channels + channel, op.channels, op.taps - missing,
                  op.out + (first + row) * op.channels + channel, width);
-        if (row + 1 == places.marks[sequence]) keep(row + 1, places.marked[sequence]);
     }
+    // Only now: the place may be the one that was read.
+    if (count && places.marks[sequence]) keep(places.marks[sequence], places.marked[sequence]);
     if (count && places.writes[sequence] >= 0) keep(count, places.writes[sequence]);
 }
 

@@ -1,0 +1,89 @@
+"""Opens the arena: one buffer that KV pages, experts and recurrent states share."""
+
+import torch
+from torch import nn
+
+from cpu_offload.manager import ShadowExperts
+from cpu_offload.memory.arena import NO_STATES, Arena, StateSizes, extent_of
+from executor.config.case import Case
+from executor.config.units import MB
+from executor.engine.kv_caches import bind_arena, frame_of, state_sizes
+from executor.engine.pages import ElasticPages, Pages
+from models.build import Build
+from umbra.errors import UserError
+
+
+def open_arena(case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, longest: int) -> Pages:
+    """Binds the KV caches and states of `model`, and the slots of experts that have shadows, to one buffer. -> the
+    pages that sequences take. `longest` is the number of pages that all sequences need at their longest."""
+    units, frame_bytes = frame_of(model, case, build)
+    slots = (shadows.slot_bytes, shadows.most_slots, shadows.device.alignment) if shadows else (0, 0, 64)
+    states = state_sizes(model, frame_bytes // units)
+    arena, pinned = make_arena(case, units, frame_bytes, *slots[:2], longest, slots[2], states)
+    memory = bind_arena(model, case, build, arena.frames, shadows.device.spare(slots[0]) if shadows else 0)
+    frames = memory[: arena.frames * arena.units].view(arena.frames, -1)
+
+    def copy(old: int, new: int) -> None:
+        frames[new // arena.units].copy_(frames[old // arena.units])
+
+    make_room = shadows.make_room if shadows else lambda frames: None
+    pages = ElasticPages(arena, case.cache_config.page_size, pinned, make_room, copy)
+    tenants = "KV cache and recurrent states" if states.layers else "KV cache"
+    line = f"{arena.frames} frames of {arena.frame_bytes} bytes"
+    if shadows:
+        shadows.open(arena, memory.view(-1).view(torch.uint8), pages.gather)
+        experts = sum(layer.count for layer in shadows.layers)
+        tenants = f"experts, {tenants}" if states.layers else f"experts and {tenants}"
+        line += (
+            f"; {len(shadows.slots)} of {experts} experts on the device, {arena.free_frames} frames free; "
+            f"{shadows.device.staging_bytes / 1e6:.1f} MB more for experts that are copied for a prompt"
+        )
+    if states.layers:
+        line += f"; a sequence's states take {arena.set_frames}"
+    print(f"arena: {memory.nbytes / 1e6:.1f} MB that {tenants} share, {line}")
+    return pages
+
+
+def make_arena(
+    case: Case,
+    units: int,
+    frame_bytes: int,
+    slot_bytes: int,
+    most_slots: int,
+    longest: int,
+    alignment: int,
+    states: StateSizes = NO_STATES,
+) -> tuple[Arena, int]:
+    """Returns the arena's bookkeeping, and the number of frames of experts that may not be evicted. `most_slots` is the
+    most experts that may be resident at once, `longest` the number of pages of all sequences at their longest."""
+    experts = expert_frames(frame_bytes, slot_bytes, most_slots, states)
+    frames = frames_of(case, frame_bytes, experts, longest)
+    arena = Arena(frames, frame_bytes, slot_bytes, units, alignment, states)
+    pinned = 0 if case.offload_config.mode == "elastic" else experts
+    least = longest // (case.data_config.batch_size // case.attn_dp_size)
+    if frames - pinned - 1 < least:
+        raise UserError(
+            f"case {case.name}: offload_config.arena_mb: {frames} pages of {frame_bytes} bytes, of which experts keep "
+            f"{pinned}, have no room for one sequence of {least} pages: raise it, or lower input_max_len"
+        )
+    return arena, pinned
+
+
+def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int, states: StateSizes = NO_STATES) -> int:
+    """Number of frames that `most_slots` resident experts take, beside states of these sizes."""
+    if not most_slots:
+        return 0
+    frames_each, slots_each = extent_of(frame_bytes, slot_bytes, states.nbytes)
+    return -(-most_slots // slots_each) * frames_each
+
+
+def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
+    """Number of frames of the arena. If the case leaves its size open, it has `experts` frames for expert slots,
+    `longest` for KV pages, and one for the page that padding rows are written to."""
+    return int((case.offload_config.arena_mb or 0) * MB) // frame_bytes or experts + longest + 1
+
+
+def set_pages_of(model: nn.Module, case: Case, build: Build, slot_bytes: int = 0, alignment: int = 1) -> int:
+    """The pages that a set of recurrent states of `model` takes, in an arena with slots of so many bytes."""
+    units, frame_bytes = frame_of(model, case, build)
+    return state_sizes(model, frame_bytes // units).frames(frame_bytes, -(-slot_bytes // alignment) * alignment)

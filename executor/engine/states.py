@@ -1,0 +1,77 @@
+"""The recurrent states of sequences: which set a step reads, which it writes, and which are kept as checkpoints.
+
+A sequence has the states after its last computed token. A step reads them and writes them in place, unless they are
+kept: as a checkpoint, of which several sequences may go on, or as those after the sequence's last full page. Then it
+writes another set, so that nothing is ever copied.
+
+Checkpoints are kept for later prompts with the pages before them (prefixes.py), since a prefix can only be used where
+its states are known. They are made in prompts where others will probably branch off: at the last full page before the
+generation prompt, since templates rewrite what follows; where a prompt's pages were found without states, since another
+prompt went on differently there; and every few thousand tokens. Another one is made of the states after the last full
+page when a sequence ends or is preempted, so that what follows an answer goes on from there.
+"""
+
+from executor.engine.pages import States
+from executor.engine.prefixes import PageCache
+from executor.engine.sequence import Sequence
+
+INTERVAL = 4096  # tokens of a prompt between two checkpoints, if it is not very long
+MOST_INSIDE = 8  # checkpoints of a prompt that are made only for their distance
+
+
+def want_checkpoints(sequence: Sequence, found: int, size: int) -> None:
+    """Chooses the numbers of tokens after which checkpoints are wanted in a sequence that is admitted. `found` is the
+    number of its first tokens whose pages are kept, with or without states."""
+    prompt = sequence.prompt_len
+    every = max(INTERVAL, -(-prompt // MOST_INSIDE // size) * size)
+    end = (prompt - max(sequence.request.generation_prompt, 1)) // size * size
+    wanted = {found, end, *range(every, end, every)}
+    sequence.wanted = sorted(tokens for tokens in wanted if tokens > sequence.num_computed)
+
+
+def cut(sequence: Sequence) -> None:
+    """Lets the next step of a prompt end where the second checkpoint is wanted: within a step, there can be one."""
+    inside = [tokens for tokens in sequence.wanted if sequence.num_computed < tokens < sequence.end]
+    if len(inside) > 1:
+        sequence.limit = inside[1] - sequence.num_computed
+
+
+def prepare(cache: PageCache, sequence: Sequence, room: bool) -> None:
+    """Gives a sequence the sets that its next step writes. `room`: whether there is room for a checkpoint."""
+    states = sequence.states
+    kept = states is None or states.key or states is sequence.at_page
+    sequence.written = cache.take_states() if kept else states
+    inside = (tokens for tokens in sequence.wanted if sequence.num_computed < tokens < sequence.end)
+    if room and (mark := next(inside, None)):
+        sequence.marked, sequence.mark = cache.take_states(), mark
+
+
+def advance(cache: PageCache, sequence: Sequence, size: int, prefixes: bool) -> None:
+    """Records that a step has written the states of a sequence, whose tokens, pages and keys are those after it."""
+    before, sequence.states, sequence.written = sequence.states, sequence.written, None
+    if before and before not in (sequence.states, sequence.at_page):
+        cache.release([before])
+    if sequence.marked:
+        _keep(cache, sequence, sequence.marked, sequence.mark, size)
+        cache.release([sequence.marked])
+        sequence.marked = None
+    if prefixes and sequence.num_computed % size == 0:
+        before, sequence.at_page, sequence.full = sequence.at_page, sequence.states, sequence.num_computed
+        if before:
+            cache.release([before])
+        if sequence.at_page and sequence.full in sequence.wanted:
+            _keep(cache, sequence, sequence.at_page, sequence.full, size)
+
+
+def leave(cache: PageCache, sequence: Sequence, size: int) -> None:
+    """Keeps what later prompts may go on from, of a sequence that gives its pages and states back."""
+    for states in sequence.checkpoints:
+        cache.touch(states)
+    if sequence.at_page and sequence.full <= sequence.published * size:
+        _keep(cache, sequence, sequence.at_page, sequence.full, size)
+    sequence.checkpoints.clear()
+
+
+def _keep(cache: PageCache, sequence: Sequence, states: States, tokens: int, size: int) -> None:
+    cache.keep(states, sequence.keys[tokens // size - 1])
+    sequence.checkpoints.append(states)
