@@ -24,7 +24,7 @@ class Family:
     config: str  # a models.config.ModelConfig
     model: str  # a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
     old_types: tuple[str, ...] = ()  # `model_type` in early checkpoints, if `architectures` names the model
-    # Parts of tensors' names that some tools write, each with the name of the model's module.
+    # Parts of tensors' names that some files have, each with the model's.
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -38,6 +38,7 @@ FAMILIES = {
         "models.qwen3_5_moe.config:Qwen3_5MoeConfig",
         "models.qwen3_5_moe.model:Qwen3_5MoeForCausalLM",
         ("qwen3_5_moe_text",),
+        aliases={"model.language_model": "model"},
     ),
     "minimax_m2": Family(
         "models.minimax_m2.config:MiniMaxM2Config",

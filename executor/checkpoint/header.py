@@ -29,7 +29,9 @@ def check_header(path: Path) -> list[str]:
         if not path.is_file():
             raise UserError(f"{path} does not exist, but the checkpoint's index names it")
         entries, room = _read(path)
-        entries.pop("__metadata__", None)
+        metadata = entries.pop("__metadata__", None)
+        if isinstance(metadata, dict) and metadata.get("format") == "mlx":
+            raise UserError(f"{path}: MLX wrote it, which stores weights in its own way: give what it was made from")
         end = 0
         for name, (begin, after) in sorted(((n, _extent(n, e)) for n, e in entries.items()), key=lambda item: item[1]):
             if begin != end:

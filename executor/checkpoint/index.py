@@ -70,12 +70,19 @@ def read_index(index: Path) -> dict[str, str]:
     return listed_in
 
 
+def renamed(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    """`name` with others in place of some parts, of which one may consist of several words."""
+    for old, new in parts:
+        name = f".{name}.".replace(f".{old}.", f".{new}.")[1:-1]
+    return name
+
+
 def in_model(names: Iterable[str], aliases: Mapping[str, str], where: Path) -> dict[str, str]:
     """The model's name of each tensor, with the name that it has in the files. `aliases` has parts of names that differ
-    from the model's, each with the model's part."""
+    from the model's, each with the model's."""
     found: dict[str, str] = {}
     for name in names:
-        ours = ".".join(aliases.get(part, part) for part in name.split(".")) if aliases else name
+        ours = renamed(name, aliases.items())
         if ours in found:
             raise UserError(f"{where}: {found[ours]:.200} and {name:.200} are two names of one tensor of the model")
         found[ours] = name

@@ -17,6 +17,8 @@ from ops.format import Alternating, Quantised, every_other, floats
 from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Routed, Scores, Slots, fixed
 from ops.parallel.placement import Held, first_placement, slots_for
 
+ALL_EXPERTS = "gate_up_proj", "down_proj"
+
 
 class Experts(Layer):
     """All routed experts of one layer, split over `moe_ep` by expert and over `moe_tp` along the intermediate size.
@@ -27,7 +29,9 @@ class Experts(Layer):
     With `build.shadows` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
     Every token also takes the expert `shared`, where a model has one: its parts join the same sum.
     `names` are the checkpoint's names of an expert's gate, up and down matrices. Two `names` are those of tensors of
-    all experts: of gates and ups, whose rows alternate, and of downs. Each matrix has a bias if `kind` says so.
+    all experts: of gates and ups, whose rows alternate, and of downs. Where the checkpoint has tensors of the names
+    `ALL_EXPERTS` in place of three for each expert, the first has an expert's gate above its up. Each matrix has a bias
+    if `kind` says so.
     """
 
     def __init__(
@@ -40,7 +44,9 @@ class Experts(Layer):
         kind: ExpertKind = SILU_EXPERTS,
     ):
         super().__init__()
-        self.names, self.kind, self.fused = names, kind, len(names) == 2
+        alternate, stacked = len(names) == 2, build.holds(f"{build.path}.experts.{ALL_EXPERTS[0]}")
+        names = ALL_EXPERTS if stacked and not alternate else names
+        self.names, self.kind, self.alternate, self.fused = names, kind, alternate, len(names) == 2
         self.ops, self.parallel = build.ops, build.parallel
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.ep, each = build.parallel.moe_ep, build.parallel.expert_slots
@@ -127,13 +133,14 @@ class Experts(Layer):
         both, down = (f"{path}.{name}" for name in self.names)
         inner, hidden, experts = self.intermediate, self.hidden, self.experts
         pairs = slice(2 * self.part.start, 2 * self.part.stop)
+        ups = slice(inner + self.part.start, inner + self.part.stop)
+
+        def fill_of(which: str) -> Callable[[int, Tensor | Quantised], object]:
+            return lambda slot, part: self.weights.fill(slot, which, of_one(part))
 
         def fill(slot: int, part: Tensor | Quantised | Alternating) -> bool:
             halves = zip(("gate", "up"), halves_of(part), strict=True)
             return False not in [self.weights.fill(slot, which, half) for which, half in halves]
-
-        def fill_down(slot: int, part: Tensor | Quantised) -> bool | None:
-            return self.weights.fill(slot, "down", of_one(part))
 
         def fill_bias(slot: int, part: Tensor | Alternating) -> None:
             for which, half in zip(("gate", "up"), halves_of(part), strict=True):
@@ -142,10 +149,13 @@ class Experts(Layer):
         def fill_last(slot: int, part: Tensor) -> None:
             self.weights.fill_bias(slot, "down", part[0])
 
+        wide, tall = (experts, 2 * inner, hidden), (experts, hidden, inner)
         tensors: list[tuple[str, tuple[int, ...], tuple[slice, ...], Callable[[int, Any], object]]] = [
-            (both, (experts, 2 * inner, hidden), (pairs, ALL), fill),
-            (down, (experts, hidden, inner), (ALL, self.part), fill_down),
+            (both, wide, (pairs, ALL), fill)
         ]
+        if not self.alternate:
+            tensors = [(both, wide, (self.part, ALL), fill_of("gate")), (both, wide, (ups, ALL), fill_of("up"))]
+        tensors.append((down, tall, (ALL, self.part), fill_of("down")))
         if self.kind.biased:
             tensors += [
                 (f"{both}_bias", (experts, 2 * inner), (pairs,), fill_bias),
@@ -156,9 +166,9 @@ class Experts(Layer):
                 linear = len(shape) == 3
                 if expert in slots and (fill_one is not fill_last or self.last_bias):
                     cut, write = (slice(expert, expert + 1), *part), partial(fill_one, slots[expert])
-                    yield Piece(name, shape, cut, write, linear=linear, by_input=linear)
+                    yield Piece(name, shape, cut, write, linear=linear, by_input=linear and self.alternate)
                 else:
-                    yield Piece(name, shape, linear=linear, by_input=linear)
+                    yield Piece(name, shape, linear=linear, by_input=linear and self.alternate)
 
 
 def halves_of(part: Tensor | Quantised | Alternating) -> tuple[Tensor | Quantised, Tensor | Quantised]:

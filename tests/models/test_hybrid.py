@@ -16,6 +16,8 @@ IDS = [[(7 * i + 31 * length) % 319 + 1 for i in range(length)] for length in LE
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {}),
     ("qwen3_next", {"linear_num_value_heads": 6, "num_key_value_heads": 1, "linear_value_head_dim": 32}),
+    ("qwen3_5_moe_text", {"linear_num_value_heads": 6, "num_key_value_heads": 1}),
+    ("qwen3_5_moe", {"fused_experts": True, "linear_key_head_dim": 32}),
 ]
 Steps = Iterator[dict[int, int]]
 

@@ -56,11 +56,11 @@ class CompressedTensors(Scheme):
         self.ignored = [target(text, config.where) for text in config.names("ignore")]
         self.title = f"compressed-tensors {', '.join(dict.fromkeys(e.title for e in encodings))}"
 
-    def said(self, module: str) -> Encoding | None:
+    def said(self, *spellings: str) -> Encoding | None:
         """Returns the encoding of the first group that names the module most exactly."""
-        if any(matches(module) for matches in self.ignored):
+        if any(matches(module) for matches in self.ignored for module in spellings):
             return None
-        return next((encoding for _, matches, encoding in self.rules if matches(module)), None)
+        return next((encoding for _, matches, encoding in self.rules if any(map(matches, spellings))), None)
 
 
 def _encoding(format: str, weights: HfConfig, inputs: HfConfig | None) -> Encoding:

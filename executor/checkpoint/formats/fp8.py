@@ -54,6 +54,6 @@ class Fp8(Scheme):
         self.encodings = (Fp8Matrix(),)
         self.title = self.encodings[0].title
 
-    def said(self, module: str) -> Encoding | None:
+    def said(self, *spellings: str) -> Encoding | None:
         """Every linear module is quantised, except the head and those that `modules_to_not_convert` names."""
-        return None if module == "lm_head" or self.excluded(module) else self.encodings[0]
+        return None if "lm_head" in spellings or any(map(self.excluded, spellings)) else self.encodings[0]

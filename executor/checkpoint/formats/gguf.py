@@ -45,7 +45,8 @@ class GgufScheme(Scheme):
         self._blocks = {kind: InBlocks(kind) for kind, _ in sizes.most_common() if kind not in FLOATS}
         self.encodings = tuple(self._blocks.values())
 
-    def said(self, module: str) -> Encoding | None:
+    def said(self, *spellings: str) -> Encoding | None:
+        module = spellings[0]
         kinds = {self._kind(name) for name in self._apart(module) or (f"{module}.weight", module)} - {None}
         return self._blocks.get(kinds.pop() or "") if len(kinds) == 1 else None
 

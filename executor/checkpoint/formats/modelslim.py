@@ -99,8 +99,9 @@ class Modelslim(Scheme):
             raise UserError(f"{path}: quantises no weight: give a checkpoint in {', '.join(STATIC + DYNAMIC)}")
         self.title = f"modelslim {', '.join(sorted(used.intersection(STATIC + DYNAMIC)))}"
 
-    def said(self, module: str) -> Encoding | None:
-        kind = self.types.get(f"{module}.weight")
+    def said(self, *spellings: str) -> Encoding | None:
+        names = (f"{module}.weight" for module in spellings)
+        kind = next((self.types[name] for name in names if name in self.types), None)
         return self.by_token if kind in DYNAMIC else self.static if kind in STATIC else None
 
     def biased(self, path: str) -> bool:

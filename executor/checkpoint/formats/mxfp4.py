@@ -23,9 +23,9 @@ class Mxfp4(Scheme, Encoding):
     def __init__(self, config: HfConfig):
         self.encodings = (self,)
 
-    def said(self, module: str) -> Encoding | None:
+    def said(self, *spellings: str) -> Encoding | None:
         """The tensors of all experts are quantised, and nothing else; `modules_to_not_convert` names the others."""
-        return self if ".experts." in module else None
+        return self if ".experts." in spellings[0] else None
 
     def tensors(self, module: str) -> tuple[str, ...]:
         return tuple(f"{module}_{sign}" for sign in self.signs)

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from executor.checkpoint.formats.patterns import Matches
+from executor.checkpoint.index import renamed
 from ops.format import FORMATS, GROUP_SIZES, Alternating, Format, Quantised
 from umbra.errors import UserError
 
@@ -100,16 +101,16 @@ class Scheme(ABC):
     only_experts = False  # whether it is for experts and no other modules
     # The checkpoint's tensors: the model's name of each, with the name that it has in the files. None: no files.
     names: Mapping[str, str] | None = None
-    aliases: Mapping[str, str] = MappingProxyType({})  # parts of names in the files, each with the model's part
+    aliases: Mapping[str, str] = MappingProxyType({})  # parts of names in the files, each with the model's
 
     @abstractmethod
-    def said(self, module: str) -> Encoding | None:
-        """Returns the encoding that the config gives the module, named as in the files; None: floats."""
+    def said(self, *spellings: str) -> Encoding | None:
+        """Returns the encoding that the config gives the module of which these are spellings; None: floats."""
 
     def encoding(self, module: str) -> Encoding | None:
         """Returns the encoding of the module; None: floats. The names of the files' tensors decide. If there are no
         files, or they do not hold the module, the config does."""
-        said = self.said(self._spelt(module))
+        said = self.said(*self._spellings(module))
         if self.names is None:
             return said
         for encoding in (said, *self.encodings):
@@ -133,7 +134,7 @@ class Scheme(ABC):
 
     def contradicts(self, module: str) -> bool:
         """Whether the files store the module otherwise than the config says."""
-        return self.encoding(module) is not self.said(self._spelt(module))
+        return self.encoding(module) is not self.said(*self._spellings(module))
 
     def kept(self, module: str) -> Format | None:
         """The format that keeps the module's weights bit for bit; None: there is none, or they are floats."""
@@ -144,13 +145,9 @@ class Scheme(ABC):
         """The format that keeps an embedding's rows bit for bit; None: they are floats."""
         return None
 
-    def _spelt(self, module: str) -> str:
-        """The module's path as the files spell it."""
-        names = self.names or {}
-        for last in ("weight", *(encoding.signs[0] for encoding in self.encodings)):
-            if name := names.get(f"{module}.{last}"):
-                return name.removesuffix(f".{last}")
-        return module
+    def _spellings(self, module: str) -> tuple[str, str]:
+        """The module's path in the model, and with the parts that names in the files may have instead."""
+        return module, renamed(module, ((ours, theirs) for theirs, ours in self.aliases.items()))
 
 
 class Ruled(Scheme):
@@ -163,10 +160,11 @@ class Ruled(Scheme):
         self.encodings, self.with_head = tuple(encodings.values()), with_head
         self.title = ", ".join(encodings)
 
-    def said(self, module: str) -> Encoding | None:
-        if not (".layers." in module or (self.with_head and module == "lm_head")):
+    def said(self, *spellings: str) -> Encoding | None:
+        if not (".layers." in spellings[0] or (self.with_head and spellings[0] == "lm_head")):
             return None
-        return next((encoding for matches, encoding in self.rules if matches(module)), self.encodings[0])
+        found = (encoding for matches, encoding in self.rules if any(map(matches, spellings)))
+        return next(found, self.encodings[0])
 
 
 def kept_as(bits: int, group: int, zeros: bool, ordered: bool = False) -> Format | None:
@@ -188,5 +186,5 @@ def in_words(bits: int, group: int, zeros: bool, ordered: bool = False) -> str:
 class Unquantised(Scheme):
     title, encodings = "unquantised", ()
 
-    def said(self, module: str) -> None:
+    def said(self, *spellings: str) -> None:
         return None
