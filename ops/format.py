@@ -3,7 +3,7 @@
 The launcher reads GROUP_SIZES and must start quickly, so this file does not import torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -176,17 +176,23 @@ class Nested(Quantised):
 
     def columns(self, first: int, end: int) -> "Nested":
         """Those of a rank, from a multiple of 32 to another, in the largest groups that divide all three."""
-        group = gcd(self.group, first, end)
+        unit = gcd(first, end)
+        return self.units(range(first // unit, end // unit), unit)
+
+    def units(self, numbers: "Sequence[int]", unit: int) -> "Nested":
+        """The columns of these units in turn, each of `unit` columns, a multiple of 32, in the largest groups that
+        divide both."""
+        group, all = gcd(self.group, unit), self.levels.shape[1]
 
         def cut(x: "Tensor", each: int) -> "Tensor":  # an element for each so many columns
-            times = self.levels.shape[1] // x.shape[1] // each
-            return x.repeat_interleave(times, 1)[:, first // each : end // each]
+            x = x.repeat_interleave(all // x.shape[1] // each, 1)
+            return x.unflatten(1, (-1, unit // each))[:, list(numbers)].flatten(1)
 
         zeros, dmin = self.plain_zeros, self.dmin
         return replace(
             self,
             levels=cut(self.plain_levels, 1),
-            scales=cut(self.scales, self.levels.shape[1] // self.scales.shape[1]),
+            scales=cut(self.scales, all // self.scales.shape[1]),
             zeros=None if zeros is None else cut(zeros, 32),
             d=cut(self.d, group),
             dmin=None if dmin is None else cut(dmin, group),

@@ -25,7 +25,8 @@ from tools.benchmarks.gguf_file import describe_tokenizer
 
 ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE, "minimax_m2": MODEL_ARCH.MINIMAXM2,
-    "gpt_oss": MODEL_ARCH.GPT_OSS, "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "gpt_oss": MODEL_ARCH.GPT_OSS, "glm4_moe": MODEL_ARCH.GLM4_MOE, "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 HALVES = {
     "Q2_K": (80, 82),
@@ -36,6 +37,7 @@ HALVES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
+SIZES = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
 EXPERT = re.compile(r"(.*\.experts\.)\d+\.(.*)")
 Kinds = Callable[[str], str]  # the type of the tensor of this name
 
@@ -65,6 +67,42 @@ def stacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, torch.stack(experts)) for name, experts in stacks.items())
 
 
+def delta_net(tensors: dict[str, Tensor], config: dict[str, Any], family: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model with gated DeltaNet layers as llama.cpp's converter has them."""
+    keys, heads, depth, width = (config[f"linear_{key}"] for key in SIZES)
+
+    def tiled(values: Tensor, size: int, first: int = 0) -> Tensor:
+        """The value heads behind `first` rows in the order in which they share the key heads."""
+        if family == "qwen3_next":
+            return values
+        order = torch.arange(heads).view(keys, -1).T.flatten()
+        return torch.cat([values[:first], values[first:].unflatten(0, (heads, size))[order].flatten(0, 1)])
+
+    for name, tensor in tensors.items():
+        _, _, last = name.partition(".linear_attn.")
+        if last == "in_proj_qkvz.weight" and ".0." not in name:  # older files have it as it is, in groups of a key head
+            *qkv, z = tensor.unflatten(0, (keys, -1)).split([depth, depth, *[heads // keys * width] * 2], 1)
+            yield name.replace("qkvz", "qkv"), torch.cat([part.flatten(0, 1) for part in qkv])
+            yield name.replace("qkvz", "z"), z.flatten(0, 1)
+        elif last in ("in_proj_qkv.weight", "conv1d.weight"):
+            yield name, tiled(tensor.squeeze(1) if "conv" in last else tensor, width, 2 * keys * depth)
+        elif last == "in_proj_z.weight":
+            yield name, tiled(tensor, width)
+        elif last == "out_proj.weight":
+            yield name, tiled(tensor.T, width).T
+        elif last in ("in_proj_b.weight", "in_proj_a.weight"):
+            yield name, tiled(tensor, 1)
+        elif last == "A_log":
+            yield name, -tiled(tensor, 1).exp()
+        elif ".layers.0.mlp.experts." in name and "down" not in name and family == "qwen3_5_moe":  # one tensor of both
+            if "gate" in name:
+                yield name.replace("gate", "gate_up"), torch.cat([tensor, tensors[name.replace("gate", "up")]])
+        elif last == "dt_bias":
+            yield name.replace("dt_bias", "dt_proj.bias"), tiled(tensor, 1)
+        else:
+            yield name, tensor + (name.endswith("norm.weight") and last != "norm.weight")
+
+
 def _named(which: str) -> Callable[[re.Match[str]], str]:
     return lambda found: f"{which}_proj.{'bias' if found[1] else 'weight'}"
 
@@ -74,6 +112,8 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     floats to another file, which is returned. A part has at most `split` tensors, if that is not 0."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     arch, means = ARCHITECTURES[family], path.with_name(f"means-{path.name}")
+    if "linear_num_key_heads" in config:
+        tensors = dict(delta_net(tensors, config, family))
     names = get_tensor_name_map(arch, config["num_hidden_layers"])
     writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch], split_max_tensors=split) for file in (path, means)]
     for writer in writers:
@@ -116,33 +156,44 @@ def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
 def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
     rope = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
-    predicting = int(family == "glm4_moe")  # layers that predict further tokens
+    predicting = int(family in ("glm4_moe", "qwen3_5_moe"))  # layers that predict further tokens
     writer.add_block_count(config["num_hidden_layers"] + predicting)
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size", 1))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
-    share = {"glm4_moe": 0.5, "minimax_m2": 0.5}.get(family, 1)
+    share = {"glm4_moe": 0.5, "minimax_m2": 0.5, "qwen3_next": 0.25, "qwen3_5_moe": 0.25}.get(family, 1)
     writer.add_rope_dimension_count(int(share * config["head_dim"]))
     experts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     writer.add_expert_count(next(count for count in experts if count))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
-    if family == "glm4_moe":
+    if predicting:
         writer.add_nextn_predict_layers(predicting)
         writer.add_tensor(f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight", np.zeros((2, 32), np.float32))
+    if family == "glm4_moe":
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-    elif family == "qwen2_moe":
+    elif "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     elif family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "linear_num_key_heads" in config:
+        keys, heads, depth, width = (config[f"linear_{key}"] for key in SIZES)
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(depth)
+        writer.add_ssm_group_count(keys)
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * width)
+        writer.add_full_attention_interval(4)
+    if family == "qwen3_5_moe":
+        writer.add_rope_dimension_sections([2, 1, 1, 0])

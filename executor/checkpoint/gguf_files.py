@@ -24,7 +24,7 @@ def open_files(folder: Path, scheme: Scheme) -> TensorFiles:
 
 class GgufFiles:
     """A part of a tensor is read as bytes (..., rows, blocks, bytes of a block), of all blocks that have some of the
-    columns."""
+    columns; of all blocks, if its columns are in an order of their own that divides blocks."""
 
     def __init__(self, index: Index):
         self.folder, self.read, self.index = index.paths[0], 0, index
@@ -49,18 +49,25 @@ class GgufFiles:
         view = self.index.views[name]
         info, path = self.index.tensors[view.tensor], self.file_of[name]
         _, columns, nbytes = BY_NAME[info.kind]
-        *rows, blocks = *info.shape[:-1], info.shape[-1] // columns
+        rows = info.shape if view.expert is not None else view.shape
         try:
-            mapped = np.frombuffer(self._map(path), np.uint8, info.nbytes, info.offset).reshape(*rows, blocks, nbytes)
+            mapped = np.frombuffer(self._map(path), np.uint8, info.nbytes, info.offset)
         except ValueError as error:  # it has become shorter since its header was read
             raise UserError(f"{path}: {view.tensor}: truncated or corrupt: {error}") from None
+        mapped = mapped.reshape(*rows[:-1], rows[-1] // columns, nbytes)
         *outer, last = (slice(*cut.indices(size)) for cut, size in zip(part, view.shape, strict=True))
         if view.expert is not None:
             mapped = mapped[view.expert]
             outer[:1] = [slice(cut.start + view.first_row, cut.stop + view.first_row) for cut in outer[:1]]
-        elif len(view.shape) > len(info.shape):  # a matrix of one row
-            mapped = mapped[None]
-        found = mapped[(*outer, slice(last.start // columns, -(-last.stop // columns)))]
+        blocks = slice(last.start // columns, -(-last.stop // columns))
+        if view.rows:
+            found = np.take(mapped, view.rows.places()[outer[0]], 0)[(slice(None), *outer[1:], blocks)]
+        elif view.columns:
+            found = mapped[tuple(outer)]
+            if view.columns.size % columns == 0:
+                found = np.take(found, view.columns.places(columns)[blocks], -2)
+        else:
+            found = mapped[(*outer, blocks)]
         self.read += found.nbytes
         self._mapped += found.nbytes
         if info.kind in FLOATS:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_gguf
-from models.gguf.metadata import ARCHITECTURES, architecture_of, config_of, predicting_layers
-from models.gguf.names import View, views_of
+from models.gguf.metadata import ARCHITECTURES, architecture_of, config_of, predicting_layers, value_heads
+from models.gguf.names import Tiled, View, views_of
 from models.gguf.vocabulary import AT, Vocabulary
 from models.hf_config import HfConfig
 from models.registry import read_config
@@ -22,7 +22,7 @@ from umbra.files import ROOT, read_json, sync
 
 FOLDERS = ROOT / "packed_cache" / "gguf"
 INDEX = "gguf.json"
-LAYOUT = 3  # raised whenever the files that are written change
+LAYOUT = 4  # raised whenever the files that are written change
 SUFFIX = ".gguf"
 
 
@@ -84,19 +84,21 @@ def read_index(folder: Path) -> Index:
     data = read_json(folder / INDEX)
     tensors = {name: TensorInfo(kind, tuple(shape), *rest) for name, (kind, shape, *rest) in data["tensors"].items()}
     names = ARCHITECTURES[data["architecture"]].names
-    views = views_of(tensors, names, range(*data["predicting"]), data["files"][0])
+    tiled = data["tiled"] and Tiled(*data["tiled"])
+    views = views_of(tensors, names, range(*data["predicting"]), data["files"][0], tiled)
     return Index([Path(path) for path in data["files"]], tensors, views)
 
 
 def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     """The contents of the files of the folder, by their names."""
     config, meta = config_of(gguf), HfConfig(gguf.metadata, str(gguf.paths[0]))
-    predicting = predicting_layers(gguf)
+    predicting, tiled = predicting_layers(gguf), value_heads(gguf)
     found = {
         INDEX: {
             "files": [str(path) for path in gguf.paths],
             "architecture": gguf.metadata["general.architecture"],
             "predicting": [predicting.start, predicting.stop],
+            "tiled": tiled and list(vars(tiled).values()),
             "tensors": {name: list(vars(info).values()) for name, info in gguf.tensors.items()},
         },
         "config.json": config,

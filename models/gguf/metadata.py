@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.gguf.container import Gguf
-from models.gguf.names import Names
+from models.gguf.names import Names, Tiled
 from models.hf_config import HfConfig
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
@@ -23,6 +23,7 @@ class Architecture:
     assumed: str = ""  # what no file says, for a message
     partial: bool = False  # whether part of a head may rotate
     stops: tuple[str, ...] = ()  # tokens that end an answer, beside those that do in every model
+    tiled: bool = False  # whether value heads of gated DeltaNet layers are in llama.cpp's order
 
 
 class Keys:
@@ -82,9 +83,18 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "rope_scaling": _scaling(keys),
         "tie_word_embeddings": not keys.has("output.weight"),
         "num_experts_per_tok": keys.size("expert_used_count"),
-        **({"rotary_dim": rotating} if found.partial else {}),
+        **({"partial_rotary_factor": rotating / head_dim} if found.partial else {}),
         **found.more(keys),
     }
+
+
+def value_heads(gguf: Gguf) -> Tiled | None:
+    """Their order in gated DeltaNet layers, behind the rows of queries and keys, if it is not that of their family."""
+    if not architecture_of(gguf).tiled:
+        return None
+    sizes = _delta_net(Keys(gguf, gguf.metadata["general.architecture"]))
+    key_heads, heads, key_width, width, _ = sizes.values()
+    return Tiled(key_heads, heads, width, 2 * key_heads * key_width)
 
 
 def predicting_layers(gguf: Gguf) -> range:
@@ -136,13 +146,19 @@ def _qwen3(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen2(keys: Keys) -> dict[str, Any]:
+    return {
+        **_with_shared(keys),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "qkv_bias": keys.has("blk.0.attn_q.bias"),
+    }
+
+
+def _with_shared(keys: Keys) -> dict[str, Any]:
     shared = keys.rows("blk.0.ffn_gate_shexp.weight")
     return {
         "num_experts": keys.size("expert_count"),
         "moe_intermediate_size": _expert_width(keys),
         "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length", default=shared),
-        "norm_topk_prob": keys.flag("expert_weights_norm", False),
-        "qkv_bias": keys.has("blk.0.attn_q.bias"),
     }
 
 
@@ -182,6 +198,30 @@ def _glm4(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _qwen3_next(keys: Keys) -> dict[str, Any]:
+    return {
+        **_with_shared(keys),
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "full_attention_interval": keys.size("full_attention_interval", default=4),
+        **_delta_net(keys),
+    }
+
+
+def _delta_net(keys: Keys) -> dict[str, int]:
+    heads, key_heads = keys.size("ssm.time_step_rank"), keys.size("ssm.group_count")
+    inner = keys.size("ssm.inner_size")
+    if heads % key_heads or inner % heads:
+        raise keys.all.error(f"{keys.name}.ssm.time_step_rank", f"must be a multiple of ssm.group_count: {key_heads}, "
+                             f"and divide ssm.inner_size: {inner}")  # fmt: skip
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.size("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
+    }
+
+
 def _expert_width(keys: Keys) -> int:
     return keys.size("expert_feed_forward_length", default=keys.rows("blk.0.ffn_up_exps.weight"))
 
@@ -189,6 +229,10 @@ def _expert_width(keys: Keys) -> int:
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", Names(), SOFTMAX, _qwen3, "norm_topk_prob true"),
     "qwen2moe": Architecture("qwen2_moe", Names(), SOFTMAX, _qwen2, "norm_topk_prob false"),
+    "qwen3next": Architecture(
+        "qwen3_next", Names(plus_one=True), SOFTMAX, _qwen3_next, "norm_topk_prob true", partial=True
+    ),
+    "qwen35moe": Architecture("qwen3_5_moe", Names(plus_one=True), SOFTMAX, _qwen3_next, partial=True, tiled=True),
     "minimax-m2": Architecture(
         "minimax_m2",
         Names(

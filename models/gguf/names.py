@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.gguf.container import TensorInfo
 from umbra.errors import UserError
@@ -13,7 +13,7 @@ WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.([\w.]+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(ssm_a|[\w.]+\.(?:weight|bias))")
 # The module of a layer's tensors `NAME.weight` and `NAME.bias`; MOE is its mixture of experts.
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -27,8 +27,22 @@ MODULES = {
     **{f"ffn_{which}_shexp": f"MOE.SHARED.{which}_proj" for which in ("gate", "up", "down")},
     "ffn_gate_inp": "MOE.ROUTER",
     "ffn_gate_inp_shexp": "MOE.shared_expert_gate",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
-NAMELESS = {"attn_sinks.weight": "self_attn.sinks"}  # tensors of modules whose path is their name
+# Tensors of modules whose path is their name.
+NAMELESS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,25 @@ class Names:
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused: bool = False  # one weight has all experts
     selection_bias: str = "mlp.gate.e_score_correction_bias"
+    plus_one: bool = False  # norms are stored with the one that the family's model adds
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Value heads of `size` rows, or columns, each, behind `first` others. The file has them in the order in which they
+    share the key heads: 0, 1, 2 ..., 0, 1, 2 ...; the model has those of a key head together."""
+
+    key_heads: int
+    heads: int
+    size: int
+    first: int = 0
+
+    def places(self, unit: int = 1) -> list[int]:
+        """For each unit of the model's rows in turn, its number in the file."""
+        each, units = self.heads // self.key_heads, self.size // unit
+        heads = (head % each * self.key_heads + head // each for head in range(self.heads))
+        first = self.first // unit
+        return [*range(first), *(first + head * units + i for head in heads for i in range(units))]
 
 
 @dataclass(frozen=True)
@@ -51,12 +84,17 @@ class View:
     shape: tuple[int, ...]
     expert: int | None = None
     first_row: int = 0
+    rows: Tiled | None = None  # the order of its rows, if it is not the model's
+    columns: Tiled | None = None  # that of its columns
+    change: str = ""  # one of `executor/checkpoint/formats/gguf.py`'s CHANGES that undoes what its values went through
 
 
-def views_of(tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str) -> dict[str, View]:
+def views_of(
+    tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str, tiled: Tiled | None = None
+) -> dict[str, View]:
     """The view of each weight, by the model's name. Tensors of the layers `predicting`, which predict further tokens,
-    are left out; one that is unknown keeps its name. Raises UserError, which `where` begins, for two tensors of one
-    weight."""
+    are left out; one that is unknown keeps its name. `tiled` is the order of value heads, behind queries and keys, if
+    it is not the model's. Raises UserError, which `where` begins, for two tensors of one weight."""
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
         found = LAYER.fullmatch(tensor)
@@ -67,29 +105,48 @@ def views_of(tensors: Mapping[str, TensorInfo], names: Names, predicting: range,
                 raise UserError(f"{where}: {tensor} and {views[ours].tensor} are two tensors of one weight, {ours}")
             if len(views) >= MOST_NAMES:
                 raise UserError(f"{where}: {tensor}: more than {MOST_NAMES} weights")
-            views[ours] = view
+            _, _, last = ours.partition(".linear_attn.")
+            views[ours] = in_order(tiled, last, view) if tiled and last else view
     return views
+
+
+def in_order(tiled: Tiled, last: str, view: View) -> View:
+    """The view of the tensor of a gated DeltaNet layer with these last names."""
+    alone = replace(tiled, first=0)
+    numbers = replace(alone, size=1)
+    rows = {
+        "in_proj_qkv.weight": tiled, "conv1d.weight": tiled, "in_proj_z.weight": alone, "in_proj_b.weight": numbers,
+        "in_proj_a.weight": numbers,
+    }  # fmt: skip
+    columns = {"out_proj.weight": alone, "A_log": numbers, "dt_bias": numbers}
+    return replace(view, rows=rows.get(last), columns=columns.get(last))
 
 
 def _views(
     tensor: str, shape: tuple[int, ...], names: Names, found: re.Match[str] | None
 ) -> Iterator[tuple[str, View]]:
     if found is None:
-        yield WHOLE.get(tensor, tensor), View(tensor, shape)
+        change = "minus_one" if names.plus_one and tensor == "output_norm.weight" else ""
+        yield WHOLE.get(tensor, tensor), View(tensor, shape, change=change)
         return
-    layer, stem, ending = found.groups()
+    layer, rest = found.groups()
+    stem, _, ending = rest.rpartition(".")
     at = f"model.layers.{layer}."
     which = stem.removeprefix("ffn_").removesuffix("_exps")
     if stem.endswith("_exps") and len(shape) >= 2 and which in ("gate", "up", "down", "gate_up"):
         yield from _stack(View(tensor, shape), f"{at}{names.moe}.experts.", which, ending, names)
-    elif f"{stem}.{ending}" in NAMELESS:
-        yield at + NAMELESS[f"{stem}.{ending}"], View(tensor, shape)
-    elif f"{stem}.{ending}" == "exp_probs_b.bias":
+    elif rest in NAMELESS:
+        yield at + NAMELESS[rest], View(tensor, shape, change="logarithm" if rest == "ssm_a" else "")
+    elif rest == "exp_probs_b.bias":
         yield at + names.selection_bias, View(tensor, shape)
     elif module := MODULES.get(stem):
         module = module.replace("MOE", names.moe).replace("ROUTER", names.router).replace("SHARED", names.shared)
-        shape = (1, *shape) if stem == "ffn_gate_inp_shexp" else shape  # a matrix of one row
-        yield f"{at}{module}.{ending}", View(tensor, shape)
+        if stem == "ffn_gate_inp_shexp":  # a matrix of one row
+            shape = 1, *shape
+        elif stem == "ssm_conv1d":  # whose channels are groups of one
+            shape = shape[0], 1, *shape[1:]
+        change = "minus_one" if names.plus_one and stem.endswith("norm") and stem != "ssm_norm" else ""
+        yield f"{at}{module}.{ending}", View(tensor, shape, change=change)
     else:
         yield tensor, View(tensor, shape)
 

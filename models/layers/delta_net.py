@@ -42,7 +42,8 @@ class DeltaNet(nn.Module):
     """A convolution of queries, keys and values, the gated delta rule, and a gated norm of each value head. Heads are
     split over the ranks that share attention, each key head with its value heads; if there are more ranks than key
     heads, neighbouring ranks hold copies of the same one. `fused`: the checkpoint has one projection for queries, keys,
-    values and gates, and one for the rest, each with a group of rows for each key head."""
+    values and gates, and one for the rest, each with a group of rows for each key head; GGUF files have the gates apart
+    and no such groups."""
 
     def __init__(self, config: DeltaNetConfig, build: Build, fused: bool):
         super().__init__()
@@ -53,11 +54,13 @@ class DeltaNet(nn.Module):
         keys: Part = rows[0], kv_shard(tp, key_heads).part(rows[0])
         values: Part = rows[1], tp.part(rows[1])
         heads: Part = value_heads, tp.part(value_heads)
-        if fused:
+        if fused and not build.holds(build.at("in_proj_qkv").path):
             qkvz = grouped("in_proj_qkvz", [keys, keys, values, values], key_heads)
-            ba = grouped("in_proj_ba", [heads, heads], key_heads)
         else:
             qkvz = grouped("in_proj_qkv", [keys, keys, values]) + grouped("in_proj_z", [values])
+        if fused:
+            ba = grouped("in_proj_ba", [heads, heads], key_heads)
+        else:
             ba = grouped("in_proj_b", [heads]) + grouped("in_proj_a", [heads])
         self.ops, self.parallel, self.width = build.ops, build.parallel, width
         self.qkvz_proj = MergedLinear(build, hidden, [source for part in qkvz for source in part])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from models.gguf.container import read_gguf
 from models.gguf.folder import files_of
-from models.gguf.metadata import ARCHITECTURES, predicting_layers
+from models.gguf.metadata import ARCHITECTURES, predicting_layers, value_heads
 from models.gguf.names import views_of
 from tests.fuzz.target import Target
 
@@ -47,7 +47,8 @@ def model(architecture: str, **more: object) -> bytes:
     sizes = dict.fromkeys(
         ("block_count", "embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_count",
          "expert_used_count", "expert_shared_count", "attention.head_count", "attention.sliding_window",
-         "expert_shared_feed_forward_length"), 2,
+         "expert_shared_feed_forward_length", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
+         "ssm.state_size", "ssm.conv_kernel"), 2,
     )  # fmt: skip
     keys: dict[str, object] = {"general.architecture": architecture, f"{architecture}.context_length": 64}
     keys |= {f"{architecture}.{key}": value for key, value in sizes.items()}
@@ -63,7 +64,7 @@ def gguf(folder: Path) -> Target:
         found = read_gguf(path)
         files_of(found)
         architecture = ARCHITECTURES[found.metadata["general.architecture"]]
-        views_of(found.tensors, architecture.names, predicting_layers(found), str(path))
+        views_of(found.tensors, architecture.names, predicting_layers(found), str(path), value_heads(found))
 
     words: dict[str, object] = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": ["a", "b", "ab", "<x>"],

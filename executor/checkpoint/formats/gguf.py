@@ -1,7 +1,10 @@
 """A checkpoint in GGUF files, whose tensors each have a type of their own."""
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from math import gcd
 from types import MappingProxyType
 
 from torch import Tensor
@@ -9,11 +12,16 @@ from torch import Tensor
 from executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
 from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
 from models.gguf.folder import Index
+from models.gguf.names import Tiled
 from models.gguf.types import BY_NAME, FLOATS, TYPES
-from ops.format import Alternating, Blocks, Format, Quantised, Undecoded, floats
+from ops.format import Alternating, Blocks, Format, Nested, Quantised, Undecoded, floats
 
 BLOCK = 32  # columns that parts of blocks are multiples of
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "minus_one": lambda norm: norm.float() - 1,
+    "logarithm": lambda rates: (-rates.float()).log(),
+}
 PAIRS, APART = "gate_up_proj", ("gate_proj", "up_proj")  # all gates and ups, whose rows alternate, in two tensors here
 
 
@@ -22,10 +30,12 @@ class InBlocks(Encoding):
 
     zeros, signs = False, ("weight",)
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, unit: int = 0):
+        """`unit`: so many columns at most stay together."""
         _, columns, nbytes = BY_NAME[kind]
         self.title, self.bits, self.group = kind, 8 * nbytes // columns, columns
-        self.exact, self.format = kind in KEPT, (KEPT | ROUNDED)[kind]
+        self.exact, format = kind in KEPT, (KEPT | ROUNDED)[kind]
+        self.format = replace(format, group=gcd(format.group, unit))
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         return in_blocks(f"{module}.weight", (rows, columns), self.title)
@@ -48,7 +58,10 @@ class GgufScheme(Scheme):
     def said(self, *spellings: str) -> Encoding | None:
         module = spellings[0]
         kinds = {self._kind(name) for name in self._apart(module) or (f"{module}.weight", module)} - {None}
-        return self._blocks.get(kinds.pop() or "") if len(kinds) == 1 else None
+        encoding = self._blocks.get(kinds.pop() or "") if len(kinds) == 1 else None
+        if encoding and (heads := self._heads(f"{module}.weight")):
+            return InBlocks(encoding.title, heads.size) if heads.size % BLOCK == 0 else None
+        return encoding
 
     def encoding(self, module: str) -> Encoding | None:
         return self.said(module)
@@ -67,6 +80,11 @@ class GgufScheme(Scheme):
             return alternating(*apart, shape, (gate, up), linear)
         if not (kind := self._kind(name)):
             return None
+        if change := CHANGES.get(self.index.views[name].change):
+            need = Needed(shape, (kind,))
+            return Stored({name: need}, lambda fetch, *part: change(floats_of(name, kind, fetch, *part)))
+        if heads := self._heads(name):
+            return Stored({name: Needed(shape, (kind,))}, partial(of_heads, heads, name, kind))
         stored = in_blocks(name, shape, kind)
         table = len(shape) == 2 and name.endswith(".weight")
         return stored if linear or table else Stored(stored.tensors, partial(floats_of, name, kind))
@@ -74,6 +92,12 @@ class GgufScheme(Scheme):
     def _kind(self, name: str) -> str | None:
         view = self.index.views.get(name)
         return self.index.tensors[view.tensor].kind if view else None
+
+    def _heads(self, name: str) -> Tiled | None:
+        """The order of the weight's columns, if that divides blocks."""
+        view = self.index.views.get(name)
+        heads = view.columns if view else None
+        return heads if view and heads and heads.size % BY_NAME[self._kind(name) or ""].columns else None
 
     def _apart(self, name: str) -> tuple[str, str] | None:
         """The names of the tensors of gates and of ups, if the weight `name` has both."""
@@ -94,6 +118,17 @@ def part_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quanti
     if kind not in FLOATS and first % BLOCK == end % BLOCK == 0:
         return Blocks(Undecoded(NUMBERS[kind], data, first, end - first, KEPT.get(kind), partial(values_of, kind)))
     return floats(values_of(kind, data))[:, first:end].reshape([cut.stop - cut.start for cut in part])
+
+
+def of_heads(heads: Tiled, name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quantised:
+    """A part of a matrix whose value heads are columns and end within blocks."""
+    rows, columns = part
+    unit = gcd(heads.size, columns.start, columns.stop)
+    numbers = heads.places(unit)[columns.start // unit : columns.stop // unit]
+    values = values_of(kind, fetch(name, rows, columns))
+    if isinstance(values, Nested) and unit % BLOCK == 0:
+        return values.units(numbers, unit)
+    return floats(values).unflatten(1, (-1, unit))[:, numbers].flatten(1)
 
 
 def floats_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor:

@@ -33,6 +33,7 @@ from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import parallel_of
 from tests.gguf_models import mostly_q4_k, save_gguf
+from tests.hybrid import ByHand, save_tiny_hybrid
 from tests.tiny import TINY_OF, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from text.tokenizer import Tokenizer
 from umbra import LLM
@@ -45,6 +46,7 @@ SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=256,
     intermediate_size=256, num_hidden_layers=2, initializer_range=0.05,
 )  # fmt: skip
+HYBRID = {"qwen3_next": "qwen3_next", "qwen3_5_moe": "qwen3_5_moe_text"}
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
 
 
@@ -58,6 +60,8 @@ def save(folder: Path, family: str, **options: Any) -> None:
         save_tiny(folder, **options)
     elif family == "minimax_m2":
         save_tiny_m2(folder, **options)
+    elif family in HYBRID:
+        save_tiny_hybrid(folder, HYBRID[family], **options)
     else:
         save_tiny_of(folder, family, **options)
 
@@ -75,6 +79,17 @@ def test_a_family_means_the_same(tmp_path: Path, family: str) -> None:
     found, expected = (logits(tmp_path, tmp_path / name, family) for name in ("model.gguf", "model"))
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_a_family_with_states_means_the_same(tmp_path: Path, family: str) -> None:
+    """Within what the logarithm of rates costs. Three value heads share a key head."""
+    save(tmp_path / "model", family, linear_num_value_heads=6, linear_value_head_dim=32)
+    save_gguf(tmp_path / "model", tmp_path / "model.gguf", family)
+    folders, rows = (tmp_path / "model", unpacked.checkpoint_folder(tmp_path / "model.gguf")), list(enumerate(PROMPTS))
+    found, expected = (ByHand(path, PROMPTS).step({s: len(row) for s, row in rows}) for path in folders)
+    for s, _ in rows:
+        torch.testing.assert_close(found[s], expected[s], rtol=0, atol=1e-5)
 
 
 def mixed(name: str) -> str:
@@ -101,6 +116,9 @@ KEPT = [
     ("gpt_oss", "Q4_1 MXFP4 Q8_0 Q5_K", "q4_k mxfp4 q8 q5_k"),
     ("gpt_oss", "Q8_0 Q8_0 F16 F16", "q8 q8 float32 float32"),
     ("minimax_m2", "Q5_K Q4_K Q6_K Q4_1", "q5_k q4_k q6_k q4_k"),
+    ("qwen3_next", "Q4_K Q4_K Q8_0 Q6_K", "q4_k q4_k q8 q6_k"),
+    ("qwen3_5_moe", "Q4_K Q6_K Q4_K Q6_K", "q4_k q6_k q4_k q6_k"),
+    ("qwen3_5_moe", "Q5_K Q5_K Q5_0 IQ4_XS", "q5_k q5_k q5_k iq4"),
 ]
 
 
@@ -112,11 +130,12 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
     def kinds(name: str) -> str:
         if "_exps.weight" in name:
             return down if "down" in name else wide
-        kind = values if "attn_v" in name or name == "output.weight" else attention
-        kind = kind if "attn_" in name or name in ("output.weight", "token_embd.weight") else "F32"
+        kind = values if any(word in name for word in ("attn_v", "ssm_out", "output.")) else attention
+        kind = kind if "attn_" in name or "ssm_out" in name or name in ("output.weight", "token_embd.weight") else "F32"
         return "F32" if any(word in name for word in ("norm", "sinks", "bias")) else kind
 
-    save(tmp_path / "model", family, **SIZES | {"swiglu_limit": 7.0})
+    wide_heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 128, "num_hidden_layers": 4}
+    save(tmp_path / "model", family, **SIZES | (wide_heads if family in HYBRID else {"swiglu_limit": 7.0}))
     means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", family, kinds)
     for rank in range(ranks):
         found, expected = (built(tmp_path, path, family, rank, ranks) for path in (tmp_path / "model.gguf", means))
@@ -134,6 +153,8 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
                 mine, other = (cast(Any, layer).weight.parts for layer in (ours, theirs))
                 if path.endswith("qkv_proj"):
                     assert {part.packed.format.kind for part in mine} == set(kept.split()[2:])
+                if path.endswith("out_proj"):
+                    assert [part.packed.format.kind for part in mine] == kept.split()[3:]
                 rows = [torch.cat([part.packed.dequantised(0, part.rows) for part in parts]) for parts in (mine, other)]
                 assert torch.equal(*rows)
 
