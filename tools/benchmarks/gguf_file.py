@@ -4,13 +4,10 @@ The formats agree: q4 is Q4_0 and q8 is Q8_0, 32 columns of (quant - zero) * sca
 MXFP4, 32 e2m1 floats with a power of two. Only the order of the bytes differs, so the blocks are made from the
 dequantised values, whatever their layout in memory: the scale is derived from a block's largest value, and a check
 proves that scale and quants give back every value exactly.
-
-Rows are in the checkpoint's order, because llama.cpp rotates halves ("neox") in these architectures, as the checkpoint
-does.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,30 +22,21 @@ from models.causal_lm import CausalLM
 from models.glm4_moe.config import Glm4MoeConfig
 from models.gpt_oss.config import GptOssConfig
 from models.minimax_m2.config import MiniMaxM2Config
+from models.qwen3_5_moe.config import Qwen3_5MoeConfig
 from models.qwen3_moe.config import Qwen3MoeConfig
-from ops.cpu.matrix import ROWS
+from models.qwen3_next.config import Qwen3NextConfig
 from ops.format import E2M1
+from tools.benchmarks.gguf_entries import Config, Entry, entries
 from umbra.errors import UserError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
 GROUP = 32
 PART = 256  # rows
-Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig | Glm4MoeConfig
 ARCHITECTURES = {
-    Qwen3MoeConfig: "qwen3moe", MiniMaxM2Config: "minimax-m2", GptOssConfig: "gpt-oss", Glm4MoeConfig: "glm4moe"
+    Qwen3MoeConfig: "qwen3moe", MiniMaxM2Config: "minimax-m2", GptOssConfig: "gpt-oss", Glm4MoeConfig: "glm4moe",
+    Qwen3NextConfig: "qwen3next", Qwen3_5MoeConfig: "qwen35moe",
 }  # fmt: skip
 TYPES = {"q4": "Q4_0", "q8": "Q8_0", "mxfp4": "MXFP4", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of the file; `read` yields its matrix, or those of all experts, in float32 or its own type."""
-
-    name: str
-    shape: tuple[int, ...]
-    format: str
-    read: Callable[[], Iterator[Tensor]]
 
 
 def encoded(values: Tensor, format: str) -> Bytes:
@@ -84,93 +72,6 @@ def _mxfp4_blocks(values: np.ndarray[Any, np.dtype[np.float32]]) -> Bytes:
     codes |= np.signbit(scaled).astype(np.uint8) << 3
     packed = codes[:, :16] | codes[:, 16:] << 4
     return np.concatenate([exponent.astype(np.uint8), packed], axis=1).reshape(len(values), -1)
-
-
-def as_in_checkpoint(rows: Tensor, order: Order) -> Tensor:
-    """`rows`, or the elements of a vector, of which each head's are in `order`, as in the checkpoint."""
-    if order is None:
-        return rows
-    return rows.unflatten(0, (-1, len(order)))[:, torch.tensor(order).argsort()].flatten(0, 1)
-
-
-def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
-    """Every tensor by llama.cpp's name, matrices in the format that they are kept in."""
-    hidden = config.hidden_size
-
-    def plain(name: str, weight: Tensor, order: Order = None) -> Entry:
-        format = str(weight.dtype).removeprefix("torch.")
-        return Entry(name, tuple(weight.shape), format, lambda: iter([as_in_checkpoint(weight, order)]))
-
-    def matrix(
-        name: str, weight: Any, part: slice | None = None, order: Order = None, format: str | None = None
-    ) -> Entry:
-        """Rows `part` of a NativeMatrix."""
-        part, format = part or slice(0, weight.rows), format or weight.packed.format.kind
-        rows = part.stop - part.start
-
-        def read() -> Iterator[Tensor]:
-            yield as_in_checkpoint(weight.packed.dequantised(0, rows, part.start), order)
-
-        return Entry(name, (rows, weight.columns), format, read)
-
-    def experts(name: str, weights: Any, which: str) -> Entry:
-        rows, columns = (hidden, weights.inner) if which == "down" else (weights.inner, hidden)
-        shape = weights.count, rows, columns
-        kind = weights.w13.format.kind
-        return Entry(name, shape, kind, lambda: (weights.dequantised(e, which) for e in range(weights.count)))
-
-    def biases(name: str, weights: Any, which: str) -> Entry:
-        (of_all,) = (weights.w2 if which == "down" else weights.w13).biases  # on one NUMA node
-        bias = of_all[:, :hidden]
-        if which != "down":  # sixteen rows of gate, sixteen of up, in turn
-            bias = of_all.view(weights.count, -1, 2, ROWS)[:, :, int(which == "up")].flatten(1)
-        return plain(name, bias.contiguous())
-
-    table: Any = model.model.embed_tokens.table
-    yield plain("token_embd.weight", table)
-    yield plain("output_norm.weight", model.model.norm.weight)
-    yield matrix("output.weight", model.lm_head.weight)
-    after = "post_attention" if isinstance(config, (GptOssConfig, Glm4MoeConfig)) else "ffn"
-    layers: Any = model.model.layers
-    for i, layer in enumerate(layers):
-        attention = layer.self_attn
-        yield plain(f"blk.{i}.attn_norm.weight", layer.input_layernorm.weight)
-        yield plain(f"blk.{i}.{after}_norm.weight", layer.post_attention_layernorm.weight)
-        start = 0
-        for name, source in zip("qkv", attention.qkv_proj.sources, strict=True):
-            part = slice(start, start + source.kept)
-            yield matrix(f"blk.{i}.attn_{name}.weight", attention.qkv_proj.weight, part, source.order)
-            if attention.qkv_proj.bias is not None:
-                yield plain(f"blk.{i}.attn_{name}.bias", attention.qkv_proj.bias[part], source.order)
-            start += source.kept
-        if isinstance(config, MiniMaxM2Config):
-            moe = layer.block_sparse_moe
-            yield plain(f"blk.{i}.exp_probs_b.bias", moe.e_score_correction_bias.values)
-            for name, source, weight in zip("qk", attention.qk_norm.sources, attention.qk_norm.weights, strict=True):
-                yield plain(f"blk.{i}.attn_{name}_norm.weight", weight, source.order)
-        elif isinstance(config, GptOssConfig):
-            moe = layer.mlp
-            yield plain(f"blk.{i}.attn_sinks.weight", attention.sinks.values)
-            yield plain(f"blk.{i}.attn_output.bias", attention.o_proj.bias)
-            yield plain(f"blk.{i}.ffn_gate_inp.bias", moe.router.score_bias)
-            for which in ("gate", "up", "down"):
-                yield biases(f"blk.{i}.ffn_{which}_exps.bias", moe.experts.weights, which)
-        elif isinstance(config, Glm4MoeConfig):
-            moe, width = layer.mlp, config.shared_width
-            yield plain(f"blk.{i}.exp_probs_b.bias", moe.gate.bias)
-            both = moe.shared_experts.gate_up_proj.weight
-            yield matrix(f"blk.{i}.ffn_gate_shexp.weight", both, slice(0, width))
-            yield matrix(f"blk.{i}.ffn_up_shexp.weight", both, slice(width, 2 * width))
-            yield matrix(f"blk.{i}.ffn_down_shexp.weight", moe.shared_experts.down_proj.weight)
-        else:
-            moe = layer.mlp
-            yield plain(f"blk.{i}.attn_q_norm.weight", attention.q_norm.weight)
-            yield plain(f"blk.{i}.attn_k_norm.weight", attention.k_norm.weight)
-        yield matrix(f"blk.{i}.attn_output.weight", attention.o_proj.weight)
-        router = moe.router if isinstance(config, GptOssConfig) else moe.gate
-        yield matrix(f"blk.{i}.ffn_gate_inp.weight", router.weight, format="float32")  # llama.cpp accepts no other type
-        for which in ("gate", "up", "down"):
-            yield experts(f"blk.{i}.ffn_{which}_exps.weight", moe.experts.weights, which)
 
 
 @dataclass(frozen=True)
@@ -244,6 +145,21 @@ def describe(writer: Any, config: Config) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_leading_dense_block_count(0)
+    elif isinstance(config, Qwen3NextConfig | Qwen3_5MoeConfig):
+        every = (*config.linear_layers, False).index(False) + 1
+        if any(linear != bool((i + 1) % every) for i, linear in enumerate(config.linear_layers)):
+            raise UserError("GGUF: layer_types that do not repeat are not written")
+        if not config.norm_topk_prob:
+            raise UserError("GGUF: norm_topk_prob: false is not written")
+        writer.add_full_attention_interval(every)
+        writer.add_expert_shared_feed_forward_length(config.shared_width)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        if isinstance(config, Qwen3_5MoeConfig):
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
     else:
         if config.attention_bias or not config.norm_topk_prob:
             raise UserError("GGUF: biases and norm_topk_prob: false are not written")

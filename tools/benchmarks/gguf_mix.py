@@ -14,11 +14,14 @@ import numpy as np
 from executor.config.load import load_case
 from executor.run.model_sketch import sketch_of
 from models.registry import model_class
-from tools.benchmarks.gguf_file import PART, Bytes, Content, entries, write_tensors
+from tools.benchmarks.gguf_entries import entries
+from tools.benchmarks.gguf_file import PART, Bytes, Content, write_tensors
 from tools.benchmarks.umbra_engine import with_experts
 from umbra.errors import UserError
 
 SIZE = 0.02  # standard deviation of weights
+# Mean and standard deviation of weights in floats whose names end so.
+FLOATS = {"norm.weight": (1.0, SIZE), ".ssm_a": (-0.1, SIZE), "conv1d.weight": (0.0, 0.5)}
 # Where a block has the half that scales all of it, or the half and that of minimums with its size in the other's.
 HALVES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q8_0": ((0, 1),), "Q4_K": ((0, 1), (2, 7.5)), "Q5_K": ((0, 1), (2, 15.5)), "Q6_K": ((208, 1),),
@@ -67,13 +70,14 @@ def write_mix(path: Path, case_name: str, layers: int | None, mix: str) -> None:
             kind = MIXES[mix](entry.name, config.num_hidden_layers)
             make = partial(random_blocks, generator, entry.shape, kind)
         else:
-            kind, make = "F32", partial(random_floats, generator, entry.shape, 1.0 if "norm" in entry.name else 0.0)
+            sizes = next((sizes for end, sizes in FLOATS.items() if entry.name.endswith(end)), (0.0, SIZE))
+            kind, make = "F32", partial(random_floats, generator, entry.shape, *sizes)
         contents.append(Content(entry.name, entry.shape, kind, make))
     write_tensors(path, config, contents)
 
 
-def random_floats(generator: np.random.Generator, shape: tuple[int, ...], mean: float) -> Bytes:
-    return (generator.standard_normal(shape, np.float32) * SIZE + np.float32(mean)).view(np.uint8)
+def random_floats(generator: np.random.Generator, shape: tuple[int, ...], mean: float, size: float) -> Bytes:
+    return (generator.standard_normal(shape, np.float32) * np.float32(size) + np.float32(mean)).view(np.uint8)
 
 
 def random_blocks(generator: np.random.Generator, shape: tuple[int, ...], kind: str) -> Bytes:

@@ -22,6 +22,7 @@ from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import Router
+from models.layers.states import RecurrentStates
 from umbra.errors import UserError
 
 ROOM = 2  # tokens of room after a context
@@ -148,7 +149,8 @@ class Routed:
 
 
 def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, experts: float) -> float:
-    """Bytes that a step of `tokens` new tokens of `sequences` sequences reads when each attends to `cached` tokens."""
+    """Bytes that a step of `tokens` new tokens of `sequences` sequences reads when each attends to `cached` tokens, and
+    of states also writes."""
     total = 0.0
     for _, layer in layers_of(model):
         if isinstance(layer, Experts):
@@ -161,13 +163,15 @@ def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, exper
         if isinstance(attention, PagedAttention):
             seen, cache = min(cached, attention.window or cached), attention.k_cache  # (pages, heads, width, page size)
             total += 2 * sequences * seen * cache[0].nbytes / cache.shape[3]
+        elif isinstance(attention, RecurrentStates):
+            total += 2 * sequences * attention.elements * 4  # float32
     return total
 
 
 def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:
     """Multiply-adds with weights in a step of `tokens` tokens, of which `logit_rows` pass the last attention."""
     layers, total, rows = layers_of(model), 0.0, tokens
-    *_, last = (path for path, _ in layers if path.endswith("self_attn.o_proj"))
+    *_, last = (path for path, _ in layers if path.endswith(("self_attn.o_proj", "linear_attn.out_proj")))
     for path, layer in layers:
         if isinstance(layer, Experts):
             total += rows * top_k * layer.elements / layer.experts

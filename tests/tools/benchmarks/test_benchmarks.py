@@ -4,6 +4,7 @@ import functools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,15 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
+from models.gguf import folder as unpacked
 from models.layers.base import layers_of
+from models.registry import family_in, read_config
 from tests.fakes.peer import DyingPeer
+from tests.hybrid import ByHand, save_tiny_hybrid
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case, write_case
 from tools.benchmarks import cpu
-from tools.benchmarks.gguf_file import TYPES, entries, write_gguf
+from tools.benchmarks.gguf_entries import entries
+from tools.benchmarks.gguf_file import TYPES, write_gguf
 from tools.benchmarks.gguf_mix import MIXES, write_mix
 from tools.benchmarks.peer_process import PeerDied, PeerProcess
 from tools.benchmarks.umbra_engine import Umbra
@@ -85,6 +90,18 @@ def test_a_mix_of_types_is_read(mix: str, tmp_path: Path) -> None:
     for tensor in GGUFReader(path).tensors:
         assert abs(dequantize(tensor.data, tensor.tensor_type).std() - 0.02) < 0.01, tensor.name
     assert engine.prefill([1, 2, 3]).std() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_gguf_of_a_model_with_states_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
+    save_tiny_hybrid(tmp_path / "model", kind, linear_num_value_heads=6, linear_value_head_dim=32)
+    model, prompts = ByHand(tmp_path / "model", [[*range(9)], [3]]), {0: 9, 1: 1}
+    config: Any = read_config(tmp_path / "model", family_in(tmp_path / "model"))
+    write_gguf(tmp_path / "m.gguf", model.model, config)
+    read = ByHand(unpacked.checkpoint_folder(tmp_path / "m.gguf"), model.ids)
+    for ours, theirs in zip(read.step(prompts).values(), model.step(prompts).values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:

@@ -1,0 +1,186 @@
+"""The tensors of a loaded model by llama.cpp's names, for gguf_file.py.
+
+Rows are in the checkpoint's order, because llama.cpp rotates halves ("neox") in these architectures, as the checkpoint
+does; but for the value heads of Qwen3.5's linear attention.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.causal_lm import CausalLM
+from models.gguf.names import Tiled
+from models.glm4_moe.config import Glm4MoeConfig
+from models.gpt_oss.config import GptOssConfig
+from models.minimax_m2.config import MiniMaxM2Config
+from models.qwen3_5_moe.config import Qwen3_5MoeConfig
+from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_next.config import Qwen3NextConfig
+from ops.cpu.matrix import ROWS
+
+Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
+Hybrid = Qwen3NextConfig | Qwen3_5MoeConfig
+Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig | Glm4MoeConfig | Hybrid
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the file; `read` yields its matrix, or those of all experts, in float32 or its own type."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    read: Callable[[], Iterator[Tensor]]
+
+
+def as_in_checkpoint(rows: Tensor, order: Order) -> Tensor:
+    """`rows`, or the elements of a vector, of which each head's are in `order`, as in the checkpoint."""
+    if order is None:
+        return rows
+    return rows.unflatten(0, (-1, len(order)))[:, torch.tensor(order).argsort()].flatten(0, 1)
+
+
+def plain(name: str, weight: Tensor, order: Order = None) -> Entry:
+    format = str(weight.dtype).removeprefix("torch.")
+    return Entry(name, tuple(weight.shape), format, lambda: iter([as_in_checkpoint(weight, order)]))
+
+
+def matrix(name: str, weight: Any, *parts: slice, change: Change | None = None, format: str | None = None) -> Entry:
+    """The rows of a NativeMatrix, or these parts of them one below the other, after a `change` of their order."""
+    parts = parts or (slice(0, weight.rows),)
+
+    def read() -> Iterator[Tensor]:
+        rows = torch.cat([weight.packed.dequantised(0, part.stop - part.start, part.start) for part in parts])
+        yield change(rows) if change else rows
+
+    count = sum(part.stop - part.start for part in parts)
+    return Entry(name, (count, weight.columns), format or weight.packed.format.kind, read)
+
+
+def experts(name: str, weights: Any, which: str) -> Entry:
+    rows, columns = (weights.hidden, weights.inner) if which == "down" else (weights.inner, weights.hidden)
+    shape = weights.count, rows, columns
+    kind = weights.w13.format.kind
+    return Entry(name, shape, kind, lambda: (weights.dequantised(e, which) for e in range(weights.count)))
+
+
+def biases(name: str, weights: Any, which: str) -> Entry:
+    (of_all,) = (weights.w2 if which == "down" else weights.w13).biases  # on one NUMA node
+    bias = of_all[:, : weights.hidden]
+    if which != "down":  # sixteen rows of gate, sixteen of up, in turn
+        bias = of_all.view(weights.count, -1, 2, ROWS)[:, :, int(which == "up")].flatten(1)
+    return plain(name, bias.contiguous())
+
+
+def shared(expert: Any, width: int) -> Iterator[Entry]:
+    """The expert that every token takes."""
+    both = expert.gate_up_proj.weight
+    yield matrix("ffn_gate_shexp.weight", both, slice(0, width))
+    yield matrix("ffn_up_shexp.weight", both, slice(width, 2 * width))
+    yield matrix("ffn_down_shexp.weight", expert.down_proj.weight)
+
+
+def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
+    """Every tensor by llama.cpp's name, matrices in the format that they are kept in."""
+    table: Any = model.model.embed_tokens.table
+    yield plain("token_embd.weight", table)
+    yield plain("output_norm.weight", model.model.norm.weight)
+    yield matrix("output.weight", model.lm_head.weight)
+    layers: Any = model.model.layers
+    for i, layer in enumerate(layers):
+        for entry in of_layer(layer, config):
+            yield replace(entry, name=f"blk.{i}.{entry.name}")
+
+
+def of_layer(layer: Any, config: Config) -> Iterator[Entry]:
+    after = "ffn" if isinstance(config, Qwen3MoeConfig | MiniMaxM2Config) else "post_attention"
+    yield plain("attn_norm.weight", layer.input_layernorm.weight)
+    yield plain(f"{after}_norm.weight", layer.post_attention_layernorm.weight)
+    moe = layer.block_sparse_moe if isinstance(config, MiniMaxM2Config) else layer.mlp
+    if isinstance(config, Hybrid) and hasattr(layer, "linear_attn"):
+        yield from delta_net(layer.linear_attn, config)
+    else:
+        yield from attention(layer.self_attn, isinstance(config, Hybrid))
+    if isinstance(config, MiniMaxM2Config):
+        yield plain("exp_probs_b.bias", moe.e_score_correction_bias.values)
+        norms = layer.self_attn.qk_norm
+        for name, source, weight in zip("qk", norms.sources, norms.weights, strict=True):
+            yield plain(f"attn_{name}_norm.weight", weight, source.order)
+    elif isinstance(config, GptOssConfig):
+        yield plain("attn_sinks.weight", layer.self_attn.sinks.values)
+        yield plain("attn_output.bias", layer.self_attn.o_proj.bias)
+        yield plain("ffn_gate_inp.bias", moe.router.score_bias)
+        for which in ("gate", "up", "down"):
+            yield biases(f"ffn_{which}_exps.bias", moe.experts.weights, which)
+    elif isinstance(config, Glm4MoeConfig):
+        yield plain("exp_probs_b.bias", moe.gate.bias)
+        yield from shared(moe.shared_experts, config.shared_width)
+    elif isinstance(config, Hybrid):
+        yield from shared(moe.shared_expert, config.shared_width)
+        gate = matrix("ffn_gate_inp_shexp.weight", moe.shared_expert_gate.weight, format="float32")
+        yield replace(gate, shape=(config.hidden_size,))
+    router = moe.router if isinstance(config, GptOssConfig) else moe.gate
+    yield matrix("ffn_gate_inp.weight", router.weight, format="float32")  # llama.cpp accepts no other type
+    for which in ("gate", "up", "down"):
+        yield experts(f"ffn_{which}_exps.weight", moe.experts.weights, which)
+
+
+def attention(layer: Any, gated: bool) -> Iterator[Entry]:
+    both, start, order = layer.qkv_proj.weight, 0, layer.qkv_proj.sources[0].order
+    gates = slice(sum(layer.sizes), both.rows)
+    for name, rows in zip("qkv", layer.sizes, strict=True):
+        part, own = slice(start, start + rows), None if name == "v" else order
+        if gated and name == "q":
+            change = partial(with_gates, order=order, dim=layer.head_dim)
+            yield matrix("attn_q.weight", both, part, gates, change=change)
+        else:
+            yield matrix(f"attn_{name}.weight", both, part, change=partial(as_in_checkpoint, order=own))
+        if layer.qkv_proj.bias is not None:
+            yield plain(f"attn_{name}.bias", layer.qkv_proj.bias[part], own)
+        start += rows
+    if hasattr(layer, "q_norm"):
+        yield plain("attn_q_norm.weight", layer.q_norm.weight, order)
+        yield plain("attn_k_norm.weight", layer.k_norm.weight, order)
+    yield matrix("attn_output.weight", layer.o_proj.weight)
+
+
+def with_gates(rows: Tensor, order: Order, dim: int) -> Tensor:
+    """Each head's rows of queries before those of its gate."""
+    queries, gates = rows.chunk(2)
+    heads = as_in_checkpoint(queries, order).unflatten(0, (-1, dim)), gates.unflatten(0, (-1, dim))
+    return torch.stack(heads, 1).flatten(0, 2)
+
+
+def delta_net(layer: Any, config: Hybrid) -> Iterator[Entry]:
+    key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    keys, width = 2 * key_heads * config.linear_key_head_dim, config.linear_value_head_dim
+    qkvz, ba = layer.qkvz_proj.weight, layer.ba_proj.weight
+    channels = keys + heads * width
+    tiled = isinstance(config, Qwen3_5MoeConfig)
+
+    def in_file(rows: Tensor, size: int = 1, first: int = 0) -> Tensor:
+        """The rows with value heads of so many, behind `first` others, in llama.cpp's order."""
+        places = Tiled(key_heads, heads, size, first).places()
+        return rows[torch.tensor(places).argsort()] if tiled else rows
+
+    def in_groups(rows: Tensor) -> Tensor:
+        """The rows b and a of each key head's value heads."""
+        return torch.cat([part.unflatten(0, (key_heads, -1)) for part in rows.chunk(2)], 1).flatten(0, 1)
+
+    yield matrix("attn_qkv.weight", qkvz, slice(0, channels), change=partial(in_file, size=width, first=keys))
+    yield matrix("attn_gate.weight", qkvz, slice(channels, qkvz.rows), change=partial(in_file, size=width))
+    if tiled:
+        yield matrix("ssm_beta.weight", ba, slice(0, heads), change=in_file)
+        yield matrix("ssm_alpha.weight", ba, slice(heads, 2 * heads), change=in_file)
+    else:
+        yield matrix("ssm_ba.weight", ba, change=in_groups)
+    yield plain("ssm_conv1d.weight", in_file(layer.conv1d.weight.T, width, keys))
+    yield plain("ssm_a", in_file(-layer.decay.rates))
+    yield plain("ssm_dt.bias", in_file(layer.decay.dt_bias))
+    yield plain("ssm_norm.weight", layer.norm.weight)
+    yield matrix("ssm_out.weight", layer.out_proj.weight, change=lambda rows: in_file(rows.T, width).T)
