@@ -1,8 +1,11 @@
-"""The load generator against a front with a fake engine, and what is made of its rows."""
+"""The load generators against a front with a fake engine, and what is made of their rows."""
 
 import asyncio
+import json
+from pathlib import Path
 
 from tests.serving.api.front import serving
+from tools.benchmarks import conversation
 from tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls
 
 
@@ -34,3 +37,25 @@ def test_an_answer_that_comes_in_odd_pieces() -> None:
     answer.read()
     assert (answer.text, answer.times, answer.tokens, answer.error) == ("ab", [3.0, 5.0], 3, "")
     assert (answer.ttft, answer.gaps, answer.tpot) == (2.0, [2.0], 1.0)
+
+
+def test_a_conversation_leaves_out_the_reasoning_of_earlier_turns(tmp_path: Path) -> None:
+    """By its template, or by the client; what is needed of a prompt is what nobody has said before."""
+    sizes = ["--turns=2", "--system=90", "--question=9", "--result=9", "--seed=1", f"--json={tmp_path / 'rows.json'}"]
+
+    async def run(family: str, said: str) -> list[str]:
+        async with serving(said, family, engine={"cached_tokens": 7}) as server:
+            await asyncio.to_thread(conversation.main, [f"ours=http://127.0.0.1:{server.port}", *sizes])
+            return [server.tokenizer.decode(submit.ids) for submit in server.engine.submitted[-4:]]
+
+    for family, said, thought, call in (
+        ("qwen35", "thoughts\n</think>\n\nsaid", "thoughts", "<function=read>"),
+        ("qwen3", "thoughtssaid", "thought", '{"name": "read", "arg'),
+    ):
+        prompts = asyncio.run(run(family, said))
+        found = [[prompt.count(part) for prompt in prompts] for part in (thought, "said", call)]
+        assert found == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 1, 1, 2]]
+        rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+        assert [row["prompt"] - row["prefilled"] for row in rows] == [7] * 4
+        assert rows[0]["needed"] == rows[0]["prompt"]
+        assert rows[1]["needed"] < rows[1]["prompt"] - rows[0]["prompt"]
