@@ -117,6 +117,7 @@ class Live:
             "batch": len(state.running),
             "preemptions": state.preemptions,
             "experts": [state.experts_resident, state.experts],
+            "states": [state.groups[0].live_states, state.groups[0].kept_states] if state.set_frames else None,
             "exposed": round(state.shadow_exposed_s, 3),
             "rate": round(state.decode_rate, 1),
         }

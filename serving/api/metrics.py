@@ -15,11 +15,11 @@ from prometheus_client import (
     generate_latest,
 )
 
-from serving.ranks.messages import Message, Ready, Row, State
+from serving.ranks.messages import Group, Message, Ready, Row, State
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "umbra:"
-TENANTS = ("sequences", "prefixes", "experts", "free")
+TENANTS = ("sequences", "prefixes", "states", "experts", "free")
 REASONS = ("queue_full", "too_slow", "timeout")
 ENDS = ("stop", "length", "abort", "error")
 WINDOW_S = 60.0
@@ -66,9 +66,11 @@ class Sample:
 
 def memory(state: State) -> dict[str, int]:
     """Returns how the frames of rank 0's arena are divided. The padding page counts as a sequence's."""
-    kept = state.groups[0].kept if state.groups else 0
-    sequences = state.arena_frames - state.expert_frames - state.free_frames - kept
-    return dict(zip(TENANTS, (sequences, kept, state.expert_frames, state.free_frames), strict=True))
+    group = state.groups[0] if state.groups else Group(0, 0, 0)
+    states = (group.live_states + group.kept_states) * state.set_frames
+    prefixes = group.kept - group.kept_states * state.set_frames
+    others = prefixes, states, state.expert_frames, state.free_frames
+    return dict(zip(TENANTS, (state.arena_frames - sum(others), *others), strict=True))
 
 
 class Total:
@@ -123,6 +125,8 @@ class Metrics:
         self.exposed_s = Total(self._counter("shadow_exposed_seconds", "For which decode steps waited for shadows."))
         frames = Gauge("umbra:arena_frames", "Rank 0's memory.", ["model_name", "tenant"], registry=self.registry)
         self.frames = {tenant: frames.labels(model_name, tenant) for tenant in TENANTS}
+        sets = Gauge("umbra:state_sets", "Sets of recurrent states.", ["model_name", "holder"], registry=self.registry)
+        self.live_states, self.kept_states = (sets.labels(model_name, holder) for holder in ("sequences", "prefixes"))
         self._rejected: dict[str, Total] = {}
         self._pages = 1  # of all groups
         self._sampled = (clock(), 0)  # time and tokens
@@ -159,6 +163,8 @@ class Metrics:
             self.exposed_s.set(message.shadow_exposed_s)
             for tenant, frames in memory(message).items():
                 self.frames[tenant].set(frames)
+            self.live_states.set(sum(group.live_states for group in message.groups))
+            self.kept_states.set(sum(group.kept_states for group in message.groups))
             self._sample(message)
 
     def _sample(self, state: State) -> None:

@@ -99,11 +99,13 @@ class Refused(Message, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The pages of one data-parallel group."""
+    """The pages of one data-parallel group, with those of its sets of recurrent states."""
 
     held: int  # by sequences
     promised: int  # to them, beyond those
     kept: int  # prefixes without a sequence
+    live_states: int = 0  # sets that sequences hold
+    kept_states: int = 0  # sets that are kept with prefixes
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -129,6 +131,7 @@ class State(Message, frozen=True):
     experts: int = 0
     expert_hits: int = 0  # pairs of a token and its expert in decode steps, in total
     expert_misses: int = 0
+    set_frames: int = 0  # that a set of states takes; 0: the model has none
     arena_frames: int = 0  # pages of the cache, if no expert has a shadow
     expert_frames: int = 0
     free_frames: int = 0

@@ -322,7 +322,7 @@ class Worker:
         self.forget()
         scheduler, pages = self.loop.scheduler, self.loop.scheduler.pools[0]
         groups = [
-            Group(cache.held, scheduler.committed(g) - cache.held, cache.kept)
+            Group(cache.held, scheduler.committed(g) - cache.held, cache.kept, cache.live_states, cache.kept_states)
             for g, cache in enumerate(scheduler.caches)
         ]
         state = State(
@@ -337,6 +337,7 @@ class Worker:
             step_tokens=self._step_tokens,
             prefill_rate=self.prefill_rate.value,
             decode_rate=(self.generated - generated) / (now - since),
+            set_frames=pages.set_pages,
             arena_frames=pages.pages,
             free_frames=pages.pages - groups[0].held - groups[0].kept,
         )

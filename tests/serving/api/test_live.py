@@ -20,9 +20,9 @@ TEXT = live.PAGE.read_text()
 SCRIPT = re.findall(r"<script.*?>(.*)</script>", TEXT, re.DOTALL)[0]
 RESIDENCY = Residency(2, 8, b"\x0f\x01", bytes(range(16)))
 STATE = State(
-    step=9, waiting=3, running=[Running(i, 900, 901, 1, 1000, 0) for i in range(64)], groups=[Group(10, 2, 30)],
+    step=9, waiting=3, running=[Running(i, 900, 901, 1, 1000, 0) for i in range(64)], groups=[Group(10, 2, 30, 2, 3)],
     preemptions=1, queue=[Running(i, 900, 0, 0, 1000, 1) for i in range(64, 80)], experts_resident=5, experts=16,
-    expert_hits=90, expert_misses=10, arena_frames=100, expert_frames=48, free_frames=4,
+    expert_hits=90, expert_misses=10, arena_frames=100, expert_frames=48, free_frames=4, set_frames=2,
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_what_the_server_does_is_told_to_those_who_watch() -> None:
         await until(lambda: front.client.state == STATE)
         while "queue" not in state or not state["queue"]:
             state = await next_event(connection, "state")
-        assert (state["batch"], state["waiting"], state["experts"]) == (64, 3, [5, 16])
+        assert (state["batch"], state["waiting"], state["experts"], state["states"]) == (64, 3, [5, 16], [2, 3])
         assert len(state["running"]) == live.ROWS
         assert state["running"][0][:6] == [0, 900, 901, 1, 1000, 0]
         assert len(json.dumps(state)) < 3000

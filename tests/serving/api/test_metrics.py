@@ -14,9 +14,9 @@ from tests.serving.api.front import Reply, Server, family_tokenizer, run, until
 from umbra.files import ROOT
 
 STATE = State(
-    step=9, waiting=2, running=[Running(5, 40, 60, 20, 140, 0)], groups=[Group(10, 2, 30)], preemptions=1,
+    step=9, waiting=2, running=[Running(5, 40, 60, 20, 140, 0)], groups=[Group(10, 2, 30, 2, 3)], preemptions=1,
     drafted=8, accepted=5, step_tokens=[1, 40, 1], experts_resident=7, experts=16, expert_hits=90, expert_misses=10,
-    arena_frames=100, expert_frames=48, free_frames=4, shadow_exposed_s=0.5,
+    arena_frames=100, expert_frames=48, free_frames=4, set_frames=2, shadow_exposed_s=0.5,
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_the_state_of_the_engine() -> None:
     }.items():  # fmt: skip
         assert value(metrics, name) == wanted, name
     assert value(metrics, "iteration_tokens_total_bucket", le="1.0") == 2
-    assert [value(metrics, "arena_frames", tenant=tenant) for tenant in module.TENANTS] == [18, 30, 48, 4]
+    assert [value(metrics, "arena_frames", tenant=tenant) for tenant in module.TENANTS] == [14, 24, 10, 48, 4]
     assert sum(memory(STATE).values()) == STATE.arena_frames
 
 
