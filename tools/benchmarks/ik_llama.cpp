@@ -62,6 +62,8 @@ int ik_reserve(void* engine, int sequences, int longest, int at_once) {
 
 int ik_vocabulary(void* engine) { return llama_n_vocab(static_cast<Engine*>(engine)->model); }
 
+int ik_recurrent(void* engine) { return llama_model_has_recurrent(static_cast<Engine*>(engine)->model); }
+
 void ik_clear(void* engine) { llama_kv_cache_clear(static_cast<Engine*>(engine)->context); }
 
 void ik_remove(void* engine, int sequence, int from) {

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tools.benchmarks.peer_engine import Peer, Token
+from tools.benchmarks.peer_engine import GROWTH, Peer, Token
 from umbra.errors import UserError
 
 SHIM = Path(__file__).with_name("ik_llama.cpp")
@@ -30,8 +30,10 @@ class IkLlama(Peer):
         if not self.engine:
             raise UserError(f"ik_llama.cpp cannot load {path}: {why.value.decode(errors='replace').strip()}")
         self.vocabulary = self.api.ik_vocabulary(self.engine)
+        self.recurrent = bool(self.api.ik_recurrent(self.engine))
 
     def reserve(self, sequences: int, longest: int, at_once: int) -> None:
+        longest += GROWTH if self.recurrent else 0
         if self.api.ik_reserve(self.engine, sequences, longest, at_once):
             raise UserError(f"ik_llama.cpp: no memory for {sequences} sequences of {longest} tokens")
 

@@ -5,6 +5,7 @@ each with a cache stream of its own, prompts in one piece, with or without flash
 """
 
 import ctypes
+import struct
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tools.benchmarks.peer_engine import Peer, Token
+from tools.benchmarks.peer_engine import GROWTH, Peer, Token
 from umbra.errors import UserError
 
 INSTALL = ".venv/bin/python -m pip install --require-hashes -r tools/supply/locks/compare.lock"
@@ -55,8 +56,13 @@ class LlamaCpp(Peer):
         if not self.model:
             raise UserError(f"llama.cpp cannot load {path}: {'; '.join(errors)}")
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.recurrent = bool(llama_cpp.llama_model_is_hybrid(self.model))
+        kind = llama_cpp.llama_model_rope_type(self.model)
+        if kind in (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE):
+            self.of_token = 20  # with three more positions
 
     def reserve(self, sequences: int, longest: int, at_once: int) -> None:
+        longest += GROWTH if self.recurrent else 0
         self._free()
         self.contexts = {flash: self._context(flash, sequences, longest, at_once) for flash in (False, True)}
         self.batch = self.api.llama_batch_init(at_once, 0, 1)
@@ -83,6 +89,10 @@ class LlamaCpp(Peer):
         kept = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         if self.api.llama_state_seq_set_data(self.context, kept, len(state), sequence) != len(state):
             raise RuntimeError("llama.cpp does not take a sequence's state: has its form changed?")
+
+    def behind(self, states: bytes, length: int) -> bytes:
+        """After their number, 1, stands the position of the last token."""
+        return states[:4] + struct.pack("<i", length - 1) + states[8:]
 
     def close(self) -> None:
         self._free()

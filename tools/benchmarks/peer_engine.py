@@ -1,9 +1,11 @@
 """What engines have in common that benchmarks compare with Umbra's: token ids to logits, no sampling. The methods are
-those of tools.benchmarks.umbra_engine.Umbra, and decode repeats one position in the same way."""
+those of tools.benchmarks.umbra_engine.Umbra, and decode repeats one position in the same way. A model with recurrent
+states cannot forget a token, so its contexts grow by up to GROWTH tokens."""
 
 import math
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -11,9 +13,16 @@ from torch import Tensor
 Token = tuple[int, int, int, bool]  # sequence, position, id, whether its logits are wanted
 
 
+GROWTH = 128  # then the first contexts are restored, in less than a hundredth of the time
+
+
 class Peer(ABC):
     lengths: list[int]
     state_start: int  # bytes of a sequence's state before the number of its tokens
+    of_token: int = 8  # bytes of a token there, beside its keys, values and sequences
+    recurrent = False  # whether the model has recurrent states
+    kept: Sequence[bytes]  # then the states of the sequences at first
+    grown: int
 
     @abstractmethod
     def reserve(self, sequences: int, longest: int, at_once: int) -> None:
@@ -56,52 +65,70 @@ class Peer(ABC):
         self.clear()
         for sequence, context in enumerate(contexts):
             self.decode([(sequence, i, token, False) for i, token in enumerate(context)])
-        self.lengths = [len(context) for context in contexts]
+        self._keep(contexts, [self.state(sequence) for sequence in range(len(contexts))] if self.recurrent else ())
 
     def assume(self, contexts: list[list[int]]) -> None:
         """`begin` for contexts of one length without computing all of it: the keys and values of up to 64 tokens are
         repeated. Measures long contexts in short time."""
         length = len(contexts[0])
         self.begin([contexts[0][: math.gcd(length, 64)]])
-        state = lengthened(self.state(0), self.state_start, length)
+        state = self.lengthened(self.state(0), length)
+        self._keep(contexts, [state] * len(contexts))
+        self._restore_all()
+
+    def _keep(self, contexts: list[list[int]], states: Sequence[bytes]) -> None:
+        self.lengths, self.kept, self.grown = [len(context) for context in contexts], states, 0
+
+    def _restore_all(self) -> None:
         self.clear()
-        for sequence in range(len(contexts)):
+        for sequence, state in enumerate(self.kept):
             self.restore(sequence, state)
-        self.lengths = [length] * len(contexts)
+        self.grown = 0
 
     def step(self, tokens: list[int]) -> Tensor:
         """Logits (sequences, vocabulary)."""
-        for sequence, length in enumerate(self.lengths):
-            self.remove(sequence, length)
-        return self.decode([(s, self.lengths[s], token, True) for s, token in enumerate(tokens)])
+        if not self.recurrent:
+            for sequence, length in enumerate(self.lengths):
+                self.remove(sequence, length)
+        elif self.grown == GROWTH:
+            self._restore_all()
+        rows = self.decode([(s, self.lengths[s] + self.grown, token, True) for s, token in enumerate(tokens)])
+        self.grown += self.recurrent
+        return rows
 
     def steps(self, tokens: list[list[int]]) -> None:
         """A step for each of `tokens`."""
         for each in tokens:
             self.step(each)
 
+    def behind(self, states: bytes, length: int) -> bytes:
+        """The recurrent states that a sequence of `length` tokens has saved behind its caches, from `states`."""
+        return states
 
-def lengthened(state: bytes, start: int, length: int) -> bytes:
-    """The saved state of a sequence of `length` tokens, a multiple of those in `state`: their keys and values repeat.
+    def lengthened(self, state: bytes, length: int) -> bytes:
+        """The saved state of a sequence of `length` tokens, a multiple of those in `state`: their keys and values
+        repeat.
 
-    llama.cpp and ik_llama.cpp save a cache after `start` bytes. llama.cpp goes on with a zero for every other stream,
-    and saves a second cache, after its number of streams, if there are layers with a window.
-    """
-    made, at = [state[:start]], start
-    while True:
-        parts, at = _lengthened_cache(state, at, length)
-        made += parts
-        while state[at : at + 4] == bytes(4):
-            made.append(bytes(4))
+        llama.cpp and ik_llama.cpp save a cache after `state_start` bytes. llama.cpp goes on with a zero for every other
+        stream, and saves a second cache, after its number of streams, if there are layers with a window.
+        """
+        made, at = [state[: self.state_start]], self.state_start
+        while True:
+            parts, at = _lengthened_cache(state, at, length, self.of_token)
+            made += parts
+            while state[at : at + 4] == bytes(4):
+                made.append(bytes(4))
+                at += 4
+            if self.recurrent:
+                return b"".join([*made, self.behind(state[at:], length)])
+            if at == len(state):
+                return b"".join(made)
+            made.append(state[at : at + 4])
             at += 4
-        if at == len(state):
-            return b"".join(made)
-        made.append(state[at : at + 4])
-        at += 4
 
 
-def _lengthened_cache(state: bytes, at: int, length: int) -> tuple[list[bytes], int]:
-    """The parts of the cache that starts at `at`, lengthened, and its end in `state`.
+def _lengthened_cache(state: bytes, at: int, length: int, of_token: int) -> tuple[list[bytes], int]:
+    """The parts of the cache that starts at `at`, lengthened, and its end in `state`. A layer without one has a header.
 
     Saved are the number of tokens; of each token its position, a number of sequences and their ids; whether values are
     transposed; the number of layers; and of each layer's keys, then of each layer's values, a header of 12 bytes and
@@ -110,7 +137,7 @@ def _lengthened_cache(state: bytes, at: int, length: int) -> tuple[list[bytes], 
     """
     (tokens,) = struct.unpack_from("<I", state, at)
     made, at = [struct.pack("<I", length)], at + 4
-    each = 8 + 4 * struct.unpack_from("<I", state, at + 4)[0]
+    each = of_token + 4 * struct.unpack_from("<I", state, at + 4)[0]
     ids = state[at + 4 : at + each]
     made += [struct.pack("<i", position) + ids for position in range(length)]
     at += tokens * each
