@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -17,8 +18,14 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from executor.config.case import Case
@@ -72,12 +79,36 @@ TINY_AS_M2: dict[str, Any] = dict(  # a MiniMax-M2 of the sizes in TINY
     num_experts_per_tok=3,
     initializer_range=0.3,
 )
+HYBRID: dict[str, Any] = dict(
+    vocab_size=320,
+    hidden_size=64,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=64,
+    rope_theta=None,
+    norm_topk_prob=None,
+)
+# Mean and spread of tensors with these in their names. Decays are from about a half to 0.999, and layers change little
+# of the residual, so that differences stay small.
+HYBRID_RANDOM = {
+    "linear_attn.norm": (1.0, 0.3), "norm": (0.0, 0.3), "dt_bias": (-2.0, 1.0), "A_log": (0.0, 1.0),
+    "conv1d": (0.0, 0.5), "embed": (0.0, 1.0), "mlp.gate.": (0.0, 0.3), "in_proj_ba": (0.0, 0.3),
+    "in_proj_b": (0.0, 0.3), "in_proj_a": (0.0, 0.3), "shared_expert_gate": (0.0, 0.3), "": (0.0, 0.08),
+}  # fmt: skip
 TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and what differs from TINY
     "qwen2_moe": (
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
         dict(shared_expert_intermediate_size=32, norm_topk_prob=False),
     ),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, HYBRID),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, HYBRID),
     "glm4_moe": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
@@ -190,12 +221,39 @@ def save_tiny_of(folder: Path, family: str, **options: Any) -> PreTrainedModel:
     model: PreTrainedModel = kind(config(**sizes)).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name or "bias" in name or "sinks" in name:
+            if settings is not HYBRID and ("norm" in name or "bias" in name or "sinks" in name):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             if "e_score" in name:
                 tensor.add_(5)  # bfloat16 has steps of 0.03 here
+    if settings is HYBRID:
+        randomise_hybrid(model)
     model.save_pretrained(folder)
     return model
+
+
+def save_pictured(folder: Path, **options: Any) -> PreTrainedModel:
+    """As `save_tiny_of`, of a Qwen3.5 that sees pictures, as official files have it."""
+    torch.manual_seed(5)
+    text = {name: value for name, value in (TINY | HYBRID | options).items() if value is not None}
+    sight = dict(depth=1, hidden_size=8, num_heads=2, intermediate_size=8, out_hidden_size=text["hidden_size"])
+    model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=sight)).eval()
+    randomise_hybrid(model)
+    model.save_pretrained(folder)
+    path, fused = folder / "model.safetensors", ".mlp.experts."
+    tensors = {name: tensor for name, tensor in load_file(path).items() if fused not in name}
+    tensors |= {name: tensor.data.contiguous() for name, tensor in model.named_parameters() if fused in name}
+    save_file(tensors | {"mtp.fc.weight": torch.ones(3)}, path)
+    return model
+
+
+@torch.no_grad()
+def randomise_hybrid(model: PreTrainedModel) -> None:
+    width = model.config.get_text_config().linear_key_head_dim
+    first = model.config.get_text_config().linear_num_key_heads * width
+    for name, tensor in model.named_parameters():
+        tensor.normal_(*next(numbers for part, numbers in HYBRID_RANDOM.items() if part in name))
+        if "conv1d" in name:
+            tensor[first : first + width] *= 1e-3  # keys of a head so small that eps counts in their norm
 
 
 def write_case(path: Path, model: Path, **sections: Any) -> Path:

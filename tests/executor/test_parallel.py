@@ -14,7 +14,7 @@ import pytest
 from executor.config.load import load_case
 from executor.run.prompts import encode_prompts
 from tests.ranks import run_ranks
-from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, write_case
+from tests.tiny import make_runner, save_pictured, save_tiny, save_tiny_m2, save_tiny_of, write_case
 from text.tokenizer import Tokenizer
 from umbra.commands.logits import collect_logits, sized_for
 from umbra.files import ROOT
@@ -93,7 +93,24 @@ OSS: Splits = {  # biases once, sinks by heads; the bias after a row split and t
     "tp8": dict(world_size=8),
     "dp2_tp4_moe_2x4_sp": dict(world_size=8, attn_tp_size=4, moe_tp_size=2, sequence_parallel_tokens=1),
 }
+NEXT: Splits = {  # from eight ranks on, several have copies of each of four key heads
+    "tp2": dict(world_size=2),
+    "tp4_moe_2x2_graph_sp": dict(world_size=4, moe_tp_size=2, exe_mode="graph", sequence_parallel_tokens=1),
+    "tp8": dict(world_size=8),
+    "tp16_graph": dict(world_size=16, exe_mode="graph"),
+}
+QWEN35: Splits = {
+    "tp2_sp_in_chunks": dict(world_size=2, chunked_prefill_size=5, sequence_parallel_tokens=1),
+    "dp2_ep2_graph": dict(world_size=2, attn_tp_size=1, moe_tp_size=1, exe_mode="graph"),
+    "dp2_tp2_ep4": dict(world_size=4, attn_tp_size=2, moe_tp_size=1),
+    "ep4_copies_graph": dict(
+        world_size=4, attn_tp_size=1, moe_tp_size=1, expert_slots=3, rebalance_steps=1, exe_mode="graph"
+    ),
+    "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
+}
 SPLITS = {
+    "next": NEXT,
+    "qwen35": QWEN35,
     "qwen2": SHARED,
     "glm": SHARED,
     "oss": OSS,
@@ -104,10 +121,13 @@ SPLITS = {
     "demo_tp8": DEMO_TP8,
 }
 M2_SIZES = dict(hidden_size=64, head_dim=8, rotary_dim=4, num_hidden_layers=2, initializer_range=0.15)
+HEADS = dict(num_hidden_layers=4, num_attention_heads=16, head_dim=16, linear_num_key_heads=4)
 MODELS: dict[str, Callable[[Path], object]] = {
     # Biases, a dense layer and a tied head come along.
     "qwen3": lambda folder: save_tiny(folder, attention_bias=True, mlp_only_layers=[1], tie_word_embeddings=True),
     "qwen2": lambda folder: save_tiny_of(folder, "qwen2_moe"),
+    "next": lambda folder: save_tiny_of(folder, "qwen3_next", **HEADS, linear_num_value_heads=16),
+    "qwen35": lambda folder: save_pictured(folder, **HEADS, linear_num_value_heads=8),
     # Three and five groups of 32 columns on two ranks and four.
     "glm": lambda folder: save_tiny_of(folder, "glm4_moe", moe_intermediate_size=48, intermediate_size=160),
     "oss": lambda folder: save_tiny_of(folder, "gpt_oss", num_hidden_layers=2),

@@ -1,63 +1,37 @@
-"""Families with gated DeltaNet layers, compared with transformers, whatever the steps."""
+"""Families with gated DeltaNet layers, compared with transformers, and with themselves in other steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
-from tests.hybrid import ByHand, save_tiny_hybrid
-from tests.tiny import oracle_logits
+from tests.tiny import make_runner, oracle_logits, save_pictured, save_tiny_of, tiny_case
+from umbra.commands.logits import collect_logits
 
 LENGTHS = 1, 2, 3, 4, 63, 64, 65, 130
 IDS = [[(7 * i + 31 * length) % 319 + 1 for i in range(length)] for length in LENGTHS]
-CONFIGS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3_next", {}),
-    ("qwen3_next", {"linear_num_value_heads": 6, "num_key_value_heads": 1, "linear_value_head_dim": 32}),
-    ("qwen3_5_moe_text", {"linear_num_value_heads": 6, "num_key_value_heads": 1}),
-    ("qwen3_5_moe", {"fused_experts": True, "linear_key_head_dim": 32}),
-]
-Steps = Iterator[dict[int, int]]
+MODELS: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "qwen3_next": lambda folder: save_tiny_of(folder, "qwen3_next"),
+    "qwen3_5_moe": lambda folder: save_pictured(folder, shared_expert_intermediate_size=48),
+}
 
 
-def at_once() -> Steps:
-    yield dict(enumerate(LENGTHS))
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_do_not_depend_on_steps(tmp_path: Path, family: str) -> None:
+    """Cuts are inside of the convolution's window and at lengths that other engines' chunks have."""
 
+    def logits_in(chunk: int) -> dict[str, np.ndarray]:
+        sizes = {"input_max_len": 130, "batch_size": len(IDS), "chunked_prefill_size": chunk}
+        runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name=family, data_config=sizes), tmp_path)
+        return collect_logits(runner, IDS, 2)
 
-def one_by_one() -> Steps:
-    for s, length in enumerate(LENGTHS):
-        yield from [{s: 1}] * length
-
-
-def cut(*sizes: int) -> Steps:
-    """Steps of all sequences, the longest first, of so many tokens in turn."""
-    left, step = dict(enumerate(LENGTHS)), 0
-    while left:
-        order = sorted(left, reverse=True)
-        counts = {s: min(left[s], sizes[(s + step) % len(sizes)]) for s in order}
-        yield counts
-        left, step = {s: left[s] - counts[s] for s in left if left[s] > counts[s]}, step + 1
-
-
-def logits_in(model: ByHand, steps: Steps) -> list[Tensor]:
-    found: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for counts in steps:
-        for s, logits in model.step(counts).items():
-            found[s].append(logits)
-    return [torch.cat(parts) for parts in found]
-
-
-@pytest.mark.parametrize(("kind", "options"), CONFIGS)
-def test_logits_equal_transformers(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    oracle = save_tiny_hybrid(tmp_path / "model", kind, **options)
-    found = logits_in(ByHand(tmp_path / "model", IDS), at_once())
-    for logits, row in zip(found, IDS, strict=True):
-        expected = oracle_logits(oracle, row)
+    oracle, found = MODELS[family](tmp_path / "model"), logits_in(1024)
+    for i in range(len(IDS)):
+        expected = oracle_logits(oracle, found[f"ids_{i}"].tolist()).numpy()
         assert expected.std() > 0.5
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
-    for steps in (one_by_one(), cut(1, 2, 3, 5), cut(63, 1, 64), cut(16)):
-        again = logits_in(ByHand(tmp_path / "model", IDS), steps)
-        for logits, parts in zip(found, again, strict=True):
-            assert torch.equal(logits, parts)
+        np.testing.assert_allclose(np.concatenate([found[f"prefill_{i}"], found[f"decode_{i}"]]), expected, atol=1e-4)
+    for chunk in (1, 2, 3, 5, 16, 64):
+        for name, logits in logits_in(chunk).items():
+            np.testing.assert_array_equal(logits, found[name])

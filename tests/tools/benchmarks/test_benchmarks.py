@@ -12,11 +12,10 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
+from executor.model_runner import ModelRunner
 from models.gguf import folder as unpacked
 from models.layers.base import layers_of
-from models.registry import family_in, read_config
 from tests.fakes.peer import DyingPeer
-from tests.hybrid import ByHand, save_tiny_hybrid
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case, write_case
 from tools.benchmarks import cpu
 from tools.benchmarks.gguf_entries import entries
@@ -24,6 +23,7 @@ from tools.benchmarks.gguf_file import TYPES, write_gguf
 from tools.benchmarks.gguf_mix import MIXES, write_mix
 from tools.benchmarks.peer_process import PeerDied, PeerProcess
 from tools.benchmarks.umbra_engine import Umbra
+from umbra.commands.logits import prefill_logits
 
 pytestmark = pytest.mark.slow
 
@@ -92,15 +92,18 @@ def test_a_mix_of_types_is_read(mix: str, tmp_path: Path) -> None:
     assert engine.prefill([1, 2, 3]).std() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
-def test_gguf_of_a_model_with_states_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_gguf_of_a_model_with_states_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    def runner(path: Path) -> ModelRunner:
+        return make_runner(tiny_case(tmp_path, path, model_name=family), tmp_path)
+
     monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
-    save_tiny_hybrid(tmp_path / "model", kind, linear_num_value_heads=6, linear_value_head_dim=32)
-    model, prompts = ByHand(tmp_path / "model", [[*range(9)], [3]]), {0: 9, 1: 1}
-    config: Any = read_config(tmp_path / "model", family_in(tmp_path / "model"))
-    write_gguf(tmp_path / "m.gguf", model.model, config)
-    read = ByHand(unpacked.checkpoint_folder(tmp_path / "m.gguf"), model.ids)
-    for ours, theirs in zip(read.step(prompts).values(), model.step(prompts).values(), strict=True):
+    save_tiny_of(tmp_path / "model", family, linear_num_value_heads=6, linear_value_head_dim=32)
+    written, prompts = runner(tmp_path / "model"), [[*range(9)], [3]]
+    config: Any = written.config
+    write_gguf(tmp_path / "m.gguf", written.engine.model, config)
+    pairs = zip(*(prefill_logits(of, prompts) for of in (runner(tmp_path / "m.gguf"), written)), strict=True)
+    for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 

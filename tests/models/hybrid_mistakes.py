@@ -1,0 +1,99 @@
+"""Mistakes that implementations of gated DeltaNet and its families have made, as other texts of Umbra's functions."""
+
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+
+from models.layers import rotary
+from models.layers.attention import GroupedAttention
+from models.layers.delta_net import Decay, DeltaNet
+from models.layers.norm import RMSNorm
+from models.rope import RopeConfig
+from ops import recurrent, reference
+from ops.cpu import ops as cpu
+from tests.models.family_mistakes import Mistake, without_a_gate
+
+
+def rewritten(owner: Any, name: str, *changes: tuple[str, str], into: Any = None) -> Mistake:
+    """`owner.name`, or that of `into`, with the text of `owner.name` in which each of `changes` was made."""
+
+    def mistake(patch: pytest.MonkeyPatch) -> None:
+        own = getattr(owner, name)
+        text = textwrap.dedent(inspect.getsource(own)).replace("super().__init__()", "nn.Module.__init__(self)")
+        for old, new in changes:
+            assert text.count(old) == 1, f"{name}: {old}"
+            text = text.replace(old, new)
+        made = dict(own.__globals__)
+        exec(text, made)  # noqa: S102 (of our own text)
+        patch.setattr(into or owner, name, made[name])
+
+    return mistake
+
+
+def op(name: str, *changes: tuple[str, str], of: Any = reference) -> Mistake:
+    return rewritten(of, name, *changes, into=cpu)
+
+
+def rule(*changes: tuple[str, str]) -> Mistake:
+    return op("gated_delta_rule", *changes, of=recurrent)
+
+
+def conv(*changes: tuple[str, str]) -> Mistake:
+    return op("causal_conv", *changes, of=recurrent)
+
+
+def whole_heads_rotate(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("models.hybrid_config.read_rotary_dim", lambda hf, dim, default: dim)
+
+
+FADE, ADD = (
+    "            state = state * decay[t, :, None, None]\n",
+    "state = state + k[t, :, :, None] * change[:, None]",
+)
+SQUARES, OUT = "torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)", 'torch.einsum("hkv,hk->hv", state, q[t])'
+LAST = "inputs[len(inputs) - taps + 1 :]"
+BOTH = {
+    "norms_without_one": rewritten(RMSNorm, "pieces", (" + self.base)", ")")),
+    "one_added_twice": rewritten(RMSNorm, "pieces", (" + self.base)", " + 2 * self.base)")),
+    "one_added_to_the_gated_norm": rewritten(DeltaNet, "__init__", ("base=0.0", "base=1.0")),
+    "gate_before_norm": op("gated_rms_norm", ("rms_norm(x, weight, eps).float() * F.silu(gate.float())",
+        "rms_norm(x * F.silu(gate), weight, eps)")),
+    "sigmoid_of_the_gate": op("gated_rms_norm", ("F.silu(gate", "torch.sigmoid(gate")),
+    "no_output_gate": op("sigmoid_mul", (" * gate.float().sigmoid()", "")),
+    "output_gate_of_whole_parts": rewritten(GroupedAttention, "__init__", ("heads if gated else 1", "1")),
+    "means_for_sums": rule((".sum(-1, keepdim=True)", ".mean(-1, keepdim=True)")),
+    "eps_outside": rule((SQUARES, "1 / (x.square().sum(-1, keepdim=True).sqrt() + 1e-6)")),
+    "no_l2norm": rule((f"x * {SQUARES}", "x")),
+    "queries_not_scaled": rule(("q * depth**-0.5", "q")),
+    "key_heads_in_turn": rule((".repeat_interleave(heads * depth // keys, 1)", ".repeat(1, heads * depth // keys, 1)")),
+    "b_and_a_swapped": rewritten(DeltaNet, "forward", ("(b, a)", "(a, b)")),
+    "no_dt_bias": rule((" + dt_bias", "")),
+    "no_softplus": rule(("F.softplus(a.float() + dt_bias)", "(a.float() + dt_bias).relu()")),
+    "sign_of_the_logarithm": rewritten(Decay, "pieces", ("x.float().exp()", "(-x.float()).exp()")),
+    "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decay[t, :, None, None]")),
+    "output_of_the_old_state": rule((FADE, f"            old = state\n{FADE}"), (OUT, OUT.replace("state", "old"))),
+    "state_in_bfloat16": rule((ADD, f"{ADD}; state = state.bfloat16().float()")),
+    "no_silu_after_the_convolution": conv(("F.silu", "")),
+    "convolution_backwards": conv(("weight.T", "weight.flip(0).T")),
+    "state_of_outputs": conv((LAST, "torch.cat((state, out[rows]))[1 - taps :]")),
+    "state_of_this_step_alone": conv((LAST, "torch.cat((torch.zeros_like(state), x[rows]))[1 - taps :]")),
+    "whole_heads_rotate": whole_heads_rotate,
+    "adjacent_pairs": rewritten(
+        rotary, "head_order", ("turning[:half]", "turning[::2]"), ("turning[half:]", "turning[1::2]"),
+        into=inspect.getmodule(GroupedAttention),
+    ),
+    "frequencies_of_whole_heads": rewritten(RopeConfig, "inverse_frequencies", ("i / self.dim)", "i / 32)")),
+    "not_renormalised": op("route_softmax", ("logits, top_k, renormalise)", "logits, top_k, False)")),
+    "shared_expert_not_gated": without_a_gate,
+}  # fmt: skip
+NEXT = {
+    "groups_of_rows_read_flat": rewritten(DeltaNet, "__init__", ("values, values], key_heads)", "values, values])")),
+    "groups_of_b_and_a_read_flat": rewritten(DeltaNet, "__init__", ("[heads, heads], key_heads)", "[heads, heads])")),
+}
+HYBRID_MISTAKES = [
+    pytest.param(family, "tiny", mistake, id=name)
+    for family, mistakes in (("qwen3_5_moe", BOTH), ("qwen3_next", NEXT))
+    for name, mistake in mistakes.items()
+]
