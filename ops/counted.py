@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import SILU_EXPERTS, Heads, Paged, Rounded, RoundingNorm, Slots
+from ops.interface import SILU_EXPERTS, Heads, Paged, Recurrent, Rounded, RoundingNorm, Slots
 
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
@@ -35,7 +35,7 @@ class Done:
     times: int
     kernels: int
     weights: float = 0.0  # bytes of weights that it reads
-    cached: float = 0.0  # bytes of cached keys and values that it reads
+    cached: float = 0.0  # bytes of cached keys and values that it reads, or of states that it reads and writes
     rows: float = 0.0  # bytes of activations that it reads and writes
     macs: float = 0.0  # multiply-adds
     tokens: int = 0  # rows that are multiplied by the weights
@@ -250,6 +250,31 @@ class CountedOps:
         if gate is not None:
             _ = self.made("sigmoid of the gate", gate, *gate.shape)
         return x
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        self.note("sigmoid_mul", x, x, gate)
+        _ = self.made("sigmoid of the gate", gate, *gate.shape)
+        return x
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.note("gated_rms_norm", x, gate, x)
+        _ = self._normalised(x), self.made("silu of the gate", gate, *gate.shape)
+        return self.made("gated", x, *x.shape)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
+        out = self.made("convolution", x, *x.shape)
+        size = 2 * len(recurrent.reads) * states[0].nbytes  # read and written
+        self.note("causal_conv", x, out, cached=size, macs=weight.numel() * len(x))
+        return out
+
+    def gated_delta_rule(
+        self, qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, recurrent: Recurrent
+    ) -> Tensor:
+        _, heads, depth, width = states.shape
+        out = self.made("delta rule", qkv, len(qkv), heads, width)
+        size, pairs = 2 * len(recurrent.reads) * states[0].nbytes, len(qkv) * heads * depth * width
+        self.note("gated_delta_rule", qkv, a, b, out, cached=size, macs=4 * pairs)
+        return out
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         self.note("route", logits)

@@ -16,7 +16,7 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.engine.batch_limits import limits_of
-from executor.engine.kv_caches import bind_caches, frame_of, sets_of
+from executor.engine.kv_caches import bind_caches, frame_of, recurrent, sets_of
 from executor.engine.weight_formats import build_of
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import most_rows, why_gathered
@@ -149,7 +149,8 @@ class Counted:
     def _step(self, tokens: int, sequences: int, length: int) -> Work:
         groups, page_size = self.case.attn_dp_size, self.ops.page_size
         decode = tokens == sequences
-        batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups, len(sets_of(self.model)))
+        sets, stateful = len(sets_of(self.model)), len(recurrent(self.model))
+        batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups, sets, stateful)
         batch = dataclasses.replace(
             batch,
             paged=tuple(paged._replace(kv_lens=(length,) * sequences) for paged in batch.paged),

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from models.batch import Batch
 from models.layers.base import layers_of
-from ops.interface import Ops, Paged
+from ops.interface import Ops, Paged, Recurrent
 from ops.parallel.groups import Group, Parallel
 
 
@@ -206,16 +206,24 @@ def sampling(vocabulary: int, sequences: int, itemsize: int) -> Moment:
 
 
 def batch_of(
-    ops: Ops, tokens: int, sequences: int, table_width: int, page_size: int, groups: int | None, sets: int = 1
+    ops: Ops,
+    tokens: int,
+    sequences: int,
+    table_width: int,
+    page_size: int,
+    groups: int | None,
+    sets: int = 1,
+    stateful: int = 0,
 ) -> Batch:
     """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages for
-    each of `sets` sets of layers.
+    each of `sets` sets of layers, and `stateful` layers with states.
     If `groups` is given, the batch says, as for a prefill, that each of `groups` data-parallel groups has `tokens`
     tokens; None: it says nothing, as in a graph."""
     one = array("q", [1])
     slots, tables, *_ = ops.paging(one, torch.zeros(1, table_width, dtype=torch.int64), one, one, page_size)
     number = partial(torch.empty, dtype=torch.int64, device="meta")
     each = tokens // sequences
+    places = (torch.empty(stateful, sequences, dtype=torch.int32, device="meta") for _ in Recurrent._fields[1:])
     return Batch(
         token_ids=number(tokens),
         positions=number(tokens),
@@ -230,4 +238,5 @@ def batch_of(
         ),
         logit_rows=number(sequences),
         tokens_per_group=None if groups is None else (tokens,) * groups,
+        recurrent=Recurrent(number(sequences + 1), *places) if stateful else None,
     )

@@ -16,6 +16,7 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.units import GB, MB
 from executor.engine.batch_limits import Limits
+from executor.engine.kv_caches import recurrent
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from executor.platform.ascend.hccl import buffer_mb
@@ -157,8 +158,8 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
     limits, page_size = sketch.limits, case.cache_config.page_size
-    sets = len(limits.windows)
-    return batch_of(sketch.build.ops, tokens, sequences, limits.table_width, page_size, groups, sets)
+    sets, stateful = len(limits.windows), len(recurrent(sketch.model))
+    return batch_of(sketch.build.ops, tokens, sequences, limits.table_width, page_size, groups, sets, stateful)
 
 
 def _inputs(batch: Batch) -> int:

@@ -1,6 +1,7 @@
 """What each op of a step is noted as: bytes, products, kernels and messages, to the value. tests/ascend/test_shapes.py
 compares the tensors with those of Ascend's ops."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from ops.ascend.layout import AscendLayout
 from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message
 from ops.cpu.layout import CpuLayout
 from ops.format import FORMATS, Format
-from ops.interface import Heads, Paged, Rounded
+from ops.interface import Heads, Paged, Recurrent, Rounded
 
 BF16, META = torch.bfloat16, torch.device("meta")
 PAGE = 128
@@ -144,3 +145,22 @@ def test_rows_are_exchanged_with_all_ranks(slots: Any, kernels: int) -> None:
     [done] = ops.notes.done
     assert (done.name, done.kernels, done.tokens, done.times) == ("exchanged moe", kernels, 12, 7)
     assert done.weights == pytest.approx(experts.nbytes * (1 - (1 - 2 / 8) ** 12))
+
+
+def test_a_state_is_read_and_written_for_each_sequence() -> None:
+    ops, floats = counted(), partial(zeros, dtype=torch.float32)
+    starts, table = zeros(4, dtype=torch.int64), zeros(3, dtype=torch.int32)  # of three sequences
+    places = Recurrent(starts, *[table] * (len(Recurrent._fields) - 1))
+    qkv, a = zeros(5, 2 * 2 * 8 + 4 * 16), zeros(5, 4)
+    conv, delta = floats(9, 3, 96), floats(9, 4, 8, 16)
+    assert ops.causal_conv(zeros(5, 160)[:, :96], floats(4, 96), conv, places).shape == qkv.shape
+    y = ops.gated_delta_rule(qkv, a, a, floats(4), floats(4), delta, places)
+    assert ops.gated_rms_norm(y, y, zeros(16), 1e-6).shape == y.shape == (5, 4, 16)
+    assert ops.sigmoid_mul(a, a) is a
+    rows = 5 * 96 * 2
+    assert ops.notes.done == [
+        Done("causal_conv", 7, 1, rows=2 * rows, cached=2 * 3 * 4 * 3 * 96, macs=5 * 4 * 96),
+        Done("gated_delta_rule", 7, 1, rows=rows + 5 * (4 + 4 + 64) * 2, cached=2 * 3 * 4 * 512, macs=5 * 4 * 512),
+        Done("gated_rms_norm", 7, 1, rows=3 * 5 * 64 * 2),
+        Done("sigmoid_mul", 7, 1, rows=3 * 5 * 4 * 2),
+    ]
