@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from text.formats import THINK, THINK_END
 from tools.benchmarks import serving_peers
 from tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.errors import UserError, run_main
@@ -158,8 +159,13 @@ class Conversation:
 
     def answered(self, reply: Reply, call: bool) -> None:
         """The assistant's message; with a `call` that the client makes up, since a small model makes none."""
-        said = {key: value for key, value in reply.said.items() if value or key == "content"}
-        message: Message = {"role": "assistant", **said}
+        reasoning, content = reply.said["reasoning_content"], reply.said["content"]
+        if not reasoning and THINK_END in content:  # some servers tell reasoning apart only in whole answers
+            reasoning, _, content = content.partition(THINK_END)
+            content = content.lstrip("\n")
+        message: Message = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning.removeprefix(THINK)
         if call:
             arguments = json.dumps({"path": f"{self._random.choice(WORDS)}.txt"})
             function = {"name": "read", "arguments": arguments}
