@@ -171,14 +171,18 @@ def is_quantised(name: str) -> bool:
     return ".layers." in name and (name.endswith("_proj.weight") or ".experts." in name)
 
 
-def quantise_tiny(model: Path, to: Path, format: str, group: int = 32, bits: int = 4, symmetric: bool = False) -> Path:
-    """Writes `to`, and `to`-floats with the same weights as floats; returns the latter."""
+def quantise_tiny(
+    model: Path, to: Path, format: str, group: int = 32, bits: int = 4, symmetric: bool = False,
+    quantised: Callable[[str], bool] = is_quantised, **settings: Any,
+) -> Path:  # fmt: skip
+    """Writes `to`, of which the matrices are quantised that `quantised` says and the config has these `settings` as
+    well, and `to`-floats with the same weights as floats; returns the latter."""
     floats = to.with_name(to.name + "-floats")
     for folder in (to, floats):
         shutil.copytree(model, folder)
     weights, tensors, means = load_file(model / "model.safetensors"), {}, {}
     for name, w in weights.items():
-        if not is_quantised(name):
+        if not quantised(name):
             tensors[name] = means[name] = w
             continue
         written, means[name] = WRITERS[format](w, group, bits, symmetric)
@@ -192,7 +196,7 @@ def quantise_tiny(model: Path, to: Path, format: str, group: int = 32, bits: int
     save_file(tensors, to / "model.safetensors")
     save_file(means, floats / "model.safetensors")
     config = json.loads((to / "config.json").read_text())
-    config["quantization_config"] = config_of(format, group, bits, symmetric)
+    config["quantization_config"] = config_of(format, group, bits, symmetric) | settings
     (to / "config.json").write_text(json.dumps(config))
     return floats
 

@@ -231,18 +231,20 @@ def save_tiny_of(folder: Path, family: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def save_pictured(folder: Path, **options: Any) -> PreTrainedModel:
-    """As `save_tiny_of`, of a Qwen3.5 that sees pictures, as official files have it."""
+def save_pictured(folder: Path, fused: bool = True, /, **options: Any) -> PreTrainedModel:
+    """As `save_tiny_of`, of a Qwen3.5 that sees pictures. `fused`: as in official files in floats, tensors have all
+    experts of a layer."""
     torch.manual_seed(5)
     text = {name: value for name, value in (TINY | HYBRID | options).items() if value is not None}
     sight = dict(depth=1, hidden_size=8, num_heads=2, intermediate_size=8, out_hidden_size=text["hidden_size"])
     model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=sight)).eval()
     randomise_hybrid(model)
     model.save_pretrained(folder)
-    path, fused = folder / "model.safetensors", ".mlp.experts."
-    tensors = {name: tensor for name, tensor in load_file(path).items() if fused not in name}
-    tensors |= {name: tensor.data.contiguous() for name, tensor in model.named_parameters() if fused in name}
-    save_file(tensors | {"mtp.fc.weight": torch.ones(3)}, path)
+    tensors = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(3)}
+    if fused:
+        own = {name: t.data.contiguous() for name, t in model.named_parameters() if ".mlp.experts." in name}
+        tensors = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name} | own
+    save_file(tensors, folder / "model.safetensors")
     return model
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
+from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import make_runner, oracle_logits, save_pictured, save_tiny_of, tiny_case
-from umbra.commands.logits import collect_logits
+from umbra.commands.logits import collect_logits, prefill_logits
 
 LENGTHS = 1, 2, 3, 4, 63, 64, 65, 130
 IDS = [[(7 * i + 31 * length) % 319 + 1 for i in range(length)] for length in LENGTHS]
@@ -23,7 +26,7 @@ def test_logits_do_not_depend_on_steps(tmp_path: Path, family: str) -> None:
     """Cuts are inside of the convolution's window and at lengths that other engines' chunks have."""
 
     def logits_in(chunk: int) -> dict[str, np.ndarray]:
-        sizes = {"input_max_len": 130, "batch_size": len(IDS), "chunked_prefill_size": chunk}
+        sizes = {"input_max_len": LENGTHS[-1], "batch_size": len(IDS), "chunked_prefill_size": chunk}
         runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name=family, data_config=sizes), tmp_path)
         return collect_logits(runner, IDS, 2)
 
@@ -35,3 +38,44 @@ def test_logits_do_not_depend_on_steps(tmp_path: Path, family: str) -> None:
     for chunk in (1, 2, 3, 5, 16, 64):
         for name, logits in logits_in(chunk).items():
             np.testing.assert_array_equal(logits, found[name])
+
+
+SMALL = "linear_attn.in_proj_ba", "linear_attn.in_proj_b", "linear_attn.in_proj_a"
+EACH = [f"model.layers.{i}.{name}" for i in range(8) for name in SMALL]
+# As published: the format, what of the layers stays in floats, and what the config says of that.
+PUBLISHED: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "fp8": ("fp8", SMALL, {"modules_to_not_convert": ["lm_head", *EACH]}),
+    "experts": ("gptq", ("attn.", "shared_expert."), {"dynamic": {"-:.*attn.*": {}, "-:.*shared_expert.*": {}}}),
+    "awq": ("awq", ("linear_attn.",), {"modules_to_not_convert": ["linear_attn", "mlp.gate", "shared_expert_gate"]}),
+    "compressed": ("pack-quantized", SMALL, {"ignore": ["lm_head", *EACH]}),
+}
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize("family", MODELS)
+def test_published_quantisations_mean_their_floats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, published: str
+) -> None:
+    """Lists of modules name them without the part `language_model` that files have."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    if family == "qwen3_next":
+        save_tiny_of(tmp_path / "model", family, **wide)
+    else:
+        save_pictured(tmp_path / "model", False, **wide)
+    format, floats, settings = PUBLISHED[published]
+
+    def quantised(name: str) -> bool:
+        linear = is_quantised(name) or "linear_attn.in_proj" in name
+        return linear and "visual" not in name and not any(part in name for part in floats)
+
+    def logits(folder: Path, method: str) -> torch.Tensor:
+        case = tiny_case(
+            tmp_path, folder, model_name=family, data_config={"input_max_len": 64}, quantization={"method": method}
+        )
+        return torch.cat(prefill_logits(make_runner(case, tmp_path), IDS[2:5]))
+
+    means = quantise_tiny(tmp_path / "model", tmp_path / "it", format, 32, 4, True, quantised, **settings)
+    expected = logits(means, "none")
+    for method, most in (("none", 1e-4), ("auto", 0.2)):
+        assert (logits(tmp_path / "it", method) - expected).abs().mean() < most * expected.abs().mean()
+    assert "warning" not in capsys.readouterr().out
