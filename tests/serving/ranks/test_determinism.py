@@ -11,6 +11,7 @@ from torch import Tensor, equal
 from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from tests.fakes.scripted import Server
+from tests.hybrid import save_tiny_hybrid
 from tests.quantised import mxfp4_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import thorough_but
@@ -21,6 +22,7 @@ KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena
     "q8": (0.25, 4, {"quantization": {"method": "q8", "group_size": 32}}),
     "q4": (0.25, 4, {"quantization": {"method": "q4", "group_size": 32}}),
     "mxfp4": (0.16, 1, {"model_name": "gpt_oss"}),
+    "states": (0.6, 2, {"model_name": "qwen3_next", "serve_config": {"reserve": 0, "prefix_floor": 200}}),
 }
 
 
@@ -43,20 +45,25 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
         del sizes["moe_intermediate_size"]
         save_tiny_of(tmp_path / "floats", "gpt_oss", **sizes, hidden_size=32, intermediate_size=32, head_dim=8)
         mxfp4_tiny(tmp_path / "floats", tmp_path / "model")
+    elif kind == "states":
+        save_tiny_hybrid(tmp_path / "model", "qwen3_next", num_experts=16)
     else:
         save_tiny(tmp_path / "model", **sizes)
     case = tiny_case(
         tmp_path, tmp_path / "model", exe_mode="graph", threads=2,
         data_config={"input_max_len": 64, "max_new_tokens": 64, "batch_size": 4, "chunked_prefill_size": 16},
         offload_config={"mode": "elastic", "arena_mb": arena_mb, "max_swaps": 4, "measure_s": 0.01},
-        serve_config={"reserve": 0, "prefix_floor": 16}, **options,
+        **{"serve_config": {"reserve": 0, "prefix_floor": 16}} | options,
     )  # fmt: skip
     server, draw = Server(make_runner(case, tmp_path)), random.Random(5)
     worker, script = server.worker, server.script
     start = [draw.randrange(96) for _ in range(30)]
     asked: dict[int, tuple[list[int], int, dict[str, Any]]] = {}
     for id in range(14):
-        ids = [*start[: draw.choice((0, 13, 30))], *(draw.randrange(96) for _ in range(draw.randint(1, 25)))]
+        ids = [
+            *start[: draw.choice((13, 30, 30) if kind == "states" else (0, 13, 30))],
+            *(draw.randrange(96) for _ in range(draw.randint(1, 25))),
+        ]
         asked[id] = (ids, draw.randint(20, 60), {"temperature": draw.choice((0.0, 1.0)), "seed": id})
         server.submit(id, *asked[id][:2], **asked[id][2])
         for _ in range(draw.randrange(15)):
