@@ -268,7 +268,15 @@ class CountedOps:
         return out
 
     def gated_delta_rule(
-        self, qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, recurrent: Recurrent
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        inputs: Tensor,
+        recurrent: Recurrent,
     ) -> Tensor:
         _, heads, depth, width = states.shape
         out = self.made("delta rule", qkv, len(qkv), heads, width)

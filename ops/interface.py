@@ -74,12 +74,13 @@ class MovableExperts(ExpertMatrices, Protocol):
         """Writes what `stored` returned in the places of `experts`, which keep their addresses."""
 
 
-Numbers: TypeAlias = "array[int]"  # int64, on the host
+Numbers: TypeAlias = "array[int]"  # int64 or int32, on the host
 
 
 def tensor_of(numbers: Numbers) -> Tensor:
     """A tensor of `numbers` in the same memory. They cannot grow as long as it lives."""
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    dtype = torch.int64 if numbers.typecode == "q" else torch.int32
+    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
 
 
 # Lengths and offsets: a tensor that kernels read, or integers that the host passes with each launch.
@@ -102,14 +103,19 @@ class Recurrent(NamedTuple):
 
     Rows of a sequence follow one another. A sequence without rows reads and writes nothing. Rows behind the last
     sequence's are padding, of which outputs are zeros. No sequence writes a place that another one reads or writes in
-    the step, or marks one that it writes itself, or reads unless it writes none. Steps that keep only some rows, as of
-    drafts, write to no place and mark the last row that is known to stay."""
+    the step, or marks one that it writes itself, or reads unless it writes none.
+
+    Steps whose last rows may come to nothing, as drafts, write to no place and mark the last row that is certain: the
+    marked place, which may be the one read, also keeps the inputs of the rows behind it, as many as it has room for.
+    The next step takes those that came true, from the place that it reads, before its own first row."""
 
     query_starts: Tensor  # (S + 1) int64: sequence s has rows query_starts[s] .. query_starts[s + 1] - 1
     reads: Tensor  # (S) int32: the place with the state before the first row; negative: zeros
     writes: Tensor  # (S) int32: the place that gets the state after the last row, or the one it read; negative: none
-    marks: Tensor  # (S) int32: the number of first rows after which another place gets the state as well; 0: none
+    # (S) int32: the number of first rows, pending ones included, after which another place gets the state; 0: none
+    marks: Tensor
     marked: Tensor  # (S) int32: that place
+    pending: Tensor  # (S) int32: the number of rows that are taken before the first, of which inputs were kept
 
 
 class Heads(NamedTuple):
@@ -263,7 +269,8 @@ class Ops(Protocol):
     def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
         """silu of a convolution of each channel over a sequence's rows, that is of the sum over j of
         weight[j] * x[row - K + 1 + j]. Rows of x (T, C) may lie further apart; weight (K, C) float32. A state is the
-        last K - 1 rows of x, the oldest first: states (places, K - 1, C) float32, places at any distance. -> (T, C)"""
+        last K - 1 rows of x, the oldest first, and behind them the rows that are kept: states (places, K - 1 + rows,
+        C) float32, places at any distance. -> (T, C)"""
 
     def gated_delta_rule(
         self,
@@ -273,6 +280,7 @@ class Ops(Protocol):
         rates: Tensor,
         dt_bias: Tensor,
         states: Tensor,
+        inputs: Tensor,
         recurrent: Recurrent,
     ) -> Tensor:
         """The gated delta rule (arXiv 2412.06464), in float32. Of each row and value head, with q and k divided by
@@ -283,7 +291,8 @@ class Ops(Protocol):
         qkv (T, 2 Hk Dk + Hv Dv) holds queries, keys and values side by side; an implementation may overwrite it. Value
         heads share key heads in equal, consecutive groups. Rows of a, b (T, Hv) may lie further apart. rates, dt_bias
         (Hv) float32. states (places, Hv, Dk, Dv) float32, places at any distance; within a head an implementation
-        orders the elements in its own way. -> (T, Hv, Dv)"""
+        orders the elements in its own way. inputs (places, rows, Hk Dk + Hv Dv + 2 Hv) float32, as far apart: those
+        that are kept. -> (T, Hv, Dv)"""
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
         """Softmax over all experts (T, E), then the top k; of equal ones those with smaller ids."""

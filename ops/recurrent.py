@@ -1,6 +1,7 @@
 """The meaning of the ops with states of gated DeltaNet layers, as reference.py has that of the others."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,54 +10,80 @@ from torch import Tensor
 from ops.interface import Recurrent
 
 
-def _in_order(states: Tensor, recurrent: Recurrent, run: Callable[[slice, Tensor], Tensor]) -> None:
-    """Calls `run` for every sequence, up to its mark and from there on, with its rows and the state before them. It
-    returns the state after them."""
-    starts, reads, writes, marks, marked = (x.tolist() for x in recurrent)
-    for s, read in enumerate(reads):
-        start, end, mark = starts[s], starts[s + 1], starts[s] + marks[s]
-        state = torch.zeros_like(states[0]) if read < 0 else states[read].clone()
-        if marks[s]:
-            states[marked[s]] = state = run(slice(start, mark), state)
-        if mark < end:
-            state = run(slice(mark, end), state)
-        if start < end and writes[s] >= 0:
-            states[writes[s]] = state
+class Sequence(NamedTuple):
+    """A sequence with rows in the step, with the fields of `Recurrent`."""
+
+    start: int
+    end: int
+    read: int
+    write: int
+    mark: int
+    marked: int
+    pending: int
+
+
+def _sequences(recurrent: Recurrent) -> Iterator[Sequence]:
+    starts, *tables = (x.tolist() for x in recurrent)
+    rows = (Sequence(*row) for row in zip(starts[:-1], starts[1:], *tables, strict=True))
+    return (row for row in rows if row.start < row.end)
 
 
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
     out, taps = torch.zeros(x.shape, dtype=x.dtype, device=x.device), len(weight)
-
-    def run(rows: slice, state: Tensor) -> Tensor:
-        inputs = torch.cat((state, x[rows].float()))
-        out[rows] = F.silu((inputs.unfold(0, taps, 1) * weight.T).sum(-1)).to(x.dtype)
-        return inputs[len(inputs) - taps + 1 :]
-
-    _in_order(states, recurrent, run)
+    for s in _sequences(recurrent):
+        before = torch.zeros_like(states[0]) if s.read < 0 else states[s.read]
+        inputs = torch.cat((before[: taps - 1 + s.pending], x[s.start : s.end].float()))
+        out[s.start : s.end] = F.silu((inputs[s.pending :].unfold(0, taps, 1) * weight.T).sum(-1)).to(x.dtype)
+        if s.mark:
+            kept = inputs[s.mark :][: taps - 1 if s.write >= 0 else states.shape[1]]
+            states[s.marked][: len(kept)] = kept
+        if s.write >= 0:
+            states[s.write][: taps - 1] = inputs[len(inputs) - taps + 1 :]
     return out
 
 
 def gated_delta_rule(
-    qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, recurrent: Recurrent
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    inputs: Tensor,
+    recurrent: Recurrent,
 ) -> Tensor:
     _, heads, depth, width = states.shape
     keys = (qkv.shape[1] - heads * width) // 2
     q, k, v = qkv.float().split([keys, keys, heads * width], 1)
     q, k = (
-        (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(heads * depth // keys, 1)
+        (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).flatten(1)
         for x in (q.unflatten(1, (-1, depth)), k.unflatten(1, (-1, depth)))
     )
-    q, v, beta = q * depth**-0.5, v.unflatten(1, (-1, width)), b.float().sigmoid()
-    decay = (-rates * F.softplus(a.float() + dt_bias)).exp()
-    out = torch.zeros_like(v, dtype=qkv.dtype)
-
-    def run(rows: slice, state: Tensor) -> Tensor:
-        for t in range(rows.start, rows.stop):
-            state = state * decay[t, :, None, None]
-            change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-            state = state + k[t, :, :, None] * change[:, None]
-            out[t] = torch.einsum("hkv,hk->hv", state, q[t]).to(qkv.dtype)
-        return state
-
-    _in_order(states, recurrent, run)
+    decay, beta = (-rates * F.softplus(a.float() + dt_bias)).exp(), b.float().sigmoid()
+    new = torch.cat((k, v, decay, beta), 1)
+    out = torch.zeros(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
+    for s in _sequences(recurrent):
+        state = torch.zeros_like(states[0]) if s.read < 0 else states[s.read].clone()
+        taken = torch.cat((inputs[max(s.read, 0)][: s.pending], new[s.start : s.end]))
+        for number, row in enumerate(taken, 1):
+            by_key, value, decays, betas = row.split([keys, heads * width, heads, heads])
+            key, t = _of_heads(by_key, heads, depth), s.start + number - 1 - s.pending
+            state = state * decays[:, None, None]
+            change = betas[:, None] * (value.view(heads, width) - torch.einsum("hkv,hk->hv", state, key))
+            state = state + key[:, :, None] * change[:, None]
+            if t >= s.start:
+                query = _of_heads(q[t], heads, depth) * depth**-0.5
+                out[t] = torch.einsum("hkv,hk->hv", state, query).to(qkv.dtype)
+            if number == s.mark:
+                states[s.marked] = state
+        if s.write >= 0:
+            states[s.write] = state
+        elif s.mark:
+            kept = taken[s.mark :][: inputs.shape[1]]
+            inputs[s.marked][: len(kept)] = kept
     return out
+
+
+def _of_heads(x: Tensor, heads: int, depth: int) -> Tensor:
+    """x (Hk Dk): those of the key head of each value head. -> (Hv, Dk)"""
+    return x.view(-1, depth).repeat_interleave(heads * depth // len(x), 0)

@@ -3,9 +3,7 @@
 from array import array
 from collections.abc import Sequence as ListOf
 
-import torch
-
-from executor.engine.pages import Pages
+from executor.engine.pages import Pages, States
 from executor.engine.sequence import Sequence
 from models.batch import Batch
 from ops.interface import Ops, Recurrent, tensor_of
@@ -93,24 +91,28 @@ class StateRows:
     """The places of the states of a step's sequences, in each of `layers` layers."""
 
     def __init__(self, layers: int):
-        self.nowhere, self.never = array("i", [-1] * layers), array("i", [0] * layers)
-        self.starts: array[int] = array("q", [0])
-        self.tables: list[array[int]] = [array("i") for _ in range(4)]  # those of `Recurrent`, (S, layers)
+        self.layers, self.starts = layers, array("q", [0])
+        self.tables: list[array[int]] = [array("i") for _ in range(5)]  # those of `Recurrent`, (S, layers)
 
     def add(self, sequence: Sequence, end: int) -> None:
         """A sequence whose rows end before `end`."""
         self.starts.append(end)
-        marks = [sequence.mark - sequence.num_computed] * len(self.never) if sequence.marked else self.never
-        sets = sequence.states, sequence.written, sequence.marked
-        reads, writes, marked = (states.places if states else self.nowhere for states in sets)
-        for table, values in zip(self.tables, (reads, writes, marks, marked), strict=True):
-            table.extend(values)
+        written, marked, mark = sequence.written, sequence.marked, sequence.mark if sequence.marked else 0
+        if sequence.drafted:  # all that is written are the states after the last row that is certain
+            written, marked, mark = None, sequence.written, sequence.written_at
+        self._extend(sequence.states, written, mark and mark - sequence.states_at, marked, sequence.pending)
 
     def recurrent(self, count: int) -> Recurrent:
         """The places of `count` sequences, of which the last ones may have no rows."""
-        layers, missing = len(self.never), count + 1 - len(self.starts)
-        self.starts.extend([self.starts[-1]] * missing)
-        for table, values in zip(self.tables, (self.nowhere, self.nowhere, self.never, self.nowhere), strict=True):
-            table.extend(values * missing)
-        found = (torch.frombuffer(table, dtype=torch.int32).view(count, layers) for table in self.tables)
+        for _ in range(count + 1 - len(self.starts)):
+            self.starts.append(self.starts[-1])
+            self._extend(None, None, 0, None, 0)
+        found = (tensor_of(table).view(count, self.layers) for table in self.tables)
         return Recurrent(tensor_of(self.starts), *(table.T.contiguous() for table in found))
+
+    def _extend(self, *row: States | int | None) -> None:
+        for table, value in zip(self.tables, row, strict=True):
+            if isinstance(value, States):
+                table.extend(value.places)
+            else:
+                table.extend([-1 if value is None else value] * self.layers)

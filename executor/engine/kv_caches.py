@@ -52,13 +52,13 @@ def _bind_states(model: nn.Module, units: Tensor) -> None:
     """Gives all layers with states theirs in `units` (units, float32 of a unit): those of a place begin with it."""
     for number, layer in enumerate(recurrent(model)):
         flat, stride, rest = units.view(-1), units.shape[1], 0
-        views = []
-        for shape in (layer.delta_shape, layer.conv_shape):
+        views: list[nn.Parameter] = []
+        for shape in layer.shapes:
             places = (len(flat) - rest - math.prod(shape)) // stride + 1
             inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
             views.append(fixed(flat.as_strided((places, *shape), (stride, *inner), rest)))
             rest += math.prod(shape)
-        layer.bind(views[1], views[0], number)
+        layer.bind(number, *views)
 
 
 def attentions(model: nn.Module) -> list[PagedAttention]:

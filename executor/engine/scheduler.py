@@ -33,7 +33,7 @@ from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys, key_of
 from executor.engine.request import Event
 from executor.engine.sequence import FAILED, Sequence
-from executor.engine.states import advance, cut, leave, prepare, want_checkpoints
+from executor.engine.states import advance, cut, leave, passes_page, prepare, want_checkpoints
 from umbra.errors import UserError
 
 MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
@@ -138,7 +138,7 @@ class Scheduler:
             cache.hold(hits)
             sequence.group, sequence.held, sequence.promised, sequence.covered = group, held, promised, covered
             sequence.published, sequence.num_computed = held[0].end, held[0].end * self.limits.page_size
-            sequence.states = found.states
+            sequence.states, sequence.states_at = found.states, sequence.num_computed
             if self.limits.set_pages and self.limits.prefixes:
                 want_checkpoints(sequence, found.pages * self.limits.page_size, self.limits.page_size)
             if not sequence.preemptions:
@@ -218,6 +218,8 @@ class Scheduler:
         was promised, or with those of one more page of tokens, if no sequence, kept prefix or expert has to give
         them up."""
         longest = sequence.longest - 1 - len(sequence.ids)
+        if self.limits.set_pages and self.limits.prefixes and passes_page(sequence, self.limits.page_size):
+            return 0  # so that the step can keep the states at that page's end
         room = sequence.covered - len(sequence.ids)
         if room < min(longest, self.limits.draft_tokens):
             group, more = sequence.group, self.limits.pages_of(sequence.covered + self.limits.page_size)
@@ -285,7 +287,7 @@ class Scheduler:
                 room = bool(sequence.wanted) and self._most_kept(group) >= price
                 if room:
                     cache.trim(self._most_kept(group) - price)
-                prepare(cache, sequence, room)
+                prepare(cache, sequence, room, self.limits.prefixes)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
         """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one after the

@@ -28,7 +28,9 @@ class Sequence:
     held: list[Holding] = field(default_factory=list)  # its pages for each set of layers, while it runs
     # Recurrent states (states.py), while it runs:
     states: States | None = None  # those after its computed tokens; None: those before any token
-    written: States | None = None  # where its next step writes them
+    states_at: int = 0  # number of tokens that they have taken: all computed ones, but for drafts that came true
+    written: States | None = None  # where its next step writes those after its first `written_at` tokens
+    written_at: int = 0
     at_page: States | None = None  # those after its first `full` tokens, whole pages, which may become a checkpoint
     full: int = 0
     marked: States | None = None  # a checkpoint that its next step makes, after its first `mark` tokens
@@ -87,6 +89,11 @@ class Sequence:
         """Number of pages that all of these take."""
         sets = {self.states, self.written, self.at_page}
         return sum(len(held.blocks) for held in self.held) + sum(states.pages for states in sets if states)
+
+    @property
+    def pending(self) -> int:
+        """Number of computed tokens of which its states have only kept the inputs."""
+        return self.num_computed - self.states_at
 
     @property
     def logit_rows(self) -> int:

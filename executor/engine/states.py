@@ -9,6 +9,9 @@ its states are known. They are made in prompts where others will probably branch
 generation prompt, since templates rewrite what follows; where a prompt's pages were found without states, since another
 prompt went on differently there; and every few thousand tokens. Another one is made of the states after the last full
 page when a sequence ends or is preempted, so that what follows an answer goes on from there.
+
+A step with drafts writes the states after the newest token that is certain, with the inputs of the drafted ones. Those
+that come true are pending until the next step takes them first, so that what came to nothing leaves no trace.
 """
 
 from executor.engine.pages import States
@@ -36,27 +39,42 @@ def cut(sequence: Sequence) -> None:
         sequence.limit = inside[1] - sequence.num_computed
 
 
-def prepare(cache: PageCache, sequence: Sequence, room: bool) -> None:
+def prepare(cache: PageCache, sequence: Sequence, room: bool, prefixes: bool) -> None:
     """Gives a sequence the sets that its next step writes. `room`: whether there is room for a checkpoint."""
-    states = sequence.states
+    states, sequence.written_at = sequence.states, sequence.num_computed + 1 if sequence.drafted else sequence.end
     kept = states is None or states.key or states is sequence.at_page
     sequence.written = cache.take_states() if kept else states
     inside = (tokens for tokens in sequence.wanted if sequence.num_computed < tokens < sequence.end)
-    if room and (mark := next(inside, None)):
+    if prefixes and (passed := passes_page(sequence, cache.pool.page_size)):
+        if not kept:  # in place of those at the page before
+            if sequence.at_page:
+                cache.release([sequence.at_page])
+                sequence.at_page = None
+            sequence.marked, sequence.mark = cache.take_states(), passed
+    elif room and (mark := next(inside, None)):
         sequence.marked, sequence.mark = cache.take_states(), mark
+
+
+def passes_page(sequence: Sequence, size: int) -> int:
+    """The end of the last full page, in tokens, that the pending tokens of a sequence pass; 0: they pass none."""
+    last = sequence.num_computed // size * size
+    return last if last > sequence.states_at else 0
 
 
 def advance(cache: PageCache, sequence: Sequence, size: int, prefixes: bool) -> None:
     """Records that a step has written the states of a sequence, whose tokens, pages and keys are those after it."""
     before, sequence.states, sequence.written = sequence.states, sequence.written, None
+    sequence.states_at = sequence.written_at
     if before and before not in (sequence.states, sequence.at_page):
         cache.release([before])
-    if sequence.marked:
+    if sequence.marked and sequence.mark in sequence.wanted:
         _keep(cache, sequence, sequence.marked, sequence.mark, size)
         cache.release([sequence.marked])
-        sequence.marked = None
-    if prefixes and sequence.num_computed % size == 0:
-        before, sequence.at_page, sequence.full = sequence.at_page, sequence.states, sequence.num_computed
+    elif sequence.marked:
+        sequence.at_page, sequence.full = sequence.marked, sequence.mark
+    sequence.marked = None
+    if prefixes and sequence.states_at % size == 0:
+        before, sequence.at_page, sequence.full = sequence.at_page, sequence.states, sequence.states_at
         if before:
             cache.release([before])
         if sequence.at_page and sequence.full in sequence.wanted:

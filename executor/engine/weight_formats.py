@@ -69,6 +69,7 @@ def build_of(
         dtype=getattr(torch, case.model_config.dtype),
         device=device,
         max_positions=case.max_sequence_length,
+        draft_tokens=case.data_config.draft_tokens,
         shadows=shadows,
         exchange=exchange,
         biased=scheme.biased,

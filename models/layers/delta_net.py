@@ -70,7 +70,7 @@ class DeltaNet(nn.Module):
         self.norm = RMSNorm(build, width, config.rms_norm_eps, base=0.0)
         self.out_proj = RowLinear(build, "out_proj", rows[1], hidden)
         taps, channels = self.conv1d.weight.shape
-        self.states = RecurrentStates(taps, channels, len(self.decay.rates), depth, width)
+        self.states = RecurrentStates(taps, channels, len(self.decay.rates), depth, width, build.draft_tokens)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         x = batch.rows(self.parallel).gather(x)
@@ -78,7 +78,9 @@ class DeltaNet(nn.Module):
         channels, places = self.conv1d.weight.shape[1], self.states.places(batch)
         qkv, z = qkvz.split([channels, qkvz.shape[1] - channels], 1)
         qkv = self.ops.causal_conv(qkv, self.conv1d.weight, self.states.conv, places)
-        y = self.ops.gated_delta_rule(qkv, a, b, self.decay.rates, self.decay.dt_bias, self.states.delta, places)
+        y = self.ops.gated_delta_rule(
+            qkv, a, b, self.decay.rates, self.decay.dt_bias, self.states.delta, self.states.inputs, places
+        )
         y = self.ops.gated_rms_norm(y, z.unflatten(1, (-1, self.width)), self.norm.weight, self.norm.eps)
         return self.out_proj(y.flatten(1), batch)
 

@@ -12,21 +12,24 @@ class RecurrentStates(nn.Module):
     """The states of one layer with a convolution and a gated delta rule, on this rank. The engine allocates places,
     each of which holds both states of a sequence in this layer, and passes them to `bind`."""
 
-    conv: Tensor  # (places, taps - 1, channels) float32, as of `Ops.causal_conv`
     delta: Tensor  # (places, value heads, key width, value width) float32, as of `Ops.gated_delta_rule`
+    conv: Tensor  # (places, taps - 1 + drafts, channels) float32, as of `Ops.causal_conv`
+    inputs: Tensor  # (places, drafts, ...) float32, those of `Ops.gated_delta_rule`
     number: int  # of this layer among those with states: its row in the tables of `Batch.recurrent`
 
-    def __init__(self, taps: int, channels: int, heads: int, key_width: int, value_width: int):
+    def __init__(self, taps: int, channels: int, heads: int, key_width: int, value_width: int, drafts: int):
+        """`drafts`: most rows of a sequence in a step that may come to nothing."""
         super().__init__()
-        self.conv_shape, self.delta_shape = (taps - 1, channels), (heads, key_width, value_width)
+        inputs = (channels + heads * value_width) // 2 + 2 * heads
+        self.shapes = (heads, key_width, value_width), (taps - 1 + drafts, channels), (drafts, inputs)
 
     @property
     def elements(self) -> int:
-        """Number of float32 of a place: those of the delta rule, then those of the convolution."""
-        return math.prod(self.delta_shape) + math.prod(self.conv_shape)
+        """Number of float32 of a place: those of `delta`, `conv` and `inputs` follow one another."""
+        return sum(map(math.prod, self.shapes))
 
-    def bind(self, conv: nn.Parameter, delta: nn.Parameter, number: int) -> None:
-        self.conv, self.delta, self.number = conv, delta, number
+    def bind(self, number: int, delta: nn.Parameter, conv: nn.Parameter, inputs: nn.Parameter) -> None:
+        self.delta, self.conv, self.inputs, self.number = delta, conv, inputs, number
 
     def places(self, batch: Batch) -> Recurrent:
         """Where the step's sequences have their states of this layer."""

@@ -33,6 +33,7 @@ class Rows(NamedTuple):
     write: int
     mark: int
     marked: int
+    pending: int  # always 0: no step has drafts
 
 
 class Heads(NamedTuple):
@@ -73,7 +74,14 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
 
 
 def gated_delta_rule(
-    qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, recurrent: Recurrent
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    inputs: Tensor,
+    recurrent: Recurrent,
 ) -> Tensor:
     if in_graph(qkv, recurrent):
         out, after = _delta_step(_read(states, recurrent.reads), _heads(qkv, a, b, rates, dt_bias, states))

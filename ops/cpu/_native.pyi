@@ -164,7 +164,9 @@ def gated_rms_norm(
 def sigmoid_mul(x: int, gate: int, tokens: int, width: int, stride: int) -> None: ...
 
 class Places:
-    def __init__(self, starts: int, reads: int, writes: int, marks: int, marked: int, sequences: int) -> None: ...
+    def __init__(
+        self, starts: int, reads: int, writes: int, marks: int, marked: int, pending: int, sequences: int
+    ) -> None: ...
 
 def causal_conv(
     places: Places,
@@ -175,6 +177,7 @@ def causal_conv(
     tokens: int,
     channels: int,
     taps: int,
+    ahead: int,
     stride: int,
     place: int,
 ) -> None: ...
@@ -186,6 +189,7 @@ def gated_delta_rule(
     rates: int,
     dt_bias: int,
     states: int,
+    inputs: int,
     factors: int,
     out: int,
     tokens: int,
@@ -193,6 +197,7 @@ def gated_delta_rule(
     heads: int,
     depth: int,
     width: int,
+    ahead: int,
     a_stride: int,
     b_stride: int,
     place: int,

@@ -12,8 +12,8 @@ SLAB = 16  # fewest columns of a value head that are computed together
 
 def _places(recurrent: Recurrent) -> "native.Places":
     starts, *tables = recurrent
-    reads, writes, marks, marked = (pointer(table, torch.int32) for table in tables)
-    return native.Places(pointer(starts, torch.int64), reads, writes, marks, marked, len(recurrent.reads))
+    reads, writes, marks, marked, pending = (pointer(table, torch.int32) for table in tables)
+    return native.Places(pointer(starts, torch.int64), reads, writes, marks, marked, pending, len(recurrent.reads))
 
 
 def _states(states: Tensor) -> int:
@@ -31,13 +31,20 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
     out = torch.empty(x.shape)
     native.causal_conv(
         _places(recurrent), strided(x[:, None]), pointer(weight), _states(states), pointer(out), len(x), channels,
-        taps, x.stride(0), states.stride(0),
+        taps, states.shape[1] - taps + 1, x.stride(0), states.stride(0),
     )  # fmt: skip
     return out
 
 
 def gated_delta_rule(
-    qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, recurrent: Recurrent
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    inputs: Tensor,
+    recurrent: Recurrent,
 ) -> Tensor:
     tokens, columns = qkv.shape
     _, heads, depth, width = states.shape
@@ -49,7 +56,7 @@ def gated_delta_rule(
     out, factors = torch.empty(tokens, heads, width), torch.empty(tokens, key_heads + 2 * heads)
     native.gated_delta_rule(
         _places(recurrent), pointer(qkv), strided(a[:, None]), strided(b[:, None]), pointer(rates), pointer(dt_bias),
-        _states(states), pointer(factors), pointer(out), tokens, key_heads, heads, depth, width, a.stride(0),
-        b.stride(0), states.stride(0),
+        _states(states), _states(inputs), pointer(factors), pointer(out), tokens, key_heads, heads, depth, width,
+        inputs.shape[1], a.stride(0), b.stride(0), states.stride(0),
     )  # fmt: skip
     return out

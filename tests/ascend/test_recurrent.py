@@ -43,10 +43,12 @@ class Layer:
         lens, reads, writes, marks, marked = torch.tensor(sequences, dtype=torch.int32).unbind(1)
         starts = torch.cat((lens.new_zeros(1), lens.cumsum(0)))
         reads, writes, marked = (torch.where(x < 0, x, x * self.units).int() for x in (reads, writes, marked))
-        at = Recurrent(starts.long(), reads, writes, marks, marked)
+        at = Recurrent(starts.long(), reads, writes, marks, marked, torch.zeros_like(marks))
         x, b, a = rows.split([self.channels, self.heads, self.heads], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.inputs, at)
-        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, at)
+        out: Tensor = self.ops.gated_delta_rule(
+            qkv, a, b, self.rates, self.dt_bias, self.states, self.states[:, 0, :0], at
+        )
         return out
 
     def kept(self, place: int) -> tuple[Tensor, Tensor]:
@@ -87,11 +89,13 @@ def test_chunks_of_like_keys_are_exact() -> None:
     heads, width, rows = 2, 32, 200
     qkv = torch.randn(1, 2 * width + heads * width).expand(rows, -1)
     gates = torch.full((rows, heads), -20.0), torch.full((rows, heads), 8.0), torch.full((heads,), 0.01)
-    at = Recurrent(torch.tensor([0, rows]), *(torch.tensor([n], dtype=torch.int32) for n in (-1, 0, 0, 0)))
+    at = Recurrent(torch.tensor([0, rows]), *(torch.tensor([n], dtype=torch.int32) for n in (-1, 0, 0, 0, 0)))
     ops, found = AscendOps(torch.float32, torch.device("cpu"), "fusion_v2"), []
     for implementation in (ops, reference):
         states = torch.zeros(1, heads, width, width)
-        found.append(implementation.gated_delta_rule(qkv.clone(), *gates, torch.zeros(heads), states, at))
+        found.append(
+            implementation.gated_delta_rule(qkv.clone(), *gates, torch.zeros(heads), states, states[:, 0, :0], at)
+        )
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 

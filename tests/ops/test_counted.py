@@ -154,7 +154,7 @@ def test_a_state_is_read_and_written_for_each_sequence() -> None:
     qkv, a = zeros(5, 2 * 2 * 8 + 4 * 16), zeros(5, 4)
     conv, delta = floats(9, 3, 96), floats(9, 4, 8, 16)
     assert ops.causal_conv(zeros(5, 160)[:, :96], floats(4, 96), conv, places).shape == qkv.shape
-    y = ops.gated_delta_rule(qkv, a, a, floats(4), floats(4), delta, places)
+    y = ops.gated_delta_rule(qkv, a, a, floats(4), floats(4), delta, floats(9, 0, 88), places)
     assert ops.gated_rms_norm(y, y, zeros(16), 1e-6).shape == y.shape == (5, 4, 16)
     assert ops.sigmoid_mul(a, a) is a
     rows = 5 * 96 * 2

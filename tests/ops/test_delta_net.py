@@ -3,6 +3,7 @@ these, which depend on no schedule."""
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ops.cpu import ops as cpu
 from ops.interface import Recurrent
 from umbra.errors import UserError
 
-KERNEL = 4
+KERNEL, AHEAD = 4, 3
 UNIT = 64  # floats between places, less than a state
 SETS = engine.module.instruction_sets()
 VECTORS = [s for s in ("generic", "avx2", SETS[-1]) if s in SETS]  # sets with kernels of their own
@@ -32,8 +33,8 @@ def engines() -> Iterator[None]:
 
 
 def recurrent(*sequences: Sequence[int]) -> Recurrent:
-    """Of (rows, read, write, mark, marked) of each sequence."""
-    lens, *places = zip(*sequences, strict=True)
+    """Of (rows, read, write, mark, marked) of each sequence, and of pending rows."""
+    lens, *places = zip(*(s if len(s) > 5 else (*s, 0) for s in sequences), strict=True)
     starts = torch.tensor([0, *itertools.accumulate(lens)])
     return Recurrent(starts, *(torch.tensor(place, dtype=torch.int32) for place in places))
 
@@ -45,14 +46,16 @@ class Layer:
         self.ops, (self.key_heads, self.heads), self.depth, self.width = ops, heads, depth, width
         self.channels = 2 * self.key_heads * depth + self.heads * width
         size = self.heads * depth * width
-        every = size + (KERNEL - 1) * self.channels
+        rows, kept = KERNEL - 1 + AHEAD, (self.channels + self.heads * width) // 2 + 2 * self.heads
+        every = size + rows * self.channels + AHEAD * kept
         self.units = -(-every // UNIT)
         self.arena = torch.full((places * self.units * UNIT,), torch.nan)
         units = (len(self.arena) - every) // UNIT + 1
         self.states = self.arena.as_strided(
             (units, self.heads, depth, width), (UNIT, depth * width, width, 1)
         )  # overlapping places of which every `units`-th is used
-        self.inputs = self.arena.as_strided((units, KERNEL - 1, self.channels), (UNIT, self.channels, 1), size)
+        self.inputs = self.arena.as_strided((units, rows, self.channels), (UNIT, self.channels, 1), size)
+        self.ahead = self.arena.as_strided((units, AHEAD, kept), (UNIT, kept, 1), size + rows * self.channels)
         generator = torch.Generator().manual_seed(5)
         self.weight = torch.randn(KERNEL, self.channels, generator=generator) / 2
         self.rates = torch.rand(self.heads, generator=generator).mul(4).add(0.01)
@@ -60,11 +63,11 @@ class Layer:
 
     def run(self, rows: Tensor, *sequences: Sequence[int]) -> Tensor:
         """rows (T, channels + 2 heads): x, b and a side by side, as one product makes them"""
-        at = recurrent(*((n, r if r < 0 else r * self.units, w if w < 0 else w * self.units, m, p * self.units)
-                         for n, r, w, m, p in sequences))  # fmt: skip
+        at = recurrent(*((n, r if r < 0 else r * self.units, w if w < 0 else w * self.units, m, p * self.units, *more)
+                         for n, r, w, m, p, *more in sequences))  # fmt: skip
         x, b, a = rows.split([self.channels, self.heads, self.heads], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.inputs, at)
-        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, at)
+        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, self.ahead, at)
         return out
 
     def rows(self, count: int) -> Tensor:
@@ -76,7 +79,7 @@ class Layer:
         if self.ops is cpu:
             slab = 16 if self.width % 32 else 32
             state = state.reshape(self.heads, -1, self.depth, slab).transpose(1, 2).reshape(state.shape)
-        return state.clone(), self.inputs[place * self.units].clone()
+        return state.clone(), self.inputs[place * self.units][: KERNEL - 1].clone()
 
 
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -175,6 +178,30 @@ def test_drafts_are_replayed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(layer.kept(0), wanted.kept(0), strict=True))
 
 
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+def test_drafts_that_come_to_nothing_leave_no_trace(ops: Any) -> None:
+    """Steps with up to three drafts, of which some come true, in place or into another place; a checkpoint in between,
+    also of rows that are pending, has the states of all rows before it."""
+    layer, wanted = (Layer(ops, (2, 4), 16, 32) for _ in range(2))
+    same = partial(torch.testing.assert_close, atol=1e-5 * (ops is not cpu), rtol=1e-5 * (ops is not cpu))
+    rows, random, at, pending, place = layer.rows(40), torch.Generator().manual_seed(1), 0, 0, -1
+    whole = wanted.run(rows.clone(), (40, -1, 0, 0, 0))
+    while at < 34:
+        drafts, come = torch.randint(0, 4, (2,), generator=random).tolist()
+        come, to = min(come, drafts), place if place >= 0 and at % 3 else (place + 1) % 3
+        step = torch.cat((rows[at : at + 1 + come], layer.rows(drafts - come)))
+        if drafts:
+            out = layer.run(step, (1 + drafts, place, -1, pending + 1, to, pending))
+        else:
+            out = layer.run(step, (1, place, to, max(pending - 1, 0), 4, pending))
+            if pending > 1:
+                before = Layer(ops, (2, 4), 16, 32)
+                before.run(rows[: at - 1].clone(), (at - 1, -1, 0, 0, 0))
+                same(layer.kept(4), before.kept(0))
+        same(out[: 1 + come], whole[at : at + 1 + come])
+        at, pending, place = at + 1 + come, come, to
+
+
 def test_a_tape_reads_the_tables_of_each_replay() -> None:
     layer, wanted = (Layer(cpu, (2, 4), 32, 64) for _ in range(2))
     rows, tape = layer.rows(4), engine.Tape()
@@ -183,7 +210,7 @@ def test_a_tape_reads_the_tables_of_each_replay() -> None:
     with tape.capture():
         x, b, a = rows.split([layer.channels, 4, 4], 1)
         qkv = cpu.causal_conv(x, layer.weight, layer.inputs, at)
-        out = cpu.gated_delta_rule(qkv, a, b, layer.rates, layer.dt_bias, layer.states, at)
+        out = cpu.gated_delta_rule(qkv, a, b, layer.rates, layer.dt_bias, layer.states, layer.ahead, at)
     wanted.run(rows, (1, -1, 0, 0, 0), (2, -1, 1, 0, 0))
     for step in ([(2, 0, 2, 1, 3), (1, 1, 1, 0, 0)], [(0, 2, 2, 0, 0), (1, 3, 3, 0, 0)]):
         rows[:3] = layer.rows(3)

@@ -46,7 +46,7 @@ def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loop_of(model: Path, draft_tokens: int, exe_mode: str, **options: Any) -> Loop:
-    data = {"batch_size": 3, "max_new_tokens": 40, "draft_tokens": draft_tokens}
+    data = {"batch_size": 3, "max_new_tokens": 64, "draft_tokens": draft_tokens}
     case = tiny_case(model.parent, model, exe_mode=exe_mode, data_config=data, **options)
     loop = make_runner(case, model.parent).loop
     if draft_tokens:
@@ -94,6 +94,36 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
         for loop in (loop_of(model, most, "graph", **options) for most in (0, 7))
     ]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("exe_mode", ["eager", "graph"])
+def test_tokens_are_the_same_where_states_go_back(tmp_path: Path, exe_mode: str) -> None:
+    """What followed an answer goes on from the states after one of its last pages."""
+    save_tiny_of(tmp_path / "model", "qwen3_next", eos_token_id=None)
+    found = {}
+    for most in (0, 5):
+        cache_config = {"page_size": 4, "state_checkpoints": 30}
+        loop = loop_of(tmp_path / "model", most, exe_mode, model_name="qwen3_next", cache_config=cache_config)
+        loop = Loop(loop.engine, frozenset(), serving=True)
+        if most:
+            loop.scheduler.drafts = FreeDrafts(most)
+        events = answers(
+            loop, {"logit_bias": {3: 50.0, 5: 50.0}, "max_tokens": 60, "temperature": 0.5}
+        )  # which repeat soon
+        first = {id: [token for event in of for token in event.tokens] for id, of in events.items()}
+        whole = [[*prompt, *first[id]] for id, prompt in enumerate(PROMPTS)]
+        again = [loop.submit(Request((*ids, 7, 8, 9, 10), SamplingParams(max_tokens=9))) for ids in whole]
+        while not loop.idle:
+            loop.step()
+        missing = {(len(ids) - 1) // 4 * 4 - s.cached_tokens for ids, s in zip(whole, again, strict=True)}
+        assert missing <= ({0, 4, 8} if most else {0})  # an answer may end with drafts that pass a page
+        found[most] = first, [s.generated for s in again]
+        cache = loop.scheduler.caches[0]
+        assert (cache.held, cache.live_states) == (0, 0)
+        cache.trim(0)
+        assert (cache.kept, cache.sets, loop.engine.pages.available(0)) == (0, 0, loop.engine.pages.pages)
+    assert found[0] == found[5]
+    assert 0 < loop.timings.accepted_tokens < loop.timings.drafted_tokens
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 9))

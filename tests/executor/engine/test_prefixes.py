@@ -1,7 +1,6 @@
 """Shared prefixes, promises and preemption: over random histories every request gets all its tokens, every page and
 every set of states holds the tokens it is found by, and copies of the scheduler stay equal."""
 
-import dataclasses
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -66,14 +65,14 @@ class Rank:
         """Reads and writes the states of one sequence's next step."""
         assert (s.states is None) == (s.num_computed == 0)
         assert s.written
-        contents = {s.states: s.num_computed, s.at_page: s.full}
+        contents = {s.states: s.states_at, s.at_page: s.full}
         for states, tokens in contents.items():
             if states:
                 content = s.request.salt, tuple(s.ids[:tokens])
                 assert all(self.states[s.group, place] == content for place in states.places)
         assert not s.written.key
         assert s.written.holders == 1
-        for states, tokens in ((s.marked, s.mark), (s.written, s.end)):
+        for states, tokens in ((s.marked, s.mark), (s.written, s.written_at)):
             if states:
                 content = s.request.salt, tuple(s.ids[:tokens])
                 self.states |= {(s.group, place): content for place in states.places}
@@ -126,8 +125,6 @@ def test_every_request_gets_its_tokens_whatever_gives_way(
         data.draw(st.sampled_from([(None,), (None,), (None, 6), (1,), (None, None, 3, 9)])),
         data.draw(st.sampled_from([0, 1, 4])),
     )  # fmt: skip
-    if limits.set_pages:
-        limits = dataclasses.replace(limits, draft_tokens=0)
     ranks = [Rank(limits, limits.pages_of(LONGEST) + more, number) for number in range(3)]
     wanted: dict[int, int] = {}
     got = Counter[int]()

@@ -11,7 +11,6 @@ from torch import Tensor, equal
 from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from tests.fakes.scripted import Server
-from tests.hybrid import save_tiny_hybrid
 from tests.quantised import mxfp4_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import thorough_but
@@ -46,7 +45,7 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
         save_tiny_of(tmp_path / "floats", "gpt_oss", **sizes, hidden_size=32, intermediate_size=32, head_dim=8)
         mxfp4_tiny(tmp_path / "floats", tmp_path / "model")
     elif kind == "states":
-        save_tiny_hybrid(tmp_path / "model", "qwen3_next", num_experts=16)
+        save_tiny_of(tmp_path / "model", "qwen3_next", num_experts=16)
     else:
         save_tiny(tmp_path / "model", **sizes)
     case = tiny_case(

@@ -126,34 +126,41 @@ void bind_ops(py::module_& m) {
         py::arg("x"), py::arg("gate"), py::arg("tokens"), py::arg("width"), py::arg("stride"));
     py::class_<Places>(m, "Places")
         .def(py::init([](uintptr_t starts, uintptr_t reads, uintptr_t writes, uintptr_t marks, uintptr_t marked,
-                         int64_t sequences) {
-                 return new Places{at<const int64_t>(starts), at<const int32_t>(reads),  at<const int32_t>(writes),
-                                   at<const int32_t>(marks),  at<const int32_t>(marked), sequences};
+                         uintptr_t pending, int64_t sequences) {
+                 return new Places{at<const int64_t>(starts),
+                                   at<const int32_t>(reads),
+                                   at<const int32_t>(writes),
+                                   at<const int32_t>(marks),
+                                   at<const int32_t>(marked),
+                                   at<const int32_t>(pending),
+                                   sequences};
              }),
              py::arg("starts"), py::arg("reads"), py::arg("writes"), py::arg("marks"), py::arg("marked"),
-             py::arg("sequences"));
+             py::arg("pending"), py::arg("sequences"));
     m.def(
         "causal_conv",
         [](const Places& places, uintptr_t x, uintptr_t weight, uintptr_t states, uintptr_t out, int64_t tokens,
-           int64_t channels, int64_t taps, int64_t stride, int64_t place) {
+           int64_t channels, int64_t taps, int64_t ahead, int64_t stride, int64_t place) {
             submit(CausalConv{at<const float>(x), at<const float>(weight), at<float>(states), places, at<float>(out),
-                              tokens, channels, taps, stride, place});
+                              tokens, channels, taps, ahead, stride, place});
         },
         py::arg("places"), py::arg("x"), py::arg("weight"), py::arg("states"), py::arg("out"), py::arg("tokens"),
-        py::arg("channels"), py::arg("taps"), py::arg("stride"), py::arg("place"));
+        py::arg("channels"), py::arg("taps"), py::arg("ahead"), py::arg("stride"), py::arg("place"));
     m.def(
         "gated_delta_rule",
         [](const Places& places, uintptr_t qkv, uintptr_t a, uintptr_t b, uintptr_t rates, uintptr_t dt_bias,
-           uintptr_t states, uintptr_t factors, uintptr_t out, int64_t tokens, int64_t key_heads, int64_t heads,
-           int64_t depth, int64_t width, int64_t a_stride, int64_t b_stride, int64_t place) {
+           uintptr_t states, uintptr_t inputs, uintptr_t factors, uintptr_t out, int64_t tokens, int64_t key_heads,
+           int64_t heads, int64_t depth, int64_t width, int64_t ahead, int64_t a_stride, int64_t b_stride,
+           int64_t place) {
             submit(GatedDelta{at<float>(qkv), at<const float>(a), at<const float>(b), at<const float>(rates),
-                              at<const float>(dt_bias), at<float>(states), places, at<float>(factors), at<float>(out),
-                              tokens, key_heads, heads, depth, width, a_stride, b_stride, place});
+                              at<const float>(dt_bias), at<float>(states), at<float>(inputs), places,
+                              at<float>(factors), at<float>(out), tokens, key_heads, heads, depth, width, ahead,
+                              a_stride, b_stride, place});
         },
         py::arg("places"), py::arg("qkv"), py::arg("a"), py::arg("b"), py::arg("rates"), py::arg("dt_bias"),
-        py::arg("states"), py::arg("factors"), py::arg("out"), py::arg("tokens"), py::arg("key_heads"),
-        py::arg("heads"), py::arg("depth"), py::arg("width"), py::arg("a_stride"), py::arg("b_stride"),
-        py::arg("place"));
+        py::arg("states"), py::arg("inputs"), py::arg("factors"), py::arg("out"), py::arg("tokens"),
+        py::arg("key_heads"), py::arg("heads"), py::arg("depth"), py::arg("width"), py::arg("ahead"),
+        py::arg("a_stride"), py::arg("b_stride"), py::arg("place"));
     m.def(
         "route",
         [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,

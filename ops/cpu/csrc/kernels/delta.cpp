@@ -30,16 +30,18 @@ void convolve(const CausalConv& op, int64_t sequence, int64_t channel) {
     const Places& places = op.places;
     const int64_t first = places.starts[sequence], count = places.starts[sequence + 1] - first, kept = op.taps - 1;
     const int64_t width = std::min(kChannels, op.channels - channel);
+    const int64_t pending = places.pending[sequence], mark = places.marks[sequence] - pending;
     const auto place = [&](int64_t index) { return op.states + index * op.place + channel; };
     // The input `row` rows after the sequence's first one; null: zeros before it began.
     const auto input = [&](int64_t row) -> const float* {
         if (row >= 0) return op.x + (first + row) * op.stride + channel;
         const int32_t read = places.reads[sequence];
-        return read < 0 ? nullptr : place(read) + (kept + row) * op.channels;
+        return read < 0 ? nullptr : place(read) + (kept + pending + row) * op.channels;
     };
-    // Keeps the inputs before `row`. The state that was read may be overwritten: each row moves to an earlier one.
-    const auto keep = [&](int64_t row, int32_t index) {
-        for (int64_t i = 0; i < kept; i++) {
+    // Keeps the inputs before `row`, and `behind` ones from it on. The state that was read may be overwritten: each row
+    // moves to an earlier one.
+    const auto keep = [&](int64_t row, int64_t behind, int32_t index) {
+        for (int64_t i = 0; i < kept + behind; i++) {
             float* to = place(index) + i * op.channels;
             if (const float* from = input(row - kept + i))
                 std::memcpy(to, from, width * sizeof(float));
@@ -57,9 +59,10 @@ void convolve(const CausalConv& op, int64_t sequence, int64_t channel) {
         conv_row(rows + missing, op.weight + missing * op.channels + channel, op.channels, op.taps - missing,
                  op.out + (first + row) * op.channels + channel, width);
     }
-    // Only now: the place may be the one that was read.
-    if (count && places.marks[sequence]) keep(places.marks[sequence], places.marked[sequence]);
-    if (count && places.writes[sequence] >= 0) keep(count, places.writes[sequence]);
+    // Only now: the places may be the one that was read.
+    if (count && places.marks[sequence])
+        keep(mark, places.drafting(sequence) ? std::min(count - mark, op.ahead) : 0, places.marked[sequence]);
+    if (count && places.writes[sequence] >= 0) keep(count, 0, places.writes[sequence]);
 }
 
 // What all slabs of a head share: queries and keys of length 1 (queries also divided by sqrt(depth)), their products,
@@ -83,6 +86,20 @@ CLONES void prepare(const GatedDelta& op, int64_t token) {
         const float x = a[h] + op.dt_bias[h];
         decays[h] = std::exp(-op.rates[h] * (x > 20.0f ? x : std::log1p(std::exp(x))));
         betas[h] = 1.0f / (1.0f + std::exp(-b[h]));
+    }
+}
+
+// Keeps the inputs of the rows that may come to nothing, as `kept` says.
+void keep_inputs(const GatedDelta& op, int64_t sequence) {
+    const Places& places = op.places;
+    const int64_t keys = op.key_heads * op.depth, values = op.heads * op.width;
+    const int64_t first = places.starts[sequence] + places.marks[sequence] - places.pending[sequence];
+    const int64_t end = std::min(places.starts[sequence + 1], first + op.ahead);
+    float* to = op.inputs + places.marked[sequence] * op.place;
+    for (int64_t t = first; t < end; t++, to += op.kept()) {
+        const float* factors = op.factors + t * (op.key_heads + 2 * op.heads) + op.key_heads;
+        std::memcpy(to, op.qkv + t * (2 * keys + values) + keys, (keys + values) * sizeof(float));
+        std::memcpy(to + keys + values, factors, 2 * op.heads * sizeof(float));
     }
 }
 
@@ -113,6 +130,8 @@ void GatedDelta::run(Context& context) const {
     context.pool.each(static_cast<int>(places.sequences * each), [&](int task, int) {
         context.kernels.delta(*this, task / each, task % each / slabs, task % slabs * columns);
     });
+    for (int64_t sequence = 0; sequence < places.sequences; sequence++)
+        if (places.drafting(sequence)) keep_inputs(*this, sequence);
     clear_padding(places, out, tokens, heads * width);
 }
 

@@ -68,14 +68,22 @@ ALWAYS_INLINE void run_slab_of(const GatedDelta& op, int64_t sequence, int64_t h
     const float* from = read < 0 ? kZeroSlab : states + read * op.place;
     float* to = write < 0 ? unkept : states + write * op.place;
     const int64_t first = places.starts[sequence], end = places.starts[sequence + 1];
-    for (int64_t t = first; t < end; t++, from = to) {
-        const float *q = op.qkv + t * all + key_head * op.depth, *f = op.factors + t * factors;
-        const float* v = op.qkv + t * all + 2 * keys + head * op.width + column;
-        float* out = op.out + (t * op.heads + head) * op.width + column;
+    const int64_t pending = first < end ? places.pending[sequence] : 0;
+    alignas(64) float unseen[kSlab];  // outputs of pending rows
+    for (int64_t t = first - pending; t < end; t++, from = to) {
+        const bool is_new = t >= first;
+        const float *rows = is_new ? op.qkv + t * all + keys
+                                   : op.inputs + read * op.place + (t - first + pending) * op.kept(),
+                    *k = rows + key_head * op.depth, *q = is_new ? k - keys : k;
+        const float* v = rows + keys + head * op.width + column;
+        const float *f = op.factors + std::max<int64_t>(t, 0) * factors,
+                    *decays = is_new ? f + op.key_heads : rows + keys + op.heads * op.width;
+        float* out = is_new ? op.out + (t * op.heads + head) * op.width + column : unseen;
+        const float product = is_new ? f[key_head] : 0.0f;
         for (int64_t c = 0; c < kSlab; c += kAtOnce * kWide)
-            step<V, kAtOnce>(from + c, to + c, op.depth, kSlab, q, q + keys, v + c, f[key_head], f[op.key_heads + head],
-                             f[op.key_heads + op.heads + head], out + c);
-        if (t - first + 1 == places.marks[sequence])
+            step<V, kAtOnce>(from + c, to + c, op.depth, kSlab, q, k, v + c, product, decays[head],
+                             decays[op.heads + head], out + c);
+        if (t - first + pending + 1 == places.marks[sequence])
             std::memcpy(states + places.marked[sequence] * op.place, to, op.depth * kSlab * sizeof(float));
     }
 }

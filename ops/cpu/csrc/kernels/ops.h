@@ -153,18 +153,20 @@ struct AddGated {
 
 // Where the sequences of a step have their states: `Recurrent` in ops/interface.py.
 struct Places {
-    const int64_t* starts;                           // (S + 1)
-    const int32_t *reads, *writes, *marks, *marked;  // (S)
+    const int64_t* starts;                                     // (S + 1)
+    const int32_t *reads, *writes, *marks, *marked, *pending;  // (S)
     int64_t sequences;
+    // Whether a sequence's rows behind its mark may come to nothing.
+    bool drafting(int64_t sequence) const { return marks[sequence] && writes[sequence] < 0; }
 };
 
 struct CausalConv {
     const float* x;       // (T, channels), tokens `stride` apart
     const float* weight;  // (taps, channels)
-    float* states;        // places of (taps - 1, channels), `place` floats apart
+    float* states;        // places of (taps - 1 + ahead, channels), `place` floats apart
     Places places;
     float* out;  // (T, channels)
-    int64_t tokens, channels, taps, stride, place;
+    int64_t tokens, channels, taps, ahead, stride, place;
     void run(Context&) const;
     static constexpr int64_t kMostTaps = 8;
 };
@@ -174,12 +176,14 @@ struct GatedDelta {
     const float *a, *b;            // (T, heads), tokens a_stride and b_stride apart
     const float *rates, *dt_bias;  // (heads)
     float* states;                 // places of `heads` states in slabs, `place` floats apart
+    float* inputs;                 // as far apart, (ahead, kept()): inputs of rows that may come to nothing
     Places places;
     float* factors;  // (T, key_heads + 2 heads): scratch
     float* out;      // (T, heads, width)
-    int64_t tokens, key_heads, heads, depth, width, a_stride, b_stride, place;
+    int64_t tokens, key_heads, heads, depth, width, ahead, a_stride, b_stride, place;
     void run(Context&) const;
-    static int64_t slab(int64_t width) { return width % 32 ? 16 : 32; }  // columns of one
+    int64_t kept() const { return key_heads * depth + heads * width + 2 * heads; }  // keys, values, decays, betas
+    static int64_t slab(int64_t width) { return width % 32 ? 16 : 32; }             // columns of one
 };
 
 struct Route {
