@@ -44,15 +44,21 @@ def conv(*changes: tuple[str, str]) -> Mistake:
     return op("causal_conv", *changes, of=recurrent)
 
 
+def key_heads_in_turn(patch: pytest.MonkeyPatch) -> None:
+    change = ".repeat_interleave(heads * depth // len(x), 0)", ".repeat(heads * depth // len(x), 1)"
+    rewritten(recurrent, "_of_heads", change)(patch)
+    patch.setattr(cpu, "gated_delta_rule", recurrent.gated_delta_rule)
+
+
 def whole_heads_rotate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("models.hybrid_config.read_rotary_dim", lambda hf, dim, default: dim)
 
 
 FADE, ADD = (
-    "            state = state * decay[t, :, None, None]\n",
-    "state = state + k[t, :, :, None] * change[:, None]",
+    "            state = state * decays[:, None, None]\n",
+    "state = state + key[:, :, None] * change[:, None]",
 )
-SQUARES, OUT = "torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)", 'torch.einsum("hkv,hk->hv", state, q[t])'
+SQUARES, OUT = "torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)", 'torch.einsum("hkv,hk->hv", state, query)'
 LAST = "inputs[len(inputs) - taps + 1 :]"
 BOTH = {
     "norms_without_one": rewritten(RMSNorm, "pieces", (" + self.base)", ")")),
@@ -66,19 +72,19 @@ BOTH = {
     "means_for_sums": rule((".sum(-1, keepdim=True)", ".mean(-1, keepdim=True)")),
     "eps_outside": rule((SQUARES, "1 / (x.square().sum(-1, keepdim=True).sqrt() + 1e-6)")),
     "no_l2norm": rule((f"x * {SQUARES}", "x")),
-    "queries_not_scaled": rule(("q * depth**-0.5", "q")),
-    "key_heads_in_turn": rule((".repeat_interleave(heads * depth // keys, 1)", ".repeat(1, heads * depth // keys, 1)")),
+    "queries_not_scaled": rule((" * depth**-0.5", "")),
+    "key_heads_in_turn": key_heads_in_turn,
     "b_and_a_swapped": rewritten(DeltaNet, "forward", ("(b, a)", "(a, b)")),
     "no_dt_bias": rule((" + dt_bias", "")),
     "no_softplus": rule(("F.softplus(a.float() + dt_bias)", "(a.float() + dt_bias).relu()")),
     "sign_of_the_logarithm": rewritten(Decay, "pieces", ("x.float().exp()", "(-x.float()).exp()")),
-    "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decay[t, :, None, None]")),
+    "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decays[:, None, None]")),
     "output_of_the_old_state": rule((FADE, f"            old = state\n{FADE}"), (OUT, OUT.replace("state", "old"))),
     "state_in_bfloat16": rule((ADD, f"{ADD}; state = state.bfloat16().float()")),
     "no_silu_after_the_convolution": conv(("F.silu", "")),
     "convolution_backwards": conv(("weight.T", "weight.flip(0).T")),
-    "state_of_outputs": conv((LAST, "torch.cat((state, out[rows]))[1 - taps :]")),
-    "state_of_this_step_alone": conv((LAST, "torch.cat((torch.zeros_like(state), x[rows]))[1 - taps :]")),
+    "state_of_outputs": conv((LAST, "torch.cat((before, out[s.start : s.end]))[1 - taps :]")),
+    "state_of_this_step_alone": conv((LAST, "torch.cat((torch.zeros_like(before), x[s.start : s.end]))[1 - taps :]")),
     "whole_heads_rotate": whole_heads_rotate,
     "adjacent_pairs": rewritten(
         rotary, "head_order", ("turning[:half]", "turning[::2]"), ("turning[half:]", "turning[1::2]"),
