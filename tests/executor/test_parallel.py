@@ -102,7 +102,7 @@ NEXT: Splits = {  # from eight ranks on, several have copies of each of four key
 QWEN35: Splits = {
     "tp2_sp_in_chunks": dict(world_size=2, chunked_prefill_size=5, sequence_parallel_tokens=1),
     "dp2_ep2_graph": dict(world_size=2, attn_tp_size=1, moe_tp_size=1, exe_mode="graph"),
-    "dp2_tp2_ep4": dict(world_size=4, attn_tp_size=2, moe_tp_size=1),
+    "dp2_tp2_ep4_in_chunks": dict(world_size=4, attn_tp_size=2, moe_tp_size=1, chunked_prefill_size=5),
     "ep4_copies_graph": dict(
         world_size=4, attn_tp_size=1, moe_tp_size=1, expert_slots=3, rebalance_steps=1, exe_mode="graph"
     ),

@@ -70,7 +70,7 @@ class AwqTarget(Target):
             "bits": BITS,
             "group_size": self.group,
             "zero_point": True,
-            "modules_to_not_convert": [gate for gate in (family.router, family.shared_gate) if gate],
+            "modules_to_not_convert": [name for name in (family.router, family.shared_gate, *family.small) if name],
         }
 
     def check_sizes(self, rows: int, columns: int) -> str:

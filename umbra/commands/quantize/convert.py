@@ -22,7 +22,7 @@ from torch import Tensor
 from text.tokenizer import Tokenizer
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.search import Fold, fold, search_layer
-from umbra.commands.quantize.source import CONFIG, Source
+from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.target import Target
 from umbra.commands.quantize.workers import Each, Progress, workers
 from umbra.errors import UserError
@@ -169,5 +169,5 @@ def _finish(target: Target, out: Path, paths: list[Path]) -> None:
             file_of |= dict.fromkeys(file.keys(), path.name)
     total = sum(path.stat().st_size for path in paths)
     write_json(out / target.index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))})
-    for name, record in target.records(read_json(target.source.folder / CONFIG), file_of).items():
+    for name, record in target.records(target.source.config_json, file_of).items():
         write_json(out / name, record)

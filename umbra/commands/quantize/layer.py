@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.layers.attention import AttentionConfig
 from models.layers.rotary import head_order, rotary_angles
-from ops.reference import rms_norm, rope
+from ops.reference import rms_norm, rope, sigmoid_mul
 from umbra.commands.quantize.workers import Each
 
 Weights = Callable[[str], Tensor]  # maps a tensor's name to its values in float32
@@ -56,7 +56,9 @@ class LayerMath(ABC, Generic[C]):
     router: ClassVar[str]  # path of the router within a layer
     shared: ClassVar[str] = ""  # path of the expert that every token takes, which is numbered after the others
     shared_gate: ClassVar[str] = ""  # path of its gate
+    small: ClassVar[tuple[str, ...]] = ()  # paths of other modules that stay in floats
     fp8_name: ClassVar[str]  # how the family's official FP8 configs call the type of the weights
+    norm_base: ClassVar[float] = 0.0  # what the stored weights of norms lack
 
     @classmethod
     @abstractmethod
@@ -69,6 +71,7 @@ class LayerMath(ABC, Generic[C]):
 
     def __init__(self, config: C, names: Collection[str], length: int):
         self.config, self.names = config, names
+        self.inputs: Collection[str] = QKV  # weights whose input is that of attention
         self.cos, self.sin = rotary_angles(config.rope, config.head_dim, length)  # (L, head_dim)
         self.order = head_order(config.rope, config.head_dim)
         self.gate, self.up, self.down = (f"{matrix}.weight" for matrix in self.matrices)
@@ -79,7 +82,7 @@ class LayerMath(ABC, Generic[C]):
         """RMS norm over as many columns of `x` as the norm's weight has, if there is such a norm."""
         if f"{name}.weight" not in self.names:
             return x
-        weight = w(f"{name}.weight")
+        weight = w(f"{name}.weight") + self.norm_base
         return rms_norm(x.unflatten(-1, (-1, len(weight))), weight, self.config.rms_norm_eps).flatten(-2)
 
     def linear(self, w: Weights, name: str, x: Tensor) -> Tensor:
@@ -88,7 +91,8 @@ class LayerMath(ABC, Generic[C]):
 
     def heads(self, w: Weights, x: Tensor) -> Tensor:
         """The input of o_proj: x (B, L, H) -> (B, L, heads * head_dim)"""
-        q, k, v = (self.linear(w, f"self_attn.{which}_proj", x) for which in "qkv")
+        q, gate = self.queries(w, x)
+        k, v = (self.linear(w, f"self_attn.{which}_proj", x) for which in "kv")
         q, k = self.normed(w, "self_attn.q_norm", q), self.normed(w, "self_attn.k_norm", k)
         q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in (q, k, v))
         if self.order:
@@ -96,7 +100,12 @@ class LayerMath(ABC, Generic[C]):
         q, k = rope(q, k, self.cos, self.sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, L, head_dim)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(2)
+        out = out.transpose(1, 2).flatten(2)
+        return out if gate is None else sigmoid_mul(out, gate)
+
+    def queries(self, w: Weights, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The queries (B, L, heads * head_dim) and, where there is one, as large a gate of the attention's result."""
+        return self.linear(w, "self_attn.q_proj", x), None
 
     def attentions(self, candidates: Iterable[Weights], x: Tensor, each: Each) -> Iterator[Tensor]:
         """The attention's output (B, L, H) for x (B, L, H) with each of the weights."""

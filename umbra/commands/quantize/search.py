@@ -7,7 +7,7 @@ calibration text the result is never worse than without scales.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from umbra.commands.quantize.awq import quantise
-from umbra.commands.quantize.layer import O_PROJ, QKV, LayerMath, Weights
+from umbra.commands.quantize.layer import O_PROJ, LayerMath, Weights
 from umbra.commands.quantize.workers import Each
 
 STEPS = 20  # alphas from 0 to 0.95
+NORM = "norm.weight"  # end of the names of norms' weights
 FLOOR = 0.01  # least input, relative to the average: columns that calibration hardly used keep some precision
 
 
@@ -29,6 +30,7 @@ class Fold:
     scale: Tensor  # (in) float32
     multiplied: frozenset[str]
     divided: frozenset[str]
+    norm_base: float  # what the stored weight of a norm lacks
 
 
 Outputs = Callable[[Iterable[Weights]], Iterator[Tensor]]  # the output of a part of a layer with each of the weights
@@ -71,12 +73,18 @@ def search_layer(
         """The fold for the inputs `x` (..., in) of `multiplied`, none if all of these stay in floats."""
         names = frozenset(multiplied).intersection(layer.names)  # a dense layer has no router
         if chosen := frozenset(filter(rounded, names)):
-            yield Fold(best_scale(x.flatten(0, -2), chosen, weights, outputs, group), names, frozenset(divided))
+            yield Fold(
+                best_scale(x.flatten(0, -2), chosen, weights, outputs, group),
+                names,
+                frozenset(divided),
+                layer.norm_base,
+            )
 
     normed = layer.normed(weights, "input_layernorm", x)
-    yield from folds(normed, QKV, ["input_layernorm.weight"], lambda ws: layer.attentions(ws, normed, each))
+    yield from folds(normed, layer.inputs, ["input_layernorm.weight"], lambda ws: layer.attentions(ws, normed, each))
 
-    if config.num_attention_heads == config.num_key_value_heads:  # otherwise several query heads share a row of v_proj
+    # Where a query head has a row of v_proj for itself.
+    if config.num_attention_heads == config.num_key_value_heads and O_PROJ in layer.names:
         held = layer.held(weights)
         heads = torch.cat(list(each(lambda window: layer.heads(held, window), normed.split(1))))
         above = ["self_attn.v_proj.weight", "self_attn.v_proj.bias"]
@@ -113,15 +121,16 @@ def fold(tensors: Mapping[str, Tensor], folds: list[Fold]) -> Iterator[tuple[str
             if name in f.multiplied:
                 wide = wide * f.scale
             if name in f.divided:
-                wide = wide / f.scale.view(-1, *[1] * (wide.dim() - 1))
+                base = f.norm_base if name.endswith(NORM) else 0.0
+                wide = (wide + base) / f.scale.view(-1, *[1] * (wide.dim() - 1)) - base
         yield name, wide
 
 
 def _as_stored(f: Fold, tensors: Mapping[str, Tensor]) -> Fold:
     """The fold with the scale that a norm really gets once it is rounded to its type: the product stays exact."""
     for name in f.divided:
-        if name.endswith("norm.weight"):
-            exact = tensors[name].float()
-            stored = (exact / f.scale).to(tensors[name].dtype).float()
-            return Fold(torch.where(stored == 0, f.scale, exact / stored), f.multiplied, f.divided)
+        if name.endswith(NORM):
+            exact = tensors[name].float() + f.norm_base
+            stored = (exact / f.scale - f.norm_base).to(tensors[name].dtype).float() + f.norm_base
+            return replace(f, scale=torch.where(stored == 0, f.scale, exact / stored))
     return f

@@ -14,16 +14,19 @@ from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.fp8 import Fp8Matrix
 from executor.checkpoint.load import problems_of, stored_as, wanted_by
 from models.build import Build, Formats
+from models.registry import FAMILIES as REGISTERED
 from models.registry import family_in, model_class, read_config
 from ops import load_ops
 from ops.format import FORMATS, Alternating, floats
 from ops.parallel.groups import Parallel
 from umbra.commands.quantize.glm4_moe import Glm4MoeLayer
+from umbra.commands.quantize.hybrid import HybridLayer
 from umbra.commands.quantize.layer import LayerConfig, LayerMath
 from umbra.commands.quantize.minimax_m2 import MiniMaxM2Layer
 from umbra.commands.quantize.qwen2_moe import Qwen2MoeLayer
 from umbra.commands.quantize.qwen3_moe import Qwen3MoeLayer
 from umbra.errors import UserError, listed
+from umbra.files import read_json
 
 CONFIG = "config.json"
 # Files that are copied unchanged where the checkpoint has them.
@@ -42,6 +45,8 @@ FAMILIES: dict[str, type[LayerMath[Any]]] = {
     "qwen2_moe": Qwen2MoeLayer,
     "glm4_moe": Glm4MoeLayer,
     "minimax_m2": MiniMaxM2Layer,
+    "qwen3_next": HybridLayer,
+    "qwen3_5_moe": HybridLayer,
 }
 PLAIN = FORMATS["float32"]
 
@@ -62,8 +67,16 @@ class Source:
         )  # fmt: skip
         model = model_class(name)(config, build)
         wanted = wanted_by(model)
-        self.shapes = {name: pieces[0].shape for name, pieces in wanted.items()}
-        linear = [name for name, pieces in wanted.items() if pieces[0].linear]
+        self.inside: dict[str, tuple[str, int, slice]] = {}  # the matrices that are read from tensors of all experts
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        linear: list[str] = []
+        for tensor, (piece, *_) in wanted.items():
+            held = {tensor: piece.shape}
+            if piece.linear and len(piece.shape) == 3 and not piece.by_input:
+                self.inside |= (matrices := _matrices(tensor, piece.shape))
+                held = {matrix: (rows.stop - rows.start, piece.shape[2]) for matrix, (_, _, rows) in matrices.items()}
+            self.shapes |= held
+            linear += held if piece.linear else ()
         self.linear = {name.removesuffix(".weight"): self.shapes[name] for name in linear}  # (out, in) of each module
         self.fused = {name for name in linear if len(self.shapes[name]) == 3}  # (experts, out, in): of all experts
         if name not in FAMILIES and not self.fused:
@@ -77,6 +90,14 @@ class Source:
         self.stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
         for problem, names in problems_of(self.files, self.stored, scheme, model.ignores):
             raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        """The contents of config.json; of a model that sees pictures, those of one that only reads text."""
+        whole = read_json(self.folder / CONFIG)
+        if not isinstance(text := whole.get("text_config"), dict):
+            return whole
+        return text | {"architectures": [REGISTERED[self.name].model.partition(":")[2]]}
 
     @property
     def family(self) -> type[LayerMath[Any]]:
@@ -101,16 +122,21 @@ class Source:
 
     def read(self, name: str, *cut: slice) -> Tensor:
         """The weight of this name, or a cut of it: as it is stored, or in float32 if it is quantised."""
-        rest = self.shapes[name][len(cut) :]
+        cuts = (*cut, *(slice(0, size) for size in self.shapes[name][len(cut) :]))
+        stored, one = name, tuple[slice, ...]()
+        if name in self.inside:
+            stored, expert, rows = self.inside[name]
+            one, cuts = (slice(expert, expert + 1),), (rows, *cuts[1:])
         with self._reading:
-            part = self.stored[name].read(self.files, *cut, *(slice(0, size) for size in rest))
+            part = self.stored[stored].read(self.files, *one, *cuts)
             self.files.relieve()
         if isinstance(part, Alternating):
             raise AssertionError(f"{name}: of no family that is quantised")
-        return floats(part)
+        return floats(part)[0] if one else floats(part)
 
     def float_type(self, name: str) -> torch.dtype:
         """The type in which the weight is written if it stays in floats: its own, or bfloat16 if it is quantised."""
+        name, *_ = self.inside.get(name, (name,))
         return {"F32": torch.float32, "F16": torch.float16}.get(self.files.header(name)[1], torch.bfloat16)
 
     def digest(self) -> str:
@@ -126,6 +152,16 @@ class Source:
                 length = int.from_bytes(file.read(8), "little")  # checked when the file was opened
                 digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + file.read(length))
         return digest.hexdigest()
+
+
+def _matrices(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, int, slice]]:
+    """The matrices of each expert that the tensor of all experts `name` holds, by the names that checkpoints give them
+    otherwise: the tensor, the expert, and its rows there."""
+    (experts, rows, _), (path, _, last) = shape, name.rpartition(".")
+    parts = {"down_proj": slice(0, rows)}
+    if last != "down_proj":
+        parts = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
+    return {f"{path}.{e}.{part}.weight": (name, e, cut) for e in range(experts) for part, cut in parts.items()}
 
 
 class LayerTensors(Mapping[str, Tensor]):

@@ -29,7 +29,7 @@ class W8a8Target(Target):
     @property
     def config(self) -> dict[str, Any]:
         family = self.source.family
-        floats = ["lm_head", *(gate for gate in (family.router, family.shared_gate) if gate)]
+        floats = ["lm_head", *(name for name in (family.router, family.shared_gate, *family.small) if name)]
         return {"quant_method": "modelslim", "modules_to_not_convert": floats}
 
     @cached_property

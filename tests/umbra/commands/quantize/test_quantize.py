@@ -16,11 +16,12 @@ from ops.format import E2M1
 from tests import quantised
 from tests.command import umbra
 from tests.quantised import awq_meaning, mxfp4_tiny
-from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny, save_tiny_of, tiny_case
+from tests.tiny import TINY_OF, make_runner, oracle_logits, save_pictured, save_tiny, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.commands.quantize import awq, fp8, mxfp4, workers
 from umbra.commands.quantize.awq import AwqTarget, quantise
 from umbra.commands.quantize.convert import Calibration, convert
+from umbra.commands.quantize.fp8 import Fp8Target
 from umbra.commands.quantize.mxfp4 import Mxfp4Target
 from umbra.commands.quantize.search import fold, search_layer
 from umbra.commands.quantize.source import FAMILIES, Source
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.slow
 
 GROUP = 32
 WIDE = dict(moe_intermediate_size=32, intermediate_size=64)  # multiples of the group
+BOTH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4}
+KINDS: dict[str, dict[str, Any]] = {"qwen3_next": BOTH, "qwen3_5_moe": BOTH}
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6
 
 
@@ -69,7 +72,7 @@ def as_float(folder: Path, to: Path, kind: Any = Qwen3MoeForCausalLM) -> PreTrai
     """The quantised checkpoint as a float one, in transformers."""
     tensors = tensors_of(folder)
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    floats = {n: t for n, t in tensors.items() if n.rpartition(".")[2] in ("weight", "bias", "e_score_correction_bias")}
+    floats = {n: t for n, t in tensors.items() if n.rpartition(".")[2] not in ("qweight", "qzeros", "scales")}
     floats |= {f"{name}.weight": awq_meaning(name, tensors).contiguous() for name in names}
     to.mkdir()
     save_file(floats, to / "model.safetensors", metadata={"format": "pt"})
@@ -155,7 +158,7 @@ def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: str) -> None:
     """Its layers in parts are transformers' layers, a search loses nothing, and Umbra reads what is written."""
-    oracle: Any = save_tiny_of(tmp_path / "model", family, **WIDE, num_key_value_heads=8)
+    oracle: Any = save_tiny_of(tmp_path / "model", family, **WIDE | KINDS.get(family, {"num_key_value_heads": 8}))
     source, ids = Source(tmp_path / "model"), torch.arange(40).view(2, 20) * 2
     hidden = source.rest()["model.embed_tokens.weight"][ids]
     for index in range(2):
@@ -171,6 +174,21 @@ def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: s
     case = tiny_case(tmp_path, tmp_path / "out", model_name=family, quantization={"method": "none"})
     ours = torch.from_numpy(collect_logits(make_runner(case, tmp_path), ids.tolist(), 0)["prefill_1"])
     torch.testing.assert_close(ours, oracle_logits(dequantised, ids[1].tolist()), atol=1e-4, rtol=0)
+
+
+def test_a_model_that_sees_pictures_becomes_one_that_reads(tmp_path: Path) -> None:
+    """Each expert's matrices come from tensors of all; states' decays and other small matrices stay in floats."""
+    wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim"), 128)
+    save_pictured(tmp_path / "model", **wide, linear_num_key_heads=8, linear_num_value_heads=8, num_hidden_layers=4)
+    before = Source(tmp_path / "model")
+    convert(tmp_path / "out", Fp8Target(before, ()))
+    config, after = json.loads((tmp_path / "out/config.json").read_text()), Source(tmp_path / "out")
+    assert (config["model_type"], config["architectures"]) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
+    assert after.shapes == before.shapes
+    for name in before.shapes:
+        quantised = f"{name}_scale_inv" in after.files
+        assert quantised == (".layers." in name and ("_proj." in name or "in_proj_qkv" in name or "in_proj_z" in name))
+        torch.testing.assert_close(after.read(name), before.read(name), rtol=quantised / 16, atol=quantised / 1000)
 
 
 @torch.no_grad()
