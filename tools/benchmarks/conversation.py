@@ -4,23 +4,24 @@
 
 A SERVER is a case, which is served while its turn lasts, or NAME=URL of a server that runs: any with OpenAI's
 /v1/chat/completions that says what it has cached (in `usage`, or in `timings` as llama-server does). All have the same
-conversation, one after the other: a system prompt, then in each turn a question, an answer with a call of a tool, the
-tool's result and a last answer. Answers go back as the servers gave them. At each new question the reasoning of the
+conversation, one after the other: a system prompt, then in each turn a question, answers with a call of a tool and the
+tool's result, and a last answer. Answers go back as the servers gave them. At each new question the reasoning of the
 turns before is left out: by the chat template, or, where a model has none, by the client, which leaves out half of each
-answer.
+answer. With `--branches` every turn is asked in so many conversations, which have only the system prompt in common.
 
 Columns: `prompt` tokens; `prefilled`, those of them that were computed; `needed`, those that no earlier prompt with its
-answer begins with, where the server can tokenize chats; `ttft_ms` to the first token. A turn has two requests.
+answer begins with, where the server can tokenize chats; `ttft_ms` to the first token.
 """
 
 import http.client
+import itertools
 import json
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -71,7 +72,7 @@ class Reply:
             delta = choice.get("delta") or {}
             for name in self.said:
                 self.said[name] += delta.get(name) or ""
-            if not self.ttft and (any(self.said.values()) or delta.get("tool_calls")):
+            if not self.ttft and (any(self.said.values()) or delta.get("tool_calls") or choice.get("finish_reason")):
                 self.ttft = seconds
         self.seconds = seconds
         if usage := event.get("usage"):
@@ -135,6 +136,8 @@ class Plan:
     """The sizes of the conversation in tokens, as far as words have them."""
 
     turns: int
+    branches: int
+    calls: int  # of a tool in a turn
     system: int
     question: int
     result: int
@@ -145,9 +148,10 @@ class Plan:
 class Conversation:
     """The client's part of it, and what it has sent and got so far. `tokens_per_word` makes words of tokens."""
 
-    def __init__(self, plan: Plan, tokens_per_word: float):
+    def __init__(self, plan: Plan, tokens_per_word: float, branch: int):
         self._random, self._rate = random.Random(plan.seed), tokens_per_word
         self._history: list[tuple[int, Message]] = [(0, {"role": "system", "content": self._text(plan.system)})]
+        self._random.seed(f"{plan.seed} {branch}")
         self._turn = 0
 
     def _text(self, tokens: int) -> str:
@@ -207,29 +211,29 @@ def accepted_tools(server: Server) -> Sequence[Message]:
 
 def held(server: Server, plan: Plan, rate: float) -> Iterator[Row]:
     """Rows of the conversation's requests."""
-    conversation, tools = Conversation(plan, rate), accepted_tools(server)
+    conversations, tools = [Conversation(plan, rate, i) for i in range(plan.branches)], accepted_tools(server)
     earlier: list[tuple[list[int], int]] = []  # prompts, and the number of tokens of their answers
-    for turn in range(1, plan.turns + 1):
-        for kind in ("question", "result"):
-            if kind == "question":
-                conversation.ask(plan.question)
-            else:
+    for turn, conversation in itertools.product(range(1, plan.turns + 1), conversations):
+        for number in range(plan.calls + 1):
+            if number:
                 conversation.result(plan.result)
+            else:
+                conversation.ask(plan.question)
             messages = conversation.messages()
             ids = server.ids(messages, tools)
             reply = server.ask(messages, tools, plan.answer)
-            row: Row = {"server": server.name, "turn": turn, "request": kind, "prompt": reply.prompt}
-            row |= {"prefilled": reply.computed, "ttft_ms": 1e3 * reply.ttft, "tokens": reply.tokens}
+            row: Row = {"server": server.name, "turn": turn, "request": "result" if number else "question"}
+            row |= {"prompt": reply.prompt, "prefilled": reply.computed, "ttft_ms": 1e3 * reply.ttft}
             if ids:
                 row["needed"] = min((new_tokens(ids, *before) for before in earlier), default=len(ids))
                 earlier.append((ids, reply.tokens))
-            conversation.answered(reply, call=kind == "question")
-            yield row
+            conversation.answered(reply, call=number < plan.calls)
+            yield row | {"tokens": reply.tokens}
 
 
 def new_tokens(ids: Sequence[int], before: Sequence[int], answer: int) -> int:
     """Tokens of `ids` behind what they have in common with the prompt `before` and its answer."""
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, before, strict=False)))
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, before, strict=False)))
     return max(1, len(ids) - common - (answer if common == len(before) else 0))
 
 
@@ -245,16 +249,20 @@ TOTALS = [
 
 
 def totals(rows: Sequence[Row]) -> Iterator[Row]:
-    """A row for each server, with the time to the first token of the second turn and of the last."""
+    """A row for each server, with the mean time to the first token of the second turn's questions and the last's."""
     for name in dict.fromkeys(row["server"] for row in rows):
         own = [row for row in rows if row["server"] == name]
         found: Row = {key: sum(row[key] for row in own) for key in ("prompt", "prefilled", "needed") if key in own[0]}
-        asked = [row["ttft_ms"] for row in own if row["request"] == "question"]
-        yield {"server": name} | found | {"ttft_2": asked[min(1, len(asked) - 1)], "ttft_last": asked[-1]}
+        times: dict[int, list[float]] = {}
+        for row in own:
+            if row["request"] == "question":
+                times.setdefault(row["turn"], []).append(row["ttft_ms"])
+        means = [statistics.fmean(of_turn) for of_turn in times.values()]
+        yield {"server": name} | found | {"ttft_2": means[:2][-1], "ttft_last": means[-1]}
 
 
 def per_turn(rows: Sequence[Row], server: str, key: str) -> dict[int, int]:
-    """The sum of each turn's two requests."""
+    """The sum of each turn's requests."""
     sums: dict[int, int] = {}
     for row in rows:
         if row["server"] == server and key in row:
@@ -299,13 +307,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("servers", nargs="+", metavar="SERVER", help="a case, or NAME=URL")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of cases")
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--branches", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=1, help="calls of a tool in a turn")
     parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt")
     parser.add_argument("--question", type=int, default=100, help="tokens of a user's message")
     parser.add_argument("--result", type=int, default=300, help="tokens of a tool's result")
     parser.add_argument("--answer", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="default: one that no cache knows")
     args = parser.parse_args(argv)
-    plan = Plan(args.turns, args.system, args.question, args.result, args.answer, args.seed)
+    plan = Plan(args.turns, args.branches, args.calls, args.system, args.question, args.result, args.answer, args.seed)
     rows: list[Row] = []
     rate = 0.0
     settings = [f"threads={args.threads}", f"instruction_set={args.instruction_set}", *args.set]
