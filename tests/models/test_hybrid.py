@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import make_runner, oracle_logits, save_pictured, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits, prefill_logits
+from umbra.errors import UserError
 
 LENGTHS = 1, 2, 3, 4, 63, 64, 65, 130
 IDS = [[(7 * i + 31 * length) % 319 + 1 for i in range(length)] for length in LENGTHS]
@@ -79,3 +81,12 @@ def test_published_quantisations_mean_their_floats(
     for method, most in (("none", 1e-4), ("auto", 0.2)):
         assert (logits(tmp_path / "it", method) - expected).abs().mean() < most * expected.abs().mean()
     assert "warning" not in capsys.readouterr().out
+
+
+def test_files_of_mlx_are_refused(tmp_path: Path) -> None:
+    """Their norms have the one already, and names differ."""
+    save_tiny_of(tmp_path / "model", "qwen3_next", num_hidden_layers=4)
+    path = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(path), path, metadata={"format": "mlx"})
+    with pytest.raises(UserError, match=r"model\.safetensors: MLX wrote it"):
+        make_runner(tiny_case(tmp_path, tmp_path / "model", model_name="qwen3_next"), tmp_path)
