@@ -258,15 +258,19 @@ def cache(engine: Umbra | PeerProcess, contexts: list[list[int]]) -> None:
 def faster_attention(theirs: PeerProcess, contexts: list[list[int]], run: Callable[[PeerProcess], object]) -> bool:
     """Set llama.cpp to its faster attention with `contexts` cached; return whether that is flash attention."""
     times = {}
-    for flash in (False, True):
+
+    def use(flash: bool) -> None:
         theirs.use(flash)
         if contexts:
             cache(theirs, contexts)
+
+    for flash in (False, True):
+        use(flash)
         times[flash] = seconds_of(lambda: run(theirs))
         if times[flash] < 1:  # else the first run's own work does not count
             times[flash] = min(seconds_of(lambda: run(theirs)) for _ in range(2))
     flash = times[True] < times[False]
-    theirs.use(flash)
+    use(flash)
     return flash
 
 
