@@ -191,7 +191,7 @@ class AscendOps(AscendLayout):
         self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
     ) -> Tensor:
         tokens, dim, kv_heads = len(qkv), len(heads.q_weight), heads.kv_heads
-        if not self.tiled or dim != FUSED_HEAD_DIM or not tokens:
+        if not self.tiled or dim != FUSED_HEAD_DIM or not tokens or not qkv.is_contiguous():
             return composed.norm_rope_write(cast(Ops, self), qkv, heads, k_cache, v_cache, slot_mapping)
         q_heads = qkv.shape[1] // dim - 2 * kv_heads
         if out is None:
