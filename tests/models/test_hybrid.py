@@ -50,6 +50,7 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "experts": ("gptq", ("attn.", "shared_expert."), {"dynamic": {"-:.*attn.*": {}, "-:.*shared_expert.*": {}}}),
     "awq": ("awq", ("linear_attn.",), {"modules_to_not_convert": ["linear_attn", "mlp.gate", "shared_expert_gate"]}),
     "compressed": ("pack-quantized", SMALL, {"ignore": ["lm_head", *EACH]}),
+    "all": ("pack-quantized", (), {}),
 }
 
 
