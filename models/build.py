@@ -123,6 +123,6 @@ class Build:
         kept = self.formats.table
         return self.matrix(rows, columns, kept) if kept else self.table(rows, columns)
 
-    def vector(self, size: int) -> Tensor:
-        """Allocates a norm's weight or a bias, in the type that the ops take."""
-        return fixed(torch.empty(size, dtype=self.ops.vector_type(self.dtype), device=self.device))
+    def vector(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocates a norm's weight or a bias, by default in the type that the ops take best."""
+        return fixed(torch.empty(size, dtype=dtype or self.ops.vector_type(self.dtype), device=self.device))

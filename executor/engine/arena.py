@@ -13,14 +13,19 @@ from models.build import Build
 from umbra.errors import UserError
 
 
-def open_arena(case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, longest: int) -> Pages:
+def open_arena(
+    case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, longest: int, padding_states: bool
+) -> Pages:
     """Binds the KV caches and states of `model`, and the slots of experts that have shadows, to one buffer. -> the
-    pages that sequences take. `longest` is the number of pages that all sequences need at their longest."""
+    pages that sequences take. `longest` is the number of pages that all sequences need at their longest;
+    `padding_states`: the buffer has a last place, of the states of padding rows."""
     units, frame_bytes = frame_of(model, case, build)
     slots = (shadows.slot_bytes, shadows.most_slots, shadows.device.alignment) if shadows else (0, 0, 64)
     states = state_sizes(model, frame_bytes // units)
     arena, pinned = make_arena(case, units, frame_bytes, *slots[:2], longest, slots[2], states)
-    memory = bind_arena(model, case, build, arena.frames, shadows.device.spare(slots[0]) if shadows else 0)
+    spare, unit = shadows.device.spare(slots[0]) if shadows else 0, frame_bytes // units
+    spare = -(-spare // unit) * unit + (states.nbytes if padding_states else 0)
+    memory = bind_arena(model, case, build, arena.frames, spare)
     frames = memory[: arena.frames * arena.units].view(arena.frames, -1)
 
     def copy(old: int, new: int) -> None:

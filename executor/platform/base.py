@@ -22,6 +22,8 @@ Step = Callable[[Batch], Tensor]
 class Platform(ABC):
     name: ClassVar[str]
     collectives: ClassVar[str]  # torch.distributed's backend
+    # Whether padding rows of its graphs have states, at the last place of each layer with states.
+    padding_states: ClassVar[bool] = False
     device: torch.device
     ops: Ops
 

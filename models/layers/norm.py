@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from models.batch import Batch
@@ -22,7 +23,8 @@ class RMSNorm(Layer):
         super().__init__()
         self.base = build.norm_base if base is None else base
         self.ops, self.eps, self.source = build.ops, eps, Source("", size, slice(0, size), order)
-        self.weight = build.vector(size)
+        # One plus a small number would be rounded to 16 bits; norms take float32 beside these.
+        self.weight = build.vector(size, torch.float32 if self.base else None)
         self.bias = build.vector(size) if build.biased(build.path) else None
         self.elements = size if self.bias is None else 2 * size
         self.nbytes = self.elements * self.weight.itemsize

@@ -2,7 +2,7 @@
 
 import math
 
-from torch import Tensor, nn
+from torch import nn
 
 from models.batch import Batch
 from ops.interface import Recurrent
@@ -12,9 +12,9 @@ class RecurrentStates(nn.Module):
     """The states of one layer with a convolution and a gated delta rule, on this rank. The engine allocates places,
     each of which holds both states of a sequence in this layer, and passes them to `bind`."""
 
-    delta: Tensor  # (places, value heads, key width, value width) float32, as of `Ops.gated_delta_rule`
-    conv: Tensor  # (places, taps - 1 + drafts, channels) float32, as of `Ops.causal_conv`
-    inputs: Tensor  # (places, drafts, ...) float32, those of `Ops.gated_delta_rule`
+    delta: nn.Parameter  # (places, value heads, key width, value width) float32, as of `Ops.gated_delta_rule`
+    conv: nn.Parameter  # (places, taps - 1 + drafts, channels) float32, as of `Ops.causal_conv`
+    inputs: nn.Parameter  # (places, drafts, ...) float32, those of `Ops.gated_delta_rule`
     number: int  # of this layer among those with states: its row in the tables of `Batch.recurrent`
 
     def __init__(self, taps: int, channels: int, heads: int, key_width: int, value_width: int, drafts: int):
@@ -27,6 +27,11 @@ class RecurrentStates(nn.Module):
     def elements(self) -> int:
         """Number of float32 of a place: those of `delta`, `conv` and `inputs` follow one another."""
         return sum(map(math.prod, self.shapes))
+
+    @property
+    def last_place(self) -> int:
+        """The place that ends with the memory."""
+        return len(self.conv) - 1
 
     def bind(self, number: int, delta: nn.Parameter, conv: nn.Parameter, inputs: nn.Parameter) -> None:
         self.delta, self.conv, self.inputs, self.number = delta, conv, inputs, number

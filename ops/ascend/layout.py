@@ -10,6 +10,7 @@ from ops.interface import SILU_EXPERTS, ExpertKind, Numbers, Paged, tensor_of
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
+HEAD_DIMS = (64, 128)  # widths of heads that caches in tiles take
 MOST_PAGE = 512  # most tokens of a page, a limit of the attention op
 
 
@@ -45,7 +46,8 @@ class AscendLayout:
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """(pages, page_size, kv_heads * width): the layout of paged attention that takes one token per sequence. Tiled:
-        (pages, kv_heads * width / 16, page_size, 16)"""
+        (pages, kv_heads * width / 16, page_size, 16). Heads of all layers have one width."""
+        self.tiled = self.tiled and width in HEAD_DIMS
         columns = kv_heads * width
         shape = (columns // TILE, page_size, TILE) if self.tiled else (page_size, columns)
         return torch.zeros(pages, *shape, dtype=dtype, device=device)

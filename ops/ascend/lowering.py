@@ -31,3 +31,11 @@ def rotary(
     if layout != "BSND":
         raise NotImplementedError(f"layout {layout}: only BSND is lowered here")
     return ge.ApplyRotaryPosEmb(query, key, cos, sin, layout=BSND, rotary_mode=rotary_mode)
+
+
+@register_fx_node_ge_converter(torch.ops.aten.softplus.default)  # type: ignore[untyped-decorator]
+def softplus(x: Any, beta: Any = 1, threshold: Any = 20, meta_outputs: Any = None) -> Any:
+    """torchair has none."""
+    if (beta, threshold) != (1, 20):
+        raise NotImplementedError(f"beta {beta}, threshold {threshold}: only the usual ones are lowered here")
+    return ge.Add(ge.Relu(x), ge.Log1p(ge.Exp(ge.Neg(ge.Abs(x)))))

@@ -21,7 +21,7 @@ from ops import composed
 from ops.ascend import moe, recurrent, w8a8
 from ops.ascend.attention import attend
 from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
-from ops.ascend.layout import CAUSAL_MASK, AscendLayout
+from ops.ascend.layout import CAUSAL_MASK, HEAD_DIMS, AscendLayout
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
@@ -44,7 +44,7 @@ from ops.interface import (
 from ops.sampling import Choice
 from umbra.errors import UserError
 
-HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
+MOST_ROTATED = 896  # columns of a head that npu_rotary_mul takes
 FUSED_HEAD_DIM = 128  # the one that npu_qkv_rms_norm_rope_cache takes
 TILED = "PA_NZ"  # cache_mode
 SOFTMAX, SIGMOID = 0, 1  # values of norm_type
@@ -176,8 +176,16 @@ class AscendOps(AscendLayout):
         ]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if q.shape[-1] not in HEAD_DIMS:
-            raise UserError(f"head_dim: {q.shape[-1]}: npu_apply_rotary_pos_emb takes {HEAD_DIMS[0]} or {HEAD_DIMS[1]}")
+        if (width := q.shape[-1]) not in HEAD_DIMS:
+            if width % 32 or width > MOST_ROTATED:
+                raise UserError(f"head_dim: {width}: npu_rotary_mul takes multiples of 32 up to {MOST_ROTATED}")
+            q, k = (
+                torch_npu.npu_rotary_mul(
+                    input=x[None], r1=cos[None, :, None], r2=sin[None, :, None], rotary_mode="half"
+                )
+                for x in (q, k)
+            )
+            return q.squeeze(0), k.squeeze(0)
         # (T, 1, heads, D): a batch of T sequences of one token. The op rotates in place, although its schema does not
         # say so. This is safe, since q and k are new tensors, made by their norms or copied here from the columns of
         # their product, that nothing else reads.

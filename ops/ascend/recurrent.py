@@ -9,18 +9,19 @@ on the host, and may do all that `Recurrent` says.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import torch_npu
-from torch import Tensor
+from torch import Tensor, nn
 
-from ops.interface import Recurrent
+from ops.interface import Recurrent, fixed
 
 CHUNK = 64  # rows that a chunk has at most
 MOST_CHUNKS = 64  # that are prepared at once
+READ, WRITTEN, LAST = "read_strips", "written_strips", "last"  # attributes of states, by `for_graphs`
 EPS = 1e-6  # beside the sums of squares of keys and queries
 
 
@@ -49,13 +50,14 @@ class Heads(NamedTuple):
 
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
     if in_graph(x, recurrent):
-        y, after = _conv_step(_read(states, recurrent.reads), x, weight)
-        _write(states, recurrent.writes, after)
+        strips = _graph_strips(states, READ, recurrent.reads, len(x), last=True)
+        y, after = _conv_step(_read(*strips, len(x)), x, weight)
+        _write(*_graph_strips(states, WRITTEN, recurrent.writes, len(x), last=True), after)
         return F.silu(y).to(x.dtype)
     sequences = _sequences(recurrent)
     if not sequences:
         return torch.zeros_like(x)
-    before, taps = _before(states, sequences), len(weight)
+    before, taps = _before(states, sequences).view(len(sequences), *states.shape[1:]), len(weight)
     total = sequences[-1].start + sequences[-1].length
     if total == len(sequences):
         y, after = _conv_step(before, x[:total], weight)
@@ -84,8 +86,12 @@ def gated_delta_rule(
     recurrent: Recurrent,
 ) -> Tensor:
     if in_graph(qkv, recurrent):
-        out, after = _delta_step(_read(states, recurrent.reads), _heads(qkv, a, b, rates, dt_bias, states))
-        _write(states, recurrent.writes, after)
+        strips = _graph_strips(states, READ, recurrent.reads, len(qkv), last=False)
+        out, after = _delta_step(_read(*strips, len(qkv)), _heads(qkv, a, b, rates, dt_bias, states))
+        written = _graph_strips(states, WRITTEN, recurrent.writes, len(qkv), last=False)
+        _write(*written, after)
+        if getattr(states, LAST, False):  # the result depends on what no other layer reads
+            out = out + 0 * written[0].index_select(0, written[1][:1])[:, :1]
         return out.to(qkv.dtype)
     sequences = _sequences(recurrent)
     total = sequences[-1].start + sequences[-1].length if sequences else 0
@@ -106,8 +112,8 @@ def in_graph(x: Tensor, recurrent: Recurrent) -> bool:
     """Whether the tables are those of a graph."""
     if recurrent.reads.device.type == "cpu":
         return False
-    if len(recurrent.reads) != len(x):
-        raise TypeError(f"{len(x)} rows of {len(recurrent.reads)} sequences: a graph has a row of each")
+    if len(recurrent.query_starts) != len(x) + 1:
+        raise TypeError(f"{len(x)} rows of {len(recurrent.query_starts) - 1} sequences: a graph has a row of each")
     return True
 
 
@@ -133,29 +139,66 @@ def _kept(s: Rows) -> Iterator[int]:
 # --- states ---
 
 
-def _strips(states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def for_graphs(layers: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Callable[[Tensor], Tensor]:
+    """Gives graphs tensors over the memory of the layers' states, of convolutions and of delta rules, which follow each
+    other in a place: one to read and one to write for each, since GE copies all of a tensor that it reads and writes.
+    What it writes must also be read, or it would be a result, which is copied too: so each reads the one before.
+    Returns what makes the graphs' tables of tables (layers, S): of the strips that places have, those of all sequences
+    for delta rules, then those for convolutions."""
+    conv, delta = layers[0]
+    sizes, apart = [math.prod(states.shape[1:]) for states in (delta, conv)], delta.stride(0)
+    width = math.gcd(*sizes, apart)
+    count = ((len(conv) - 1) * apart + sum(sizes)) // width
+
+    def strips() -> nn.Parameter:
+        with torch.inference_mode(False):  # which would make other tensors
+            view = delta.detach().as_strided((count, width), (width, 1))
+            return fixed(torch.utils.dlpack.from_dlpack(view))
+
+    read = strips()
+    for of_layer in layers:
+        for states in of_layer:
+            written = strips()
+            for name, tensor in ((READ, read), (WRITTEN, written)):
+                setattr(states, name, tensor)
+            read = written
+    setattr(layers[-1][1], LAST, True)
+    end, total = sizes[0] // width, sum(sizes) // width
+    parts = torch.arange(end, dtype=torch.int32), torch.arange(end, total, dtype=torch.int32)
+
+    def tables(places: Tensor) -> Tensor:
+        firsts = places[..., None] * (apart // width)
+        return torch.cat([(firsts + part).flatten(1) for part in parts], 1)
+
+    return tables
+
+
+def _graph_strips(states: Tensor, name: str, table: Tensor, rows: int, last: bool) -> tuple[Tensor, Tensor]:
+    """The strips of `for_graphs`, and which of them are of `states`, the `last` ones of the table or the first."""
+    strips: Tensor = getattr(states, name)
+    count = rows * (math.prod(states.shape[1:]) // strips.shape[1])
+    return strips, table[-count:] if last else table[:count]
+
+
+def _strips(states: Tensor, places: list[int]) -> tuple[Tensor, Tensor]:
     """The memory of all places as strips without gaps, and which of them `places` have. Places overlap; an operator
     would first copy all of them."""
-    if states.is_contiguous():
-        return states, places
+    size, apart = math.prod(states.shape[1:]), states.stride(0)
     if not states[0].is_contiguous():
         raise TypeError(f"a place is not contiguous: {tuple(states.shape)} {states.stride()}")
-    size, apart = states[0].numel(), states.stride(0)
-    strip = math.gcd(size, apart)
-    strips = states.as_strided((((len(states) - 1) * apart + size) // strip, strip), (strip, 1))
-    parts = torch.arange(size // strip, dtype=places.dtype, device=places.device)
-    return strips, (places[:, None] * (apart // strip) + parts).flatten()
+    width = math.gcd(size, apart)
+    strips = states.as_strided((((len(states) - 1) * apart + size) // width, width), (width, 1))
+    index = torch.tensor(places)[:, None] * (apart // width) + torch.arange(size // width)
+    return strips, _there(index.flatten(), states)
 
 
-def _read(states: Tensor, places: Tensor) -> Tensor:
-    strips, index = _strips(states, places)
-    return strips.index_select(0, _there(index, states)).view(len(places), *states.shape[1:])
+def _read(strips: Tensor, index: Tensor, rows: int) -> Tensor:
+    return strips.index_select(0, index).view(rows, -1)
 
 
-def _write(states: Tensor, places: Tensor, values: Tensor) -> None:
-    strips, index = _strips(states, places)
-    updates = values.reshape(len(index), *strips.shape[1:])
-    torch_npu.npu_scatter_nd_update_(input=strips, indices=_there(index, states)[:, None], updates=updates)
+def _write(strips: Tensor, index: Tensor, values: Tensor) -> None:
+    updates = values.reshape(-1, strips.shape[1])
+    torch_npu.npu_scatter_nd_update_(input=strips, indices=index[:, None], updates=updates)
 
 
 def _there(table: Tensor, states: Tensor) -> Tensor:
@@ -166,15 +209,15 @@ def _there(table: Tensor, states: Tensor) -> Tensor:
 
 
 def _before(states: Tensor, sequences: Sequence[Rows]) -> Tensor:
-    """The states before the first rows."""
+    """The states before the first rows (S, elements)."""
     begun = [i for i, s in enumerate(sequences) if s.read >= 0]
+    size = math.prod(states.shape[1:])
     if not begun:
-        return states.new_zeros(len(sequences), *states.shape[1:])
-    read = _read(states, torch.tensor([sequences[i].read for i in begun]))
+        return states.new_zeros(len(sequences), size)
+    read = _read(*_strips(states, [sequences[i].read for i in begun]), len(begun))
     if len(begun) == len(sequences):
         return read
-    before = states.new_zeros(len(sequences), *states.shape[1:])
-    return before.index_copy_(0, _there(torch.tensor(begun), states), read)
+    return states.new_zeros(len(sequences), size).index_copy_(0, _there(torch.tensor(begun), states), read)
 
 
 def _keep(states: Tensor, kept: Sequence[tuple[Rows, int, Tensor]]) -> None:
@@ -183,15 +226,15 @@ def _keep(states: Tensor, kept: Sequence[tuple[Rows, int, Tensor]]) -> None:
     pairs += [(s.write, state) for s, count, state in kept if s.length == count and s.write >= 0]
     if pairs:
         places, values = zip(*pairs, strict=True)
-        _write(states, torch.tensor(places), torch.stack(values))
+        _write(*_strips(states, list(places)), torch.stack(values))
 
 
 # --- convolution ---
 
 
 def _conv_step(before: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution of a row for each state, and the states after it."""
-    inputs = torch.cat((before, x.float()[:, None]), 1)
+    """The convolution of a row for each state (T, elements), and the states after it."""
+    inputs = torch.cat((before.view(len(x), -1, x.shape[1]), x.float()[:, None]), 1)
     return (inputs * weight).sum(1), inputs[:, 1:]
 
 
@@ -201,16 +244,20 @@ def _conv_step(before: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 def _heads(qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor) -> Heads:
     """With keys and queries normalised: by their mean squares, which are sums divided by Dk."""
     _, heads, depth, width = states.shape
-    qk, v = qkv.float().split([qkv.shape[1] - heads * width, heads * width], 1)
+    qk, v = qkv.split([qkv.shape[1] - heads * width, heads * width], 1)
+    qk = _floats(qk.unflatten(1, (2, -1, depth)).transpose(0, 1))  # (2, T, Hk, Dk)
     gamma = torch.full((depth,), depth**-0.5, dtype=torch.float32, device=qkv.device)
-    normed = torch_npu.npu_rms_norm(input=qk.unflatten(1, (-1, depth)), gamma=gamma, epsilon=EPS / depth)[0]
-    q, k = normed.chunk(2, 1)
+    q, k = torch_npu.npu_rms_norm(input=qk, gamma=gamma, epsilon=EPS / depth)[0]
     decays = F.softplus(a.float() + dt_bias) * -rates
-    return Heads(q * depth**-0.5, k.contiguous(), v.unflatten(1, (-1, width)), decays, b.float().sigmoid())
+    return Heads(q * depth**-0.5, k, _floats(v.unflatten(1, (-1, width))), decays, b.float().sigmoid())
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()  # the latter for float32
 
 
 def _delta_step(before: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """The outputs (T, Hv, Dv) of a row for each state, and the states after it, in the memory of `before`."""
+    """The outputs (T, Hv, Dv) of a row for each state (T, elements), and the states after it, in the same memory."""
     (rows, count, width), (_, key_heads, depth) = heads.v.shape, heads.k.shape
     # Value heads of a key head are one matrix, which meets one key.
     state = before.view(rows, count, width * depth).mul_(heads.decays.exp()[..., None])
@@ -222,7 +269,7 @@ def _delta_step(before: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
 
 
 class Chunks(NamedTuple):
-    """Chunks of rows, each with its parts as matrices (chunks, Hv, ..) of which those over states are left."""
+    """Matrices (chunks Hv, ..) of chunks of rows, from which their sums over states follow."""
 
     u: Tensor  # (C, Dv): changes without those that come of the state
     w: Tensor  # (C, Dk): and what they are less by for a state
@@ -251,20 +298,18 @@ def _delta_chunks(
     active = [sum(len(c) > step + 1 for c in cuts) for step in range(len(cuts[order[0]]) - 1)]
     spans = [(sequences[i].start + cuts[i][step], sequences[i].start + cuts[i][step + 1])
              for step, count in enumerate(active) for i in order[:count]]  # fmt: skip
-    total = len(heads.v)
     firsts, ends = torch.tensor(spans).unbind(1)
     rows = firsts[:, None] + torch.arange(length)
     inside = rows < ends[:, None]
-    back = torch.empty(total, dtype=torch.int64)
+    back = torch.empty(len(heads.v), dtype=torch.int64)
     back[rows[inside]] = inside.flatten().nonzero().flatten()
-    rows = _there(torch.where(inside, rows, total), before)
-    padded = Heads(*(_padded(x, total + 1) for x in heads))
+    rows, inside = (_there(x, before) for x in (torch.where(inside, rows, 0), inside.float()))
     if order != sorted(order):
         before = before.index_select(0, _there(torch.tensor(order), before))
-    state = before.view(len(order), *before.shape[1:2], -1, heads.k.shape[2])  # (S, Hv, Dv, Dk)
+    state = before.view(len(order), *heads.v.shape[1:], heads.k.shape[2])  # (S, Hv, Dv, Dk)
     outs, kept = [], []
-    for step, (count, chunks) in enumerate(zip(active, _prepared(padded, rows, active), strict=True)):
-        u, w, q, k, qk, decay = (x.flatten(0, 1) for x in chunks)
+    for step, (count, chunks) in enumerate(zip(active, _prepared(heads, rows, inside, active), strict=True)):
+        u, w, q, k, qk, decay = chunks
         here = state[:count].flatten(0, 1)
         change = torch.baddbmm(u, w, here.mT, alpha=-1)
         outs.append(torch.baddbmm(torch.bmm(q, here.mT), qk, change))
@@ -276,7 +321,7 @@ def _delta_chunks(
     return out.index_select(0, _there(back, before)), kept
 
 
-def _prepared(heads: Heads, rows: Tensor, active: list[int]) -> Iterator[Chunks]:
+def _prepared(heads: Heads, rows: Tensor, inside: Tensor, active: list[int]) -> Iterator[Chunks]:
     """The chunks of each step, of which there are as many as `active` says. Those of several steps are prepared at
     once."""
     step, chunk = 0, 0
@@ -285,36 +330,35 @@ def _prepared(heads: Heads, rows: Tensor, active: list[int]) -> Iterator[Chunks]
         while end < len(active) and sum(active[step : end + 1]) <= MOST_CHUNKS:
             end += 1
         counts = active[step:end]
-        chunks = _prepare(heads, rows[chunk : chunk + sum(counts)])
-        yield from (Chunks(*parts) for parts in zip(*(x.split(counts) for x in chunks), strict=True))
-        step, chunk = end, chunk + sum(counts)
+        part = slice(chunk, chunk + sum(counts))
+        chunks = _prepare(heads, rows[part], inside[part])
+        count = heads.v.shape[1]
+        yield from (Chunks(*x) for x in zip(*(x.split([n * count for n in counts]) for x in chunks), strict=True))
+        step, chunk = end, part.stop
 
 
-def _prepare(heads: Heads, rows: Tensor) -> Chunks:
-    """What the rows (chunks, C) have to do with each other."""
+def _prepare(heads: Heads, rows: Tensor, inside: Tensor) -> Chunks:
+    """What the rows (chunks, C) have to do with each other. Rows that are not `inside` change nothing."""
     chunks, length = rows.shape
-    key_heads = heads.k.shape[1]
+    groups = heads.v.shape[1] // heads.k.shape[1]
     q, k, v, decays, betas = (
-        x.index_select(0, rows.flatten()).unflatten(0, (chunks, length)).transpose(1, 2) for x in heads
-    )
-    q, k = q[:, :, None], k[:, :, None]  # (chunks, Hk, 1, C, Dk)
-    v, decays, betas = (x.unflatten(1, (key_heads, -1)) for x in (v, decays, betas))  # (chunks, Hk, groups, C, ..)
-    sums = decays.cumsum(-1)
+        x.index_select(0, rows.flatten()).unflatten(0, (chunks, length)).transpose(1, 2).flatten(0, 1) for x in heads
+    )  # (chunks heads, C, ..)
+    q, k = (x[:, None].expand(-1, groups, -1, -1).flatten(0, 1) for x in (q, k))
+    outside = inside.repeat_interleave(heads.v.shape[1], 0)
+    sums, betas = (decays * outside).cumsum(1), (betas * outside)[..., None]
     number = torch.arange(length, device=rows.device)
-    later = number > number[:, None]
-    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()
-    low = (torch.matmul(k, k.mT) * between * betas[..., None]).tril(-1)
+    between = (sums[:, :, None] - sums[:, None]).masked_fill(number > number[:, None], -torch.inf).exp()
+    low = (torch.bmm(k, k.mT) * between * betas).tril(-1)
     # The inverse of 1 + low, by blocks of which two make one of the next size.
     inverse = torch.eye(length, device=rows.device).expand_as(low)
     size = 1
     while size < length:
         beside = (number ^ number[:, None]) // size == 1
-        inverse = inverse - torch.matmul(inverse, torch.matmul(low * beside, inverse))
+        inverse = torch.baddbmm(inverse, inverse, torch.bmm(low * beside, inverse), alpha=-1)
         size *= 2
     begun = sums.exp()[..., None]
-    left = (sums[..., -1:] - sums).exp()[..., None]
-    parts = (
-        torch.matmul(inverse, v * betas[..., None]), torch.matmul(inverse, k * (betas[..., None] * begun)), q * begun,
-        k * left, torch.matmul(q, k.mT) * between, begun[..., -1:, :],
+    return Chunks(
+        torch.bmm(inverse, v * betas), torch.bmm(inverse, k * (betas * begun)), q * begun,
+        k * (sums[:, -1:] - sums).exp()[..., None], torch.bmm(q, k.mT) * between, begun[:, -1:],
     )  # fmt: skip
-    return Chunks(*(x.flatten(1, 2) for x in parts))

@@ -148,9 +148,10 @@ class Computing(TorchDispatchMode):
         if not any(t.device.type == "npu" for t in tensors + outs) or name_of(func) in UNDEFINED:
             return result
         job = Work(self, func, args, kwargs, outs)
-        if self.recording is not None:
+        if self.recording is not None:  # a capture launches nothing
             self.recording.append(job)
-        job.run()
+        else:
+            job.run()
         return result
 
     def update(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -26,6 +26,8 @@ from models.qwen2_moe.config import Qwen2MoeConfig
 from models.qwen2_moe.model import Qwen2MoeForCausalLM
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
+from models.qwen3_next.config import Qwen3NextConfig
+from models.qwen3_next.model import Qwen3NextForCausalLM
 from ops.ascend.host_memory import pinned
 from ops.ascend.shadow import Node, ShadowNodes
 from tests.modelslim import modelslim_tiny
@@ -68,6 +70,17 @@ OSS_SIZES = dict(hidden_size=128, head_dim=64, intermediate_size=64, num_hidden_
 GPT_OSS = Family(
     "gpt_oss", partial(save_tiny_of, family="gpt_oss"), OSS_SIZES, "intermediate_size", GptOssConfig,
     GptOssForCausalLM,
+)  # fmt: skip
+
+# Heads of 256, of which 64 columns rotate; a layer with states, then one that attends.
+HYBRID_SIZES = dict(
+    hidden_size=128, head_dim=256, num_attention_heads=2, num_key_value_heads=1, moe_intermediate_size=64,
+    shared_expert_intermediate_size=64, linear_key_head_dim=128, linear_value_head_dim=128, vocab_size=96,
+    layer_types=["linear_attention", "full_attention"], num_hidden_layers=2,
+)  # fmt: skip
+HYBRID = Family(
+    "qwen3_next", partial(save_tiny_of, family="qwen3_next"), HYBRID_SIZES, "moe_intermediate_size", Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )  # fmt: skip
 
 

@@ -48,11 +48,22 @@ def npu_apply_rotary_pos_emb(
     expect(cos.shape == (*query.shape[:2], 1, query.shape[-1]) == sin.shape, "rotary: cos and sin are (B, S, 1, D)")
     expect(len({t.dtype for t in (query, key, cos, sin)}) == 1, "rotary: one type")
 
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, -1)
-        return (x.float() * cos.float() + torch.cat((-second, first), -1) * sin.float()).to(x.dtype)
+    return turned(query, cos, sin), turned(key, cos, sin)
 
-    return turned(query), turned(key)
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    return (x.float() * cos.float() + torch.cat((-second, first), -1) * sin.float()).to(x.dtype)
+
+
+@under_schema
+def npu_rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    expect(rotary_mode == "half" and rotate is None and input.shape[-1] <= 896, "rotary_mul: halves, D up to 896")
+    expect(r1.shape == r2.shape == (1, input.shape[1], 1, input.shape[3]), "rotary_mul: cos and sin are (1, S, 1, D)")
+    expect(len(input) == 1 and input.dtype == r1.dtype == r2.dtype, "rotary_mul: fewer than 1000 batches, one type")
+    return turned(input, r1, r2)
 
 
 @under_schema

@@ -204,8 +204,8 @@ def test_what_the_meta_functions_miss() -> None:
     read_back = empty(2, dtype=torch.int64)
     with pytest.raises(TypeError, match="lengths must be host integers"):
         ops.attention(empty(2, 4, 64), cache, cache, Paged(table, table, (0, 1, 2), read_back), 0.1)
-    with pytest.raises(UserError, match="head_dim: 32: npu_apply_rotary_pos_emb takes 64 or 128"):
-        ops.rope(empty(3, 4, 32), empty(3, 2, 32), empty(3, 32), empty(3, 32))
+    with pytest.raises(UserError, match="head_dim: 80: npu_rotary_mul takes multiples of 32 up to 896"):
+        ops.rope(empty(3, 4, 80), empty(3, 2, 80), empty(3, 80), empty(3, 80))
 
 
 @pytest.mark.usefixtures("fake")

@@ -20,7 +20,7 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import pack, quantise
 from ops.format import Format
-from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -67,6 +67,7 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
         (GLM, dict(first_k_dense_replace=1)),
         (GLM, dict(use_qk_norm=False, norm_topk_prob=False)),
         (GPT_OSS, {}),
+        (HYBRID, {}),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
-"""Gated DeltaNet's ops: numbers of the plain ops under the real schemas, against the reference."""
+"""Gated DeltaNet on Ascend: numbers of its ops, in plain code under the real schemas, against the reference; kernels of
+a layer, captured, eager and in a GE graph."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from ops import reference
 from ops.ascend.ops import AscendOps
 from ops.interface import Recurrent
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from tests.ascend.engine import CAPTURE_MODES, HYBRID, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.ge import ge_programs
+from tests.ascend.log import device_log
 
 KERNEL = 4
 UNIT = 48  # floats between places, less than a state
@@ -46,9 +51,8 @@ class Layer:
         at = Recurrent(starts.long(), reads, writes, marks, marked, torch.zeros_like(marks))
         x, b, a = rows.split([self.channels, self.heads, self.heads], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.inputs, at)
-        out: Tensor = self.ops.gated_delta_rule(
-            qkv, a, b, self.rates, self.dt_bias, self.states, self.states[:, 0, :0], at
-        )
+        drafts = rows.new_empty(len(self.states), 0, (self.channels + self.heads * (self.width + 4)) // 2)
+        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, drafts, at)
         return out
 
     def kept(self, place: int) -> tuple[Tensor, Tensor]:
@@ -92,10 +96,9 @@ def test_chunks_of_like_keys_are_exact() -> None:
     at = Recurrent(torch.tensor([0, rows]), *(torch.tensor([n], dtype=torch.int32) for n in (-1, 0, 0, 0, 0)))
     ops, found = AscendOps(torch.float32, torch.device("cpu"), "fusion_v2"), []
     for implementation in (ops, reference):
-        states = torch.zeros(1, heads, width, width)
-        found.append(
-            implementation.gated_delta_rule(qkv.clone(), *gates, torch.zeros(heads), states, states[:, 0, :0], at)
-        )
+        states, drafts = torch.zeros(1, heads, width, width), torch.empty(1, 0, 3 * width + 2 * heads)
+        given = qkv.clone(), *gates, torch.zeros(heads), states, drafts, at
+        found.append(implementation.gated_delta_rule(*given))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
@@ -122,3 +125,70 @@ def test_a_norm_with_a_float32_weight() -> None:
     exact = reference.rms_norm(total.float(), weight, 1e-6)
     assert torch.equal(normed, exact.bfloat16())
     assert not torch.equal(normed, reference.rms_norm(total.float(), weight.bfloat16().float(), 1e-6).bfloat16())
+
+
+MIXER = [  # between the norm before and the projection back
+    "MatmulWeightNz", "Mm",
+    "IndexSelect", "InplaceCopy", "Cat", "Mul", "ReduceSum", "InplaceCopy", "ScatterNdUpdate", "Silu", "InplaceCopy",
+    "IndexSelect", "InplaceCopy", "InplaceFillScalar", "RmsNorm", "InplaceCopy", "InplaceAdd", "Softplus", "Neg",
+    "InplaceMul", "Muls", "InplaceCopy", "InplaceCopy", "InplaceSigmoid", "InplaceExp", "InplaceMul", "BatchMatMul",
+    "InplaceSub", "InplaceMul", "InplaceAddcmul", "BatchMatMul", "ScatterNdUpdate",
+    "IndexSelect", "InplaceMuls", "InplaceAdd",  # only of the last layer
+    "InplaceCopy", "RmsNorm", "Cat", "SwiGlu",
+]  # fmt: skip
+ATTENTION = [
+    "MatmulWeightNz", "RmsNorm", "RmsNorm", "RotaryPositionEmbeddingV2", "RotaryPositionEmbeddingV2", "ScatterNdUpdate",
+    "ScatterNdUpdate", "FusedInferAttentionScoreV3", "InplaceSigmoid", "InplaceMul",
+]  # fmt: skip
+NORM = ["InplaceAdd", "RmsNorm"]  # of sums, by a float32 weight
+BLOCK = [
+    "MatmulWeightNz", *NORM, "Mm", "MoeGatingTopK", "MoeInitRoutingV3", "GroupedMatmulWeightNz", "SwiGlu",
+    "GroupedMatmulWeightNz", "MoeFinalizeRoutingV4", "MatmulWeightNz", "SwiGlu", "MatmulWeightNz", "Mm",
+    "InplaceSigmoid", "InplaceAddcmul", *NORM,
+]  # fmt: skip
+
+
+@pytest.fixture
+def forget_compiled() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
+def test_kernels_of_a_captured_step(tmp_path: Path, mode: str) -> None:
+    """Nothing is copied whole, and a replay is all that a step launches but copies of its inputs."""
+    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true", family=HYBRID), tmp_path)
+    prefilled(runner)
+    with device_log() as log:
+        runner.loop.step()
+    kernels = [line.split()[1].removeprefix("aclnn") for line in log.lines if line.startswith("captured acl")]
+    assert kernels == ["Embedding"] * 3 + ["RmsNorm", *MIXER, *BLOCK, *ATTENTION, *BLOCK, "MatmulWeightNz"]
+    with device_log() as log:
+        runner.loop.step()
+    replay = next(i for i, line in enumerate(log.lines) if line.startswith("replay graph"))
+    assert all(line.startswith("memcpy async H2D") for line in log.lines[:replay])
+    assert [line for line in log.kernels() if "Attention" not in line] == ["aclnnArgMax"]
+    assert runner.engine.decode_step.compiles == 1
+
+
+@pytest.mark.usefixtures("forget_compiled")
+def test_a_ge_graph_writes_states_in_place(tmp_path: Path) -> None:
+    runner = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph", "strict=true", family=HYBRID), tmp_path)
+    with ge_programs() as programs:
+        generate(runner)
+    (program,) = programs
+    assert not program.of("TensorMove", "Assign", "TensorScatterUpdate")
+    assert [(out.shape, out.dtype) for out in program.outputs()] == [((4, 96), torch.bfloat16)]
+    count = program.count()
+    wanted = {"ScatterNdUpdate": 2 + 2, "BatchMatMul": 2, "RotaryMul": 2, "RmsNorm": 1 + 2 + 2 * 2 + 2, "SwiGlu": 5}
+    assert {name: count[name] for name in wanted} == wanted
+
+
+def test_an_eager_step_reads_only_tokens_back(tmp_path: Path) -> None:
+    """Also of prompts, whose rows are computed by chunks."""
+    runner = ascend_runner(ascend_case(tmp_path, "exe_mode=eager", family=HYBRID), tmp_path)
+    with device_log() as log:
+        prefilled(runner)
+        runner.loop.step()
+    assert [line for line in log.lines if "D2H" in line] == ["memcpy D2H 24"] * 2
+    assert log.kernels().count("aclnnScatterNdUpdate") == 2 * (2 + 2)

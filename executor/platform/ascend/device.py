@@ -44,6 +44,7 @@ COPIES = 5  # number of copies that are timed; the fastest is taken
 class AscendPlatform(Platform):
     name: ClassVar[str] = "ascend"
     collectives: ClassVar[str] = "hccl"
+    padding_states: ClassVar[bool] = True
 
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         self.settings, self.ranks = settings, ranks

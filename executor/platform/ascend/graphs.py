@@ -12,6 +12,7 @@ step changes neither shapes nor constants, compiles nothing again and reads noth
 import dataclasses
 import re
 import types
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -34,11 +35,13 @@ from executor.platform.settings import PlatformSettings
 from models.batch import Batch
 from models.config import ModelConfig
 from models.layers.attention import PagedAttention
+from models.layers.states import RecurrentStates
 from ops.ascend import (
     lowering,  # noqa: F401 (registers)
     vector_core,
 )
 from ops.ascend.host_memory import pinned
+from ops.ascend.recurrent import for_graphs
 from ops.ascend.vector_core import converters  # noqa: F401 (registers)
 from umbra.files import ROOT
 
@@ -108,6 +111,9 @@ class AscendGraphs:
         if not isinstance(step, types.MethodType):
             raise TypeError("a graph is made from a method of a model")
         self.step, self.settings, self.device = step, settings, device
+        layers = cast(nn.Module, step.__self__).modules()
+        self.states = [layer for layer in layers if isinstance(layer, RecurrentStates)]
+        self.tables: Callable[[Tensor], Tensor] | None = None  # those of states
         self.graphs: dict[int, AscendGraph] = {}
         self.compiles = 0
         self.cache: CompileCache | None = None
@@ -130,7 +136,7 @@ class AscendGraphs:
             self.cache = CompileCache(settings.case, ranks.rank, ranks.world_size, facts, settings.graphs)
 
     def __call__(self, batch: Batch) -> Tensor:
-        rows = len(batch.token_ids)
+        rows, batch = len(batch.token_ids), self._with_places(batch)
         if rows not in self.graphs:
             return self._first(rows, batch)
         before = self.compiles
@@ -138,6 +144,16 @@ class AscendGraphs:
         if self.compiles != before:
             report(f"the graph of {rows} sequences was compiled again", self.settings.strict)
         return logits
+
+    def _with_places(self, batch: Batch) -> Batch:
+        """`batch` with the last place for rows that have no states: a row of a graph reads and writes some."""
+        if batch.recurrent is None:
+            return batch
+        recurrent, last = batch.recurrent, self.states[0].last_place
+        if not self.tables:
+            self.tables = for_graphs([(layer.conv, layer.delta) for layer in self.states])
+        reads, writes = (self.tables(torch.where(t < 0, last, t)) for t in (recurrent.reads, recurrent.writes))
+        return dataclasses.replace(batch, recurrent=recurrent._replace(reads=reads, writes=writes))
 
     def _first(self, rows: int, batch: Batch) -> Tensor:
         try:
