@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
+from functools import partial
 
 from executor.config.case import MOST_DRAFTING
 from executor.engine.batch_limits import Limits
@@ -276,18 +277,14 @@ class Scheduler:
 
     def reserve(self, sequences: Iterable[Sequence]) -> None:
         """Give each sequence the pages and states that its next step writes to."""
-        size, price = self.limits.page_size, self.limits.set_pages
+        size = self.limits.page_size
         for sequence in sequences:
-            group = sequence.group
-            cache = self.caches[group]
+            cache = self.caches[sequence.group]
             for held in sequence.held:
                 if sequence.end > held.end * size:
                     cache.extend(held, sequence.end)
-            if price:
-                room = bool(sequence.wanted) and self._most_kept(group) >= price
-                if room:
-                    cache.trim(self._most_kept(group) - price)
-                prepare(cache, sequence, room, self.limits.prefixes)
+            if self.limits.set_pages:
+                prepare(cache, sequence, self.limits.prefixes, partial(self._most_kept, sequence.group))
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
         """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one after the

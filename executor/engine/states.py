@@ -14,6 +14,8 @@ A step with drafts writes the states after the newest token that is certain, wit
 that come true are pending until the next step takes them first, so that what came to nothing leaves no trace.
 """
 
+from collections.abc import Callable
+
 from executor.engine.pages import States
 from executor.engine.prefixes import PageCache
 from executor.engine.sequence import Sequence
@@ -26,7 +28,7 @@ def want_checkpoints(sequence: Sequence, found: int, size: int) -> None:
     """Chooses the numbers of tokens after which checkpoints are wanted in a sequence that is admitted. `found` is the
     number of its first tokens whose pages are kept, with or without states."""
     prompt = sequence.prompt_len
-    every = max(INTERVAL, -(-prompt // MOST_INSIDE // size) * size)
+    every = -(-max(INTERVAL, -(-prompt // MOST_INSIDE)) // size) * size
     end = (prompt - max(sequence.request.generation_prompt, 1)) // size * size
     wanted = {found, end, *range(every, end, every)}
     sequence.wanted = sorted(tokens for tokens in wanted if tokens > sequence.num_computed)
@@ -39,19 +41,22 @@ def cut(sequence: Sequence) -> None:
         sequence.limit = inside[1] - sequence.num_computed
 
 
-def prepare(cache: PageCache, sequence: Sequence, room: bool, prefixes: bool) -> None:
-    """Gives a sequence the sets that its next step writes. `room`: whether there is room for a checkpoint."""
+def prepare(cache: PageCache, sequence: Sequence, prefixes: bool, most_kept: Callable[[], int]) -> None:
+    """Gives a sequence the sets that its next step writes. A checkpoint takes some of the pages, at most `most_kept()`,
+    that are kept for later prompts."""
     states, sequence.written_at = sequence.states, sequence.num_computed + 1 if sequence.drafted else sequence.end
     kept = states is None or states.key or states is sequence.at_page
     sequence.written = cache.take_states() if kept else states
-    inside = (tokens for tokens in sequence.wanted if sequence.num_computed < tokens < sequence.end)
     if prefixes and (passed := passes_page(sequence, cache.pool.page_size)):
         if not kept:  # in place of those at the page before
             if sequence.at_page:
                 cache.release([sequence.at_page])
                 sequence.at_page = None
             sequence.marked, sequence.mark = cache.take_states(), passed
-    elif room and (mark := next(inside, None)):
+        return
+    mark = next((tokens for tokens in sequence.wanted if sequence.num_computed < tokens < sequence.end), 0)
+    if mark and (room := most_kept() - cache.pool.set_pages) >= 0:
+        cache.trim(room)
         sequence.marked, sequence.mark = cache.take_states(), mark
 
 
@@ -65,6 +70,8 @@ def advance(cache: PageCache, sequence: Sequence, size: int, prefixes: bool) -> 
     """Records that a step has written the states of a sequence, whose tokens, pages and keys are those after it."""
     before, sequence.states, sequence.written = sequence.states, sequence.written, None
     sequence.states_at = sequence.written_at
+    if before and before.key:
+        sequence.at_page = None  # a checkpoint, which is left to the cache
     if before and before not in (sequence.states, sequence.at_page):
         cache.release([before])
     if sequence.marked and sequence.mark in sequence.wanted:
