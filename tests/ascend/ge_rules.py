@@ -15,6 +15,7 @@ _fake.fake_broken_rule.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_int6
 _fake.fake_broken_rule.restype = ctypes.c_char_p
 
 KERNELS = {  # type of a node -> kernel
+    "AddRmsNorm": "aclnnAddRmsNorm",
     "AddRmsNormDynamicQuant": "aclnnAddRmsNormDynamicQuantV2",
     "ApplyRotaryPosEmb": "aclnnApplyRotaryPosEmbV2",
     "ClippedSwiglu": "aclnnClippedSwiglu",
@@ -29,7 +30,10 @@ KERNELS = {  # type of a node -> kernel
     "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
     "MoeInitRoutingV3": "aclnnMoeInitRoutingV3",
     "QkvRmsNormRopeCache": "aclnnQkvRmsNormRopeCache",
+    "RmsNorm": "aclnnRmsNorm",
+    "RotaryMul": "aclnnRotaryPositionEmbeddingV2",
     "QuantBatchMatmulV3": "aclnnQuantMatmulWeightNz",
+    "ScatterNdUpdate": "aclnnScatterNdUpdate",
     "ScatterPaKvCache": "aclnnScatterPaKvCache",
 }
 TYPES = {  # the numbers of AscendCL
@@ -63,6 +67,6 @@ def _arguments(node: "Node", made: dict[str, "Value"], origin: dict[str, str]) -
         if name and not name.endswith(":-1"):
             value = made[origin.get(name, name)]
             if value.shape is not None:
-                yield bool(re.fullmatch(r"\D+\d+", desc.name)) and desc.name not in ("x1", "x2"), value
+                yield bool(re.fullmatch(r"\D+\d+", desc.name)) and desc.name not in ("x1", "x2", "r1", "r2"), value
     for value in node.outputs:
         yield node.type == "GroupedMatmul", value

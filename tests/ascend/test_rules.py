@@ -15,9 +15,10 @@ from models.layers.experts import chosen
 from ops.ascend.cann import abilities
 from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
+from ops.ascend.recurrent import for_graphs
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import W8A8, Format
-from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Matrix, Paged, Rounded
+from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Matrix, Paged, Recurrent, Rounded, fixed
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
@@ -111,6 +112,42 @@ def layer(size: Size, how: str, routing: str, tokens: int, decode: bool, cann: s
     ops.add_gated(ops.add_gated(y, x, None), x, x[:, :1].contiguous())
 
 
+def delta_net(heads: tuple[int, int], cann: str) -> None:
+    """A prompt of 70 rows beside a row, in two steps from a mark; then two rows of a graph and one of padding. So many
+    key and value heads of 128, also those of attention of 256 with partial rotation."""
+    device, (keys, values), place = torch.device("npu"), heads, 128 * 128
+    ops = AscendOps(BF16, device, "fusion_v2", can=abilities(cann))
+    channels, unit = (2 * keys + values) * 128, 4096
+    arena = torch.zeros(6 * (values * place + 3 * channels + unit), device=device)
+    delta = fixed(arena.as_strided((5 * values * place // unit, values, 128, 128), (unit, place, 128, 1)))
+    conv = fixed(arena.as_strided((len(delta), 3, channels), (unit, channels, 1), values * place))
+    far = values * place // unit + 3 * channels // unit + 1
+    tables = for_graphs([(conv, delta)])
+    weight, rates = torch.zeros(4, channels, device=device), torch.ones(values, device=device)
+    steps = (0, 70, 71), [[-1, far], [0, far], [64, 0], [2 * far, 0], [0, 0]]
+    graph = (0, 1, 2, 3), [[0, far, len(conv) - 1]] * 2 + [[0] * 3] * 3
+    for starts, rows in (steps, graph):
+        at = Recurrent(torch.tensor(starts), *(torch.tensor(row, dtype=torch.int32) for row in rows))
+        if starts is graph[0]:
+            own = (tables(table[None])[0].to(device) for table in at[1:3])
+            at = Recurrent(at[0].to(device), *own, *(table.to(device) for table in at[3:]))
+        count = starts[-1]
+        qkvz, ba = made(count, channels + values * 128), made(count, 2 * values)
+        qkv, z = qkvz.split([channels, values * 128], 1)
+        qkv = ops.causal_conv(qkv, weight, conv, at)
+        y = ops.gated_delta_rule(qkv, ba[:, :values], ba[:, values:], rates, rates, delta, delta[:, 0, :0], at)
+        ops.gated_rms_norm(y, z.unflatten(1, (-1, 128)), made(128), 1e-6)
+        x, norm = made(count, 256), torch.ones(256, device=device)
+        ops.add_rms_norm(x, x, norm, 1e-6)
+        k_cache, v_cache = (ops.kv_cache(2, PAGE, 1, 256, BF16, device) for _ in "kv")
+        places = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        of_heads = Heads(1, 1e-6, norm, norm, x, x)
+        q = ops.norm_rope_write(made(count, 4 * 256), of_heads, k_cache, v_cache, places, None)
+        block = torch.zeros(len(rows[0]), 1, dtype=torch.int32, device=device)
+        ops.attention(q, k_cache, v_cache, Paged(places, block, starts, (70, 9, 9)[: len(block)]), 1.0)
+
+
+DELTA_NETS = {"35b": (16, 32), "35b_tp8": (2, 4), "122b": (16, 64), "397b_tp16": (1, 4)}
 Broken = dict[tuple[str, str, str], list[str]]
 
 
@@ -131,6 +168,14 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
                         found.setdefault((name, format, routing), []).append(str(error).splitlines()[0])
                     if rules := violations():
                         found.setdefault((name, format, routing), []).extend(rules)
+    for name, of in DELTA_NETS.items():
+        try:
+            delta_net(of, cann)
+            torch.npu.synchronize()
+        except RuntimeError as error:
+            found.setdefault((name, "", ""), []).append(str(error).splitlines()[0])
+        if rules := violations():
+            found.setdefault((name, "", ""), []).extend(rules)
     try:
         heads()
     except RuntimeError as error:
@@ -224,6 +269,12 @@ def attention(page: int = 128, width: int = 128, sinks: torch.Tensor | None = No
     ops().attention(made(2, 4, width), caches[0], caches[1], Paged(tables, tables, (0, 1, 2), (9, 9)), 1.0, None, sinks)
 
 
+def packed_attention(width: int) -> None:
+    cache, tables = made(4, PAGE, width), made(2, 2, dtype=torch.int32)
+    untiled = AscendOps(BF16, torch.device("npu"), "fusion_v2", can=abilities("8.5.0"))
+    untiled.attention(made(3, 4, width), cache, cache, Paged(tables, tables, (0, 1, 3), (9, 9)), 1.0)
+
+
 def heads(tokens: int = 2, places: torch.dtype = torch.int64, weights: int = 128) -> None:
     """Writes keys and values for two query heads of 128."""
     angles, weight = made(tokens, 128), made(weights)
@@ -288,6 +339,13 @@ BROKEN: dict[str, Callable[[], object]] = {
     "there is room for the rows of all ranks": lambda: dispatch(room=4),
     "results have 16 bits, ids are int32, weights float32": lambda: combine(weights=BF16),
     "128 numbers for each and a weight": lambda: combine(places=127),
+    "an even number of values up to 896": lambda: torch_npu.npu_rotary_mul(*[made(1, 4, 1, 1024)] * 3),
+    "the weight of a norm has the type": lambda: torch_npu.npu_rms_norm(made(4, 64), made(64, dtype=torch.float16)),
+    "residuals and the weight of a norm": lambda: torch_npu.npu_add_rms_norm(*[made(4, 64)] * 2, made(64, dtype=F32)),
+    "indices are integers, and what": lambda: torch_npu.npu_scatter_nd_update_(
+        made(8, 64), made(2, 1, dtype=torch.int32), made(2, 32)
+    ),
+    "packed tokens have 256 values": lambda: packed_attention(320),
 }  # fmt: skip
 
 

@@ -286,6 +286,36 @@ const Rule kRules[] = {
      },
      "heads have 64 or 128 values, and are 255 at most with those of keys",
      "OT 9.1.0 posembedding/apply_rotary_pos_emb/op_host/apply_rotary_pos_emb_tiling.cpp 280"},
+    {"aclnnRotaryPositionEmbedding*", kAny,
+     [](const Call& call) {
+         const Object& rows = call.at(0);
+         return one_type(call, {1, 2, -1}) && size(rows, -1) <= 896 && size(rows, -1) % 2 == 0 &&
+                size(rows, 0) < 1000 && size(rows, -2) < 1000;
+     },
+     "heads have an even number of values up to 896 and the type of the angles; fewer than 1,000 batches and heads",
+     "OT 8.5.0 posembedding/rotary_position_embedding/op_host/rope_rotate_half_tiling.cpp 411, 503; 9.0.0 412, 525; "
+     "9.1.0 423, 552; document of aclnnRotaryPositionEmbedding"},
+    {"aclnnRmsNorm", kAny,
+     [](const Call& call) {
+         const int weight = call.at(1).type;
+         return weight == call.at(0).type || (weight == ACL_FLOAT && half(call.at(0)));
+     },
+     "the weight of a norm has the type of the rows, or is float32 beside 16 bits",
+     "ON 8.5.0, 9.0.0, 9.1.0 norm/rms_norm/op_host/rms_norm_def.cpp 24, 30"},
+    {"aclnnAddRmsNorm", kAny, [](const Call& call) { return one_type(call, {1, 2}); },
+     "rows, residuals and the weight of a norm have one type",
+     "ON 8.5.0, 9.0.0, 9.1.0 norm/add_rms_norm/op_host/add_rms_norm_def.cpp 36"},
+    {"aclnnScatterNdUpdate", kAny,
+     [](const Call& call) {
+         const Object &written = call.at(0), &index = call.at(1), &rows = call.at(2);
+         std::vector<int64_t> shape(index.shape.begin(), index.shape.end() - 1);
+         shape.insert(shape.end(), written.shape.begin() + size(index, -1), written.shape.end());
+         return (index.type == ACL_INT32 || index.type == ACL_INT64) && rows.type == written.type &&
+                rows.shape == shape;
+     },
+     "indices are integers, and what is written has the type and the rows of the tensor",
+     "ON 8.5.0 index/scatter_nd_update/op_host/op_api/aclnn_scatter_nd_update.cpp 42, 64; 9.0.0 op_api 46, 71; 9.1.0 "
+     "47, 73"},
     {"aclnnQkvRmsNormRopeCache", 900, [](const Call&) { return false; }, "it is not in CANN before 9.0",
      "OT 9.0.0 posembedding/qkv_rms_norm_rope_cache; 8.5.0 has none"},
     {"aclnnQkvRmsNormRopeCache", kAny,
@@ -336,6 +366,11 @@ const Rule kRules[] = {
      },
      "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
      "OT 8.5.0 and 9.1.0, documents of aclnnFusedInferAttentionScoreV3; code: .._tiling_check_feature.cpp 70"},
+    {"aclnnFusedInferAttentionScore*", kAny,
+     [](const Call& call) { return call.at(0).shape.size() != 3 || size(call.at(0), 2) <= 256; },
+     "heads of packed tokens have 256 values at most",
+     "OT 8.5.0 attention/fused_infer_attention_score/op_host/fused_infer_attention_score_tiling.cpp 1063; 9.0.0 1167; "
+     "9.1.0 1205"},
     {"aclnnFusedInferAttentionScore*", kAny,
      [](const Call& call) {
          const Object *sinks = call.find(ACL_BF16, 1), *other = call.find(ACL_FLOAT16, 1), &query = call.at(0);
