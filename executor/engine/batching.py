@@ -61,7 +61,8 @@ def pack(
             starts.append(starts[-1] + 1 if decode else len(ids))
         if not all_logits:
             rows_wanted.extend(range(len(ids) - s.logit_rows, len(ids)))
-        states.add(s, len(ids))
+        if state_layers:
+            states.add(s, len(ids))
     for row in range(rows - len(lengths)):
         ids.append(0)
         positions.append(0)
