@@ -4,6 +4,7 @@ They run in jinja2's sandbox, as in transformers, which defines what they see. T
 run or how much memory they take. This module, run as a program, is that process; it imports only jinja2.
 """
 
+import bisect
 import json
 import resource
 import signal
@@ -37,6 +38,7 @@ class Rendered(NamedTuple):
     """A conversation as text, up to where the next answer begins."""
 
     text: str
+    beginning: int  # first characters, which conversations with the same system prompt and tools have; 0: unknown
     generation_prompt: int  # last characters, which follow the last message; 0: unknown
 
 
@@ -57,8 +59,8 @@ class Renderer:
             answer = self._ask(question)
         if answer[:1] != GOOD:
             raise failed(answer[1:].decode())
-        generation_prompt, _, text = answer[1:].partition(b" ")
-        return Rendered(text.decode("utf-8", "surrogatepass"), int(generation_prompt))
+        beginning, generation_prompt, text = answer[1:].split(b" ", 2)
+        return Rendered(text.decode("utf-8", "surrogatepass"), int(beginning), int(generation_prompt))
 
     def _ask(self, question: bytes) -> bytes:
         for _ in range(2):
@@ -158,11 +160,24 @@ def _answer(compiled: Any, question: bytes) -> bytes:
         text = template.render(variables)
         if len(text) > LONGER * len(question) + LONGEST:
             return BAD + f"it makes {len(text)} characters of {len(question)}".encode()
-        return GOOD + b"%d " % _generation_prompt(template, variables, text) + text.encode("utf-8", "surrogatepass")
+        bounds = _beginning(template, variables, text), _generation_prompt(template, variables, text)
+        return GOOD + b"%d %d " % bounds + text.encode("utf-8", "surrogatepass")
     except MemoryError:
         return BAD + TOO_MUCH.encode()
     except Exception as error:  # whatever the template provokes
         return BAD + str(error)[:1000].encode(errors="replace")
+
+
+def _beginning(template: Template, variables: dict[str, Any], text: str) -> int:
+    """The number of first characters of `text` that come before the first question; 0: the template does not say."""
+    try:
+        messages = variables["messages"]
+        first = next(i for i, message in enumerate(messages) if message["role"] not in ("system", "developer"))
+        asked = [*messages[:first], {"role": "user", "content": ""}]
+        other = template.render({**variables, "messages": asked})
+    except Exception:  # `text` is good all the same
+        return 0
+    return bisect.bisect_left(range(1, len(other) + 1), True, key=lambda count: not text.startswith(other[:count]))
 
 
 def _generation_prompt(template: Template, variables: dict[str, Any], text: str) -> int:

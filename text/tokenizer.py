@@ -1,6 +1,7 @@
 """Text to token ids and back, with the tokenizer, chat template and end-of-sequence ids of the checkpoint."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ class ChatPrompt(NamedTuple):
     """A conversation up to where the next answer begins."""
 
     ids: list[int]
-    generation_prompt: int  # last ids, which follow the last message; 0: unknown
+    branches: tuple[int, ...]  # numbers of first ids after which others probably differ (executor/engine/request.py)
 
 
 class Tokenizer:
@@ -66,6 +67,7 @@ class Tokenizer:
         shown = TAGS.union(self.marks.values()).difference(self._by_tokens.ends if self._by_tokens else ())
         self.hidden = frozenset(id for token, id in special.items() if token not in shown)
         self._renderer = Renderer()
+        self._beginning: tuple[str, list[int]] = "", []  # of the last conversation, and its ids
         self.decode(self.encode(TRIED, chat=False))
 
     @property
@@ -111,7 +113,7 @@ class Tokenizer:
         return self.chat_prompt(chat).ids
 
     def chat_prompt(self, chat: Chat) -> ChatPrompt:
-        """The same, with the number of those that follow the last message."""
+        """The same, with the end of the system prompt and of the last message."""
         if not self.hf.chat_template:
             raise no_template(self.folder)
         if not chat.messages:
@@ -125,9 +127,17 @@ class Tokenizer:
         variables = variables_of(chat.for_template(), settings)
         if self._by_tokens:
             variables |= for_harmony(variables["messages"], chat.tools)
-        text, added = self._renderer.render(template, variables)
+        text, beginning, added = self._renderer.render(template, variables)
         ids = self._ids(text, special=False)
-        return ChatPrompt(ids, self._last_ids(ids, text[len(text) - added :]))
+        first, end = self._first_ids(ids, text[:beginning]), len(ids) - self._last_ids(ids, text[len(text) - added :])
+        return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
+
+    def _first_ids(self, ids: list[int], text: str) -> int:
+        """The number of first `ids` that `text` begins with."""
+        if text != self._beginning[0]:  # conversations begin alike
+            self._beginning = text, self._ids(text, special=False)
+        pairs = zip(ids, self._beginning[1], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _last_ids(self, ids: list[int], text: str) -> int:
         """The number of last `ids` that are those of `text`; 0: no token begins where it does, or it is long."""

@@ -156,11 +156,11 @@ class LLM:
         if isinstance(prompt, str):
             if self.case.model_config.tokenizer_mode == "chat":
                 return self.tokenizer.chat_prompt(Chat([{"role": "user", "content": prompt}]))
-            return ChatPrompt(self.tokenizer.encode(prompt, chat=False), 0)
+            return ChatPrompt(self.tokenizer.encode(prompt, chat=False), ())
         if isinstance(prompt, Chat):
             return self.tokenizer.chat_prompt(prompt)
         if all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
-            return ChatPrompt(list(cast(Sequence[int], prompt)), 0)
+            return ChatPrompt(list(cast(Sequence[int], prompt)), ())
         if all(isinstance(part, dict) for part in prompt):
             return self.tokenizer.chat_prompt(Chat(cast(Sequence[Message], prompt)))
         raise UserError(f"prompt: {prompt!r:.60} is neither a text nor token ids nor a list of messages")
@@ -185,7 +185,7 @@ class LLM:
         room = self.case.max_sequence_length - len(prompt.ids)
         if 0 < room < sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
-        id = self.loop.submit(Request(tuple(prompt.ids), sampling, generation_prompt=prompt.generation_prompt)).id
+        id = self.loop.submit(Request(tuple(prompt.ids), sampling, branches=prompt.branches)).id
         self._events[id] = deque()
         return id
 

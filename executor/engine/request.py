@@ -103,7 +103,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # requests with a lower number run first and are preempted last
     salt: bytes = b""  # only requests with the same salt find each other's prefixes
-    generation_prompt: int = 0  # last tokens of the prompt, which follow the last message of a chat; 0: unknown
+    # Numbers of first tokens of the prompt that others probably begin with as well, before they go on differently.
+    branches: tuple[int, ...] = ()
 
 
 class TokenLogprob(NamedTuple):

@@ -5,10 +5,11 @@ kept: as a checkpoint, of which several sequences may go on, or as those after t
 writes another set, so that nothing is ever copied.
 
 Checkpoints are kept for later prompts with the pages before them (prefixes.py), since a prefix can only be used where
-its states are known. They are made in prompts where others will probably branch off: at the last full page before the
-generation prompt, since templates rewrite what follows; where a prompt's pages were found without states, since another
-prompt went on differently there; and every few thousand tokens. Another one is made of the states after the last full
-page when a sequence ends or is preempted, so that what follows an answer goes on from there.
+its states are known. They are made in prompts at the last full page before others will probably go on differently: at
+the branches of the request, which are the end of the system prompt and, since templates rewrite what follows, the begin
+of the generation prompt; where pages were found without states, since another prompt went on differently there; and
+every few thousand tokens. Another one is made of the states after the last full page when a sequence ends or is
+preempted, so that what follows an answer goes on from there.
 
 A step with drafts writes the states after the newest token that is certain, with the inputs of the drafted ones. Those
 that come true are pending until the next step takes them first, so that what came to nothing leaves no trace.
@@ -29,9 +30,9 @@ def want_checkpoints(sequence: Sequence, found: int, size: int) -> None:
     number of its first tokens whose pages are kept, with or without states."""
     prompt = sequence.prompt_len
     every = -(-max(INTERVAL, -(-prompt // MOST_INSIDE)) // size) * size
-    end = (prompt - max(sequence.request.generation_prompt, 1)) // size * size
-    wanted = {found, end, *range(every, end, every)}
-    sequence.wanted = sorted(tokens for tokens in wanted if tokens > sequence.num_computed)
+    branches = sequence.request.branches or (prompt - 1,)
+    wanted = {found, *(tokens // size * size for tokens in branches), *range(every, prompt, every)}
+    sequence.wanted = sorted(tokens for tokens in wanted if sequence.num_computed < tokens < prompt)
 
 
 def cut(sequence: Sequence) -> None:

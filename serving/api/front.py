@@ -44,7 +44,7 @@ class Job:
     stops: tuple[str, ...] = ()
     priority: int = 0
     salt: bytes = b""
-    generation_prompt: int = 0  # as in the engine's Request
+    branches: tuple[int, ...] = ()  # as in the engine's Request
     whole: bool = False  # special tokens are text of the answer
 
 
@@ -156,7 +156,7 @@ class Front:
         started = False
         while True:
             id = self.client.next_id()
-            submit = Submit(id, job.ids, job.sampling, job.priority, job.salt, job.generation_prompt)
+            submit = Submit(id, job.ids, job.sampling, job.priority, job.salt, job.branches)
             rows = self.client.rows(submit)
             try:
                 async with aclosing(rows):

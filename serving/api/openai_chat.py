@@ -166,7 +166,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
     for i, message in enumerate(messages):
         check_length(message["content"], f"messages[{i}].content", text, ready)
     try:
-        ids, added = text.tokenizer.chat_prompt(conversations.Chat(messages, tools, settings))
+        ids, branches = text.tokenizer.chat_prompt(conversations.Chat(messages, tools, settings))
     except UserError as error:
         raise of_chat(error) from None
     wanted, grammar = grammar, _whole_grammar(request, text, ready, grammar, forced, ids)
@@ -174,10 +174,11 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
         check_grammar(grammar, grammar_field(request) if wanted else "tools", text, ready, wanted)
     if request.logprobs:
         text.grammars(ready)  # it knows the bytes of tokens
-    ids = truncated(request, ids)
+    ids, dropped = truncated(request, ids), len(ids)
+    dropped -= len(ids)
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
-    job = job_of(request, ids, sampling, salt, min(added, len(ids)))
+    job = job_of(request, ids, sampling, salt, tuple(tokens - dropped for tokens in branches if tokens > dropped))
     made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
     return Chat(front, request, text, ready, job, tools, format, Usage(len(ids)), *made)
 

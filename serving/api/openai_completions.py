@@ -224,12 +224,14 @@ def nth_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & LARGEST_SEED)
 
 
-def job_of(request: Fields, ids: list[int], sampling: SamplingParams, salt: bytes, generation_prompt: int = 0) -> Job:
+def job_of(
+    request: Fields, ids: list[int], sampling: SamplingParams, salt: bytes, branches: tuple[int, ...] = ()
+) -> Job:
     """A job of a request. Its prefixes' salt is that of its key, and one of its own that can only share less."""
     if request.cache_salt:
         salt += request.cache_salt.encode(errors="replace")[:256]
     whole = request.skip_special_tokens is False
-    return Job(ids, sampling, tuple(request.stops), request.priority or 0, salt, generation_prompt, whole)
+    return Job(ids, sampling, tuple(request.stops), request.priority or 0, salt, branches, whole)
 
 
 def offsets_of(ids: list[int], text: Text) -> list[int]:

@@ -27,11 +27,11 @@ class Submit(Message, frozen=True):
     sampling: SamplingParams
     priority: int = 0
     salt: bytes = b""
-    generation_prompt: int = 0
+    branches: tuple[int, ...] = ()
 
     @property
     def request(self) -> Request:
-        return Request(tuple(self.ids), self.sampling, self.priority, self.salt, self.generation_prompt)
+        return Request(tuple(self.ids), self.sampling, self.priority, self.salt, self.branches)
 
 
 class Abort(Message, frozen=True):

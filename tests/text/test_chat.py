@@ -62,7 +62,14 @@ def test_tokens_equal_transformers(tokenizer: Tokenizer, name: str) -> None:
         hf.apply_chat_template(messages, tools=list(chat.tools) or None, add_generation_prompt=added)["input_ids"]
         for added in (True, False)
     )
-    assert tokenizer.chat_prompt(chat) == (expected, len(expected) - len(shorter))
+    ids, (*first, end) = tokenizer.chat_prompt(chat)
+    assert (ids, end) == (expected, len(shorter))
+    asked = next(i for i, message in enumerate(chat.messages) if message["role"] not in ("system", "developer"))
+    other = Chat([*chat.messages[:asked], {"role": "user", "content": "Zebras?"}], chat.tools, chat.settings)
+    theirs = tokenizer.chat_prompt(other)
+    assert len(first) <= 1
+    assert theirs.branches[:-1] == tuple(first)
+    assert theirs.ids[: sum(first)] == ids[: sum(first)]
     assert expected[: len(shorter)] == shorter
     assert json.dumps(chat.messages) == before
 

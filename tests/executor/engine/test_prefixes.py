@@ -150,7 +150,7 @@ def test_every_request_gets_its_tokens_whatever_gives_way(seed: int) -> None:
                 SamplingParams(max_tokens=draw.randint(1, 10)),
                 draw.randint(0, 1),
                 draw.choice([b"", b"a"]),
-                generation_prompt=draw.randint(0, 3),
+                branches=draw.choice([(), (len(ids) // 2, len(ids) - 1)]),
             )
             for rank in ranks:
                 rank.scheduler.add(new_sequence(number, request))

@@ -126,7 +126,7 @@ def test_the_front_s_end_of_the_socket(tmp_path: Path) -> None:
         assert (client.alive, client.ready, client.progress) == (True, READY, Progress("loading", 0.5))
         second, _ = await asyncio.open_unix_connection(str(client.path))
         assert await second.read() == b""
-        submit = Submit(0, [1, 2], SamplingParams(3), 7, b"salt", 1)
+        submit = Submit(0, [1, 2], SamplingParams(3), 7, b"salt", (1,))
         rows = client.rows(submit)
         first = asyncio.create_task(anext(rows))
         sent = framed(submit)
