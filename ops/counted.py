@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ops.interface import SILU_EXPERTS, Heads, Paged, Recurrent, Rounded, RoundingNorm, Slots
 
+CHUNK, CHUNKS = 64, 64  # rows of a chunk of the gated delta rule, and chunks that are prepared at once
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
 # real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
@@ -262,6 +263,8 @@ class CountedOps:
         return self.made("gated", x, *x.shape)
 
     def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
+        rows = 3 * len(x) + 9 * len(recurrent.reads)  # with states before them, in steps of one row twice; convolved
+        _ = self.made("rows in float32", x, rows, x.shape[1], dtype=torch.float32)
         out = self.made("convolution", x, *x.shape)
         size = 2 * len(recurrent.reads) * states[0].nbytes  # read and written
         self.note("causal_conv", x, out, cached=size, macs=weight.numel() * len(x))
@@ -279,6 +282,15 @@ class CountedOps:
         recurrent: Recurrent,
     ) -> Tensor:
         _, heads, depth, width = states.shape
+        rows, sequences, keys = len(qkv), len(recurrent.reads), (qkv.shape[1] - heads * width) // 2
+        parts = [
+            ("queries, keys and values", rows, 3 * keys + heads * width),
+            ("states", 2 * sequences, states[0].numel()),
+        ]
+        if rows > sequences:
+            chunks = min(-(-rows // CHUNK), CHUNKS) * heads
+            parts += [("chunks", 7 * chunks, CHUNK * width), ("products in chunks", 5 * chunks, CHUNK * CHUNK)]
+        _ = [self.made(f"{what} in float32", qkv, *shape, dtype=torch.float32) for what, *shape in parts]
         out = self.made("delta rule", qkv, len(qkv), heads, width)
         size, pairs = 2 * len(recurrent.reads) * states[0].nbytes, len(qkv) * heads * depth * width
         self.note("gated_delta_rule", qkv, a, b, out, cached=size, macs=4 * pairs)

@@ -1,6 +1,7 @@
 """Gated DeltaNet on Ascend: numbers of its ops, in plain code under the real schemas, against the reference; kernels of
 a layer, captured, eager and in a GE graph."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from executor.run.activations import Ledger
 from ops import reference
+from ops.ascend.layout import AscendLayout
 from ops.ascend.ops import AscendOps
+from ops.counted import CountedOps
 from ops.interface import Recurrent
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import CAPTURE_MODES, HYBRID, ascend_case, ascend_runner, generate, prefilled
@@ -125,6 +129,27 @@ def test_a_norm_with_a_float32_weight() -> None:
     exact = reference.rms_norm(total.float(), weight, 1e-6)
     assert torch.equal(normed, exact.bfloat16())
     assert not torch.equal(normed, reference.rms_norm(total.float(), weight.bfloat16().float(), 1e-6).bfloat16())
+
+
+@pytest.mark.parametrize("lengths", [[512], [64 * 80], [1] * 8, [40, 300]])
+def test_a_plan_counts_what_is_alive(lengths: list[int]) -> None:
+    rows, places = sum(lengths), torch.arange(len(lengths), dtype=torch.int32)
+    starts, never = torch.tensor([0, *itertools.accumulate(lengths)]), torch.zeros_like(places)
+    at = Recurrent(starts, places - len(lengths), places, never, never, never)
+
+    def alive(ops: Any) -> list[int]:
+        layer, ledger = Layer(ops, (2, 4), 128, 128, True, len(lengths)), Ledger()
+        x, ba = torch.zeros(rows, layer.channels, dtype=torch.bfloat16), torch.zeros(rows, 4)
+        of_layer = layer.rates, layer.dt_bias, layer.states, layer.states[:, 0, :0], at
+        steps: list[Any] = [
+            lambda _: ops.causal_conv(x, layer.weight, layer.inputs, at),
+            lambda _: ops.gated_delta_rule(x, ba, ba, *of_layer),
+        ]
+        return [ledger.fullest(torch.nn.Identity(), step, Any).nbytes for step in steps]  # type: ignore[arg-type]
+
+    real = alive(AscendOps(torch.bfloat16, torch.device("cpu"), "fusion_v2"))
+    planned = alive(CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8))
+    assert all(0.95 * made <= counted <= 1.6 * made for made, counted in zip(real, planned, strict=True))
 
 
 MIXER = [  # between the norm before and the projection back
