@@ -21,7 +21,10 @@ CHUNK, CHUNKS = 64, 64  # rows of a chunk of the gated delta rule, and chunks th
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
 # real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
-ASCEND_KERNELS = {"linear by int8": 2, "moe by int8": 4, "moe": 5, "write_kv": 2, "split_rms_norm": 6, "add_gated": 2}
+ASCEND_KERNELS = {
+    "linear by int8": 2, "moe by int8": 4, "moe": 5, "write_kv": 2, "split_rms_norm": 6, "add_gated": 2,
+    "causal_conv": 9, "gated_delta_rule": 22, "gated_rms_norm": 3, "sigmoid_mul": 2,
+}  # fmt: skip
 BY_INT8 = " by int8"  # of the name of an op
 EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three (two by int8), a cast,
 # combine

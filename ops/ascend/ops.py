@@ -179,6 +179,8 @@ class AscendOps(AscendLayout):
         if (width := q.shape[-1]) not in HEAD_DIMS:
             if width % 32 or width > MOST_ROTATED:
                 raise UserError(f"head_dim: {width}: npu_rotary_mul takes multiples of 32 up to {MOST_ROTATED}")
+            if not len(q):  # a data-parallel group that has no prompt in this step
+                return q, k
             q, k = (
                 torch_npu.npu_rotary_mul(
                     input=x[None], r1=cos[None, :, None], r2=sin[None, :, None], rotary_mode="half"
@@ -245,6 +247,8 @@ class AscendOps(AscendLayout):
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """One kernel multiplies by the gate, rounding once; it takes both side by side."""
+        if not len(x):
+            return x
         return moe.swiglu(torch.cat((gate, self.rms_norm(x, weight, eps)), -1))
 
     causal_conv = staticmethod(recurrent.causal_conv)

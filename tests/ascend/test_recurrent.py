@@ -13,7 +13,7 @@ from executor.run.activations import Ledger
 from ops import reference
 from ops.ascend.layout import AscendLayout
 from ops.ascend.ops import AscendOps
-from ops.counted import CountedOps
+from ops.counted import ASCEND_KERNELS, CountedOps
 from ops.interface import Recurrent
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import CAPTURE_MODES, HYBRID, ascend_case, ascend_runner, generate, prefilled
@@ -187,6 +187,8 @@ def test_kernels_of_a_captured_step(tmp_path: Path, mode: str) -> None:
     with device_log() as log:
         runner.loop.step()
     kernels = [line.split()[1].removeprefix("aclnn") for line in log.lines if line.startswith("captured acl")]
+    ops = "causal_conv", "gated_delta_rule", "gated_rms_norm"
+    assert sum(ASCEND_KERNELS[op] for op in ops) == len(MIXER) - 2 - 3
     assert kernels == ["Embedding"] * 3 + ["RmsNorm", *MIXER, *BLOCK, *ATTENTION, *BLOCK, "MatmulWeightNz"]
     with device_log() as log:
         runner.loop.step()

@@ -80,7 +80,7 @@ def cache_line(can: Abilities) -> dict[str, str]:
     needs = f"CANN {'.'.join(map(str, TILED_CACHE_SINCE))} and torch_npu 2.10"
     return {
         "KV cache": "npu_qkv_rms_norm_rope_cache, which also splits, norms and rotates, for heads of 128 that have "
-        "norms of their own; npu_scatter_pa_kv_cache for others"
+        "norms of their own; npu_scatter_pa_kv_cache for others, npu_scatter_nd_update_ for heads wider than 128"
         if can.tiled_cache
         else f"npu_scatter_nd_update_ (tiles, which fewer kernels write, need {needs})"
     }
