@@ -159,8 +159,8 @@ def test_a_state_is_read_and_written_for_each_sequence() -> None:
     assert ops.sigmoid_mul(a, a) is a
     rows = 5 * 96 * 2
     assert ops.notes.done == [
-        Done("causal_conv", 7, 1, rows=2 * rows, cached=2 * 3 * 4 * 3 * 96, macs=5 * 4 * 96),
-        Done("gated_delta_rule", 7, 1, rows=rows + 5 * (4 + 4 + 64) * 2, cached=2 * 3 * 4 * 512, macs=5 * 4 * 512),
-        Done("gated_rms_norm", 7, 1, rows=3 * 5 * 64 * 2),
-        Done("sigmoid_mul", 7, 1, rows=3 * 5 * 4 * 2),
+        Done("causal_conv", 7, 9, rows=2 * rows, cached=2 * 3 * 4 * 3 * 96, macs=5 * 4 * 96),
+        Done("gated_delta_rule", 7, 22, rows=rows + 5 * (4 + 4 + 64) * 2, cached=2 * 3 * 4 * 512, macs=5 * 4 * 512),
+        Done("gated_rms_norm", 7, 3, rows=3 * 5 * 64 * 2),
+        Done("sigmoid_mul", 7, 2, rows=3 * 5 * 4 * 2),
     ]
