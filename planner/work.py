@@ -16,7 +16,7 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.engine.batch_limits import limits_of
-from executor.engine.kv_caches import bind_caches, frame_of, recurrent, sets_of
+from executor.engine.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
 from executor.engine.weight_formats import build_of
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import most_rows, why_gathered
@@ -25,6 +25,7 @@ from models.causal_lm import CausalLM
 from models.config import ModelConfig, with_layers
 from models.layers.base import layers_of
 from models.layers.experts import Experts
+from models.layers.states import RecurrentStates
 from models.registry import load, model_class
 from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
 from ops.interface import Exchange, Ops
@@ -82,7 +83,6 @@ class Counted:
 
     def __init__(self, case: Case):
         self.case, self.config = case, load_model_config(case)
-        self.limits = limits_of(case, self.config)
         config, self.multiples = one_of_each_layer(self.config)
         platform, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
         self.ops = ops = CountedOps(
@@ -106,11 +106,15 @@ class Counted:
             exchanged = sys.maxsize if case.parallel_sizes.expert_slots else 0
         exchange = CountedExchange(ops, case.world_size, exchanged) if exchanged else None
         meta = torch.device("meta")
-        self.build = build = build_of(
+        build = build_of(
             case, cast(Ops, ops), parallel, meta, platform.quantised_head, None, cast("Exchange | None", exchange)
         )
         self.model: CausalLM = model_class(case.model_name)(config, build)
         bind_caches(self.model, case, build, 2)
+        self.units, self.page_bytes = frame_of(self.model, case, build, self.config.windows)
+        stateful = sum(self._multiple(path) for path, m in self.model.named_modules() if isinstance(m, RecurrentStates))
+        self.states = state_sizes(self.model, self.page_bytes // self.units, stateful)
+        self.limits = limits_of(case, self.config, True, self.states.frames(self.page_bytes, 0))
         for layer, multiple in zip(self.model.model.layers, self.multiples, strict=True):
             layer.register_forward_pre_hook(partial(self._begin, multiple))
             layer.register_forward_hook(partial(self._begin, 1))
@@ -127,7 +131,7 @@ class Counted:
                 experts += size
             else:
                 rest += size
-        return Memory(experts, rest, frame_of(self.model, self.case, self.build, self.config.windows)[1])
+        return Memory(experts, rest, self.page_bytes)
 
     @property
     def expert_layers(self) -> int:

@@ -84,6 +84,7 @@ class ShadowSizes:
     frame: tuple[int, int]  # units and bytes of a frame
     split: Split
     pages: int  # KV pages that sequences may hold
+    least: int  # those of one sequence at its longest
     rest_bytes: int  # bytes of weights that a decode step reads, without the experts of layers with shadows
     fixed_bytes: int  # bytes of weights outside the arena
     states: StateSizes  # of the recurrent states of a sequence

@@ -7,6 +7,7 @@ from cpu_offload.manager import ShadowExperts
 from cpu_offload.memory.arena import NO_STATES, Arena, StateSizes, extent_of
 from executor.config.case import Case
 from executor.config.units import MB
+from executor.engine.batch_limits import Limits
 from executor.engine.kv_caches import bind_arena, frame_of, state_sizes
 from executor.engine.pages import ElasticPages, Pages
 from models.build import Build
@@ -14,15 +15,15 @@ from umbra.errors import UserError
 
 
 def open_arena(
-    case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, longest: int, padding_states: bool
+    case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, limits: Limits, padding_states: bool
 ) -> Pages:
     """Binds the KV caches and states of `model`, and the slots of experts that have shadows, to one buffer. -> the
-    pages that sequences take. `longest` is the number of pages that all sequences need at their longest;
-    `padding_states`: the buffer has a last place, of the states of padding rows."""
+    pages that sequences take. `padding_states`: the buffer has a last place, of the states of padding rows."""
     units, frame_bytes = frame_of(model, case, build)
     slots = (shadows.slot_bytes, shadows.most_slots, shadows.device.alignment) if shadows else (0, 0, 64)
     states = state_sizes(model, frame_bytes // units)
-    arena, pinned = make_arena(case, units, frame_bytes, *slots[:2], longest, slots[2], states)
+    least = limits.pages_of(limits.max_sequence_length)
+    arena, pinned = make_arena(case, units, frame_bytes, *slots[:2], limits.pages, least, slots[2], states)
     spare, unit = shadows.device.spare(slots[0]) if shadows else 0, frame_bytes // units
     spare = -(-spare // unit) * unit + (states.nbytes if padding_states else 0)
     memory = bind_arena(model, case, build, arena.frames, spare)
@@ -56,16 +57,17 @@ def make_arena(
     slot_bytes: int,
     most_slots: int,
     longest: int,
+    least: int,
     alignment: int,
     states: StateSizes = NO_STATES,
 ) -> tuple[Arena, int]:
     """Returns the arena's bookkeeping, and the number of frames of experts that may not be evicted. `most_slots` is the
-    most experts that may be resident at once, `longest` the number of pages of all sequences at their longest."""
+    most experts that may be resident at once, `longest` the number of pages of all sequences at their longest, `least`
+    that of one."""
     experts = expert_frames(frame_bytes, slot_bytes, most_slots, states)
     frames = frames_of(case, frame_bytes, experts, longest)
     arena = Arena(frames, frame_bytes, slot_bytes, units, alignment, states)
     pinned = 0 if case.offload_config.mode == "elastic" else experts
-    least = longest // (case.data_config.batch_size // case.attn_dp_size)
     if frames - pinned - 1 < least:
         raise UserError(
             f"case {case.name}: offload_config.arena_mb: {frames} pages of {frame_bytes} bytes, of which experts keep "

@@ -80,7 +80,7 @@ class Engine:
         self.table_width, self.layer_sets = limits.table_width, len(limits.windows)
         self.state_layers = len(recurrent(self.model))
         if self.shadows or set_pages:
-            self.pages: Pages = open_arena(case, build, self.model, self.shadows, limits.pages, platform.padding_states)
+            self.pages: Pages = open_arena(case, build, self.model, self.shadows, limits, platform.padding_states)
         else:
             bind_caches(self.model, case, build, limits.pages)
             self.pages = PagePool(limits.pages, limits.page_size)

@@ -82,7 +82,7 @@ def make_plan(case: Case) -> Plan:
     exchanged = 0 if why else most_rows(settings)
     exchange = cast(Exchange, CountedExchange(ops, case.world_size, exchanged)) if exchanged else None
     sketch = sketch_of(case, ops=cast(Ops, ops), exchange=exchange)
-    weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
+    weights, cache = weights_of(sketch.model), cache_of(sketch)
     shorten(sketch.model)
     sections = {
         WEIGHTS: weights,

@@ -209,7 +209,7 @@ def _fitting(
     for way in ways:
         case, data = made(way, min(SHORTEST, positions), sequences)
         sketch = sketch_of(case)
-        cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
+        cache = cache_of(sketch).nbytes
         weights = sum(part.nbytes for part in weights_of(sketch.model))
         counted = Counted(weights, cache / (sketch.pages + 1), sketch.limits.set_pages, sketch.config)
         room = _room(case)

@@ -39,7 +39,7 @@ def _bytes_of(sketch: "Sketch", case: Case) -> tuple[int, int]:
     from executor.run.model_sketch import cache_of, weights_of  # which imports torch
 
     arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None
-    cache = int(arena * MB) if arena else cache_of(sketch.model, case.cache_config.page_size).nbytes
+    cache = int(arena * MB) if arena else cache_of(sketch).nbytes
     return sum(part.nbytes for part in weights_of(sketch.model)), cache
 
 
@@ -50,7 +50,8 @@ def _less_cache(case: Case, sketch: "Sketch", left: int, cache: int) -> Iterator
     if case.offload_config.mode != "none" and case.offload_config.arena_mb:
         yield f"lower offload_config.arena_mb to {int(left / MB)}"
         return
-    limits, pages = sketch.limits, int(left / cache * (sketch.pages + 1)) - 1
+    limits = sketch.limits
+    pages = int(left / cache * (sketch.pages + 1)) - 1 - limits.checkpoints * limits.set_pages
     for sequences in dict.fromkeys((limits.per_group, 1)):
         if (longest := limits.longest_in(pages // sequences)) > 1:
             yield f"set max_model_len: {longest} with batch_size: {sequences * limits.groups}"

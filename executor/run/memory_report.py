@@ -35,7 +35,7 @@ def show_plan(case: Case) -> None:
 def show_host_plan(case: Case) -> None:
     """Prints the weights and the KV cache of a case whose device is the CPU, next to this machine's memory."""
     sketch = sketch_of(case)
-    parts, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
+    parts, cache = weights_of(sketch.model), cache_of(sketch)
     weights, (limit, of) = sum(part.nbytes for part in parts), memory_limit()
     _print_head(case)
     print(

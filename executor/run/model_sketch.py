@@ -96,9 +96,13 @@ def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
     return "attention" if around & {PagedAttention, RecurrentStates} else "dense MLP"
 
 
-def cache_of(model: nn.Module, page_size: int) -> Part:
-    """The memory of the KV cache that is bound to `model`."""
-    caches: list[Tensor] = [cache for layer, *_ in sharing(model) for cache in (layer.k_cache, layer.v_cache)]
-    pages, values = len(caches[0]), caches[0][0].numel() // page_size
-    how = f"{len(caches)} tensors x {pages:,} pages x {page_size} tokens x {values} values x {caches[0].itemsize} B"
+def cache_of(sketch: Sketch) -> Part:
+    """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
+    caches: list[Tensor] = [cache for layer, *_ in sharing(sketch.model) for cache in (layer.k_cache, layer.v_cache)]
+    pages, limits = len(caches[0]), sketch.limits
+    values = caches[0][0].numel() // limits.page_size
+    how = f"{len(caches)} tensors x {pages:,} pages x {limits.page_size} tokens x {values} values x "
+    how += f"{caches[0].itemsize} B"
+    if limits.set_pages:
+        how += f"; {limits.state_pages:,} pages of each sequence are recurrent states"
     return Part("pages", sum(cache.nbytes for cache in caches), how)

@@ -68,10 +68,12 @@ def sizes_of(case: Case) -> ShadowSizes:
     experts = shape.layers * count
     states = state_sizes(sketch.model, frame[1] // frame[0])
     set_pages = set_pages_of(sketch.model, case, sketch.build, slot_bytes, alignment)
-    pages = limits_of(case, config, True, set_pages).pages
+    limits = limits_of(case, config, True, set_pages)
+    pages, least = limits.pages, limits.pages_of(limits.max_sequence_length)
+    each = (pages - limits.checkpoints * set_pages) // batch
     split = Split(
         frames_of(case, frame[1], expert_frames(frame[1], slot_bytes, experts, states), pages) - 1,
-        *extent_of(frame[1], slot_bytes, states.nbytes), pages // batch, batch, experts,
+        *extent_of(frame[1], slot_bytes, states.nbytes), each, batch, experts,
     )  # fmt: skip
     weights = weights_of(sketch.model)
     unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
@@ -80,7 +82,7 @@ def sizes_of(case: Case) -> ShadowSizes:
     rest += round(unshadowed * shape.used(batch) / count)
     fixed = sum(part.nbytes for part in weights if part.name not in EXPERTS) + unshadowed
     rest += 2 * batch * states.nbytes * states.layers  # which a step reads and writes
-    return ShadowSizes(shape, blocks, slot_bytes, alignment, frame, split, pages, rest, fixed, states)
+    return ShadowSizes(shape, blocks, slot_bytes, alignment, frame, split, pages, least, rest, fixed, states)
 
 
 def show_offload_plan(case: Case) -> None:
@@ -92,7 +94,9 @@ def show_offload_plan(case: Case) -> None:
         load_platform(case.platform)(platform_settings(case), ranks)
     planner, choices = choose(wanted_of(case), sizes, (ranks.local_rank, ranks.local_world_size))
     longest, experts, most_slots = sizes.pages, sizes.split.experts, choices.slots.value
-    arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment, sizes.states)
+    arena, pinned = make_arena(
+        case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.least, sizes.alignment, sizes.states
+    )
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
     total = sizes.fixed_bytes + arena.frames * arena.frame_bytes
@@ -122,7 +126,8 @@ def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots
         f"each a page of {case.cache_config.page_size} tokens or part of {arena.extent_slots} slots in {each} frames",
         f"experts: {experts} with shadows, {arena.slot_bytes} bytes each; {most_slots} may be resident at once",
         f"KV pages: {longest} for {case.data_config.batch_size} sequence(s) at their longest, {pages} can be had"
-        + ("" if pages >= longest else ": not all sequences run at once"),
+        + ("" if pages >= longest else ": not all sequences run at once")
+        + (f"; a set of recurrent states takes {arena.set_frames}" if arena.set_frames else ""),
     ]
     for name, held in (
         ("no sequence", 0),

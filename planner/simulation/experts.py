@@ -17,7 +17,7 @@ from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from cpu_offload.manager import ShadowExperts, ShadowSettings
-from cpu_offload.memory.arena import Arena
+from cpu_offload.memory.arena import Arena, StateSizes
 from executor.engine.arena import expert_frames
 from executor.engine.pages import ElasticPages
 from ops.cpu.shadow import ShadowPool
@@ -42,6 +42,8 @@ class ExpertSizes:
     arena_bytes: int
     copy_s: float  # seconds to copy one expert
     most_swaps: int  # copies at one decision
+    units: int  # of a frame
+    states: StateSizes  # of a sequence's recurrent states
 
 
 def uses_of(choose: np.random.Generator, skew: float, layers: int, experts: int) -> NDArray[np.float64]:
@@ -135,8 +137,9 @@ class SimulatedExperts:
         self.shadows = ShadowExperts(settings, device, cast(ShadowPool, Steps()))
         layers = [SimulatedLayer(sizes.experts, sizes.slot_bytes) for _ in range(sizes.layers)]
         self.shadows.layers = cast(list[ShadowedExperts], layers)
-        pinned = 0 if slots is None else expert_frames(sizes.frame_bytes, sizes.slot_bytes, slots)
-        arena = Arena(sizes.arena_bytes // sizes.frame_bytes, sizes.frame_bytes, sizes.slot_bytes, 1, 1)
+        pinned = 0 if slots is None else expert_frames(sizes.frame_bytes, sizes.slot_bytes, slots, sizes.states)
+        frames = sizes.arena_bytes // sizes.frame_bytes
+        arena = Arena(frames, sizes.frame_bytes, sizes.slot_bytes, sizes.units, 1, sizes.states)
         self.pages = ElasticPages(arena, sizes.page_size, pinned, self.shadows.make_room, lambda old, new: None)
         self.shadows.open(arena, torch.empty(0, dtype=torch.uint8), self.pages.gather)
         self.choose = np.random.default_rng([seed, 3])

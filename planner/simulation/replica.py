@@ -93,7 +93,9 @@ class Replica:
     def start(self) -> None:
         """An empty scheduler, as after a restart of the ranks."""
         self.experts = self.shadowed() if self.shadowed else None
-        pages = self.experts.pages if self.experts else PagePool(self.pages, self.limits.page_size)
+        pages = (
+            self.experts.pages if self.experts else PagePool(self.pages, self.limits.page_size, self.limits.set_pages)
+        )
         self.scheduler = Scheduler(self.limits, (), pages)
         self.totals = ExpertTotals(self.experts.shadows) if self.experts else None
         self.memory_split = None
@@ -162,7 +164,7 @@ class Replica:
         """Returns how many steps like this one follow each other, with it, unless a request comes."""
         scheduler, size = self.scheduler, self.limits.page_size
         left = min(s.longest - len(s.ids) for s in step.sequences)
-        if left == 1:
+        if left == 1 or self.limits.set_pages:  # each step has its states
             return 1
         sets = len(self.limits.windows)
         # Besides the next token, in promised pages. Those of windows suffice for one step's tokens only.

@@ -47,17 +47,22 @@ def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
     """The experts of a replica's first rank, which stands for all."""
     counted, ranks = layout.counted, layout.sizes
     case, config, memory = counted.case, counted.config, counted.memory
-    layers, all_experts = counted.expert_layers, config.expert_count
+    layers, all_experts, slot = counted.expert_layers, config.expert_count, slot_bytes_of(layout)
     experts = all_experts // ranks.moe_ep
-    slot = memory.experts // (layers * experts)
     fixed = None if simulation.memory == "elastic" else round(ranks.resident * layers * experts)
     copy_s = slot / (layout.hardware.need("host.copy_gbps") * GIGA)
     swaps = min(max(int(layout.decode(1).total / COPYING / copy_s), 1), MOST_SWAPS)  # of a server, after every step
     sizes = ExpertSizes(
         layers, experts, all_experts, config.experts_per_token, slot, memory.page, case.cache_config.page_size,
-        int(layout.all_free_bytes), copy_s, INTERVAL * swaps,
+        int(layout.all_free_bytes), copy_s, INTERVAL * swaps, counted.units, counted.states,
     )  # fmt: skip
     return SimulatedExperts(sizes, fixed, simulation.skew, simulation.seed)
+
+
+def slot_bytes_of(layout: Layout) -> int:
+    """Bytes of an expert of the layout's ranks."""
+    counted = layout.counted
+    return counted.memory.experts // (counted.expert_layers * (counted.config.expert_count // layout.sizes.moe_ep))
 
 
 class Simulator:
@@ -67,6 +72,7 @@ class Simulator:
         self.simulation, self.layout = simulation, layout
         size, elastic = case.cache_config.page_size, simulation.memory == "elastic"
         free = layout.all_free_bytes if elastic else layout.free_bytes
+        slots = layout.sizes.resident < 1 or elastic
         pages = int(free / layout.counted.memory.page) - 1
         most = min(cluster.search.most_sequences, pages)
         self.limits = Limits(
@@ -80,6 +86,7 @@ class Simulator:
             prefixes=simulation.prefix_cache,
             prefix_floor=case.serve_config.prefix_floor // size,
             windows=layout.counted.limits.windows,
+            set_pages=layout.counted.states.frames(layout.counted.memory.page, slot_bytes_of(layout) if slots else 0),
         )
         if self.limits.pages_of(simulation.longest) > pages:
             raise UserError(
@@ -88,7 +95,7 @@ class Simulator:
             )
         times = times or StepTimes(layout, simulation.longest)
         made = None
-        if layout.sizes.resident < 1 or elastic:
+        if slots:
             made = partial(shadowed, layout, simulation)
         pause_s = 0.0 if simulation.mixed_tokens else case.serve_config.prefill_pause_ms / 1e3
         replicas = [Replica(n, self.limits, pages, times, made, pause_s) for n in range(sizes.replicas)]

@@ -29,8 +29,9 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
     ("minimax_m2_w4a16_tp8", ()),
     ("qwen3_30b_a3b_q4_cpu", ()),
     ("gpt_oss_120b_bf16_tp8", ()),
+    ("qwen35_397b_w4a16_tp16", ()),
 ]
-IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss"]
+IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states"]
 PRINTED = Path(__file__).parents[1] / "data" / "cluster_plan.txt"
 LINKS = Links(devices=8, gbps=100.0, collective_us=10.0, peer_us=1.0, exchange_us=40.0)
 HARDWARE = Hardware(
@@ -51,12 +52,14 @@ HARDWARE = Hardware(
 def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]) -> None:
     """Layers of a kind are built once and multiplied."""
     case = load_case(name, overrides)
-    sketch, memory = sketch_of(case), Counted(case).memory
+    sketch, found = sketch_of(case), Counted(case)
+    memory = found.memory
+    assert found.limits == sketch.limits
     sizes = {part.name: part.nbytes for part in weights_of(sketch.model)}
     experts = sizes.pop("experts") + sizes.pop("experts' scales and biases", 0)
     assert memory.experts == experts
     assert memory.rest == sum(sizes.values()) - sizes["rotary"]
-    assert memory.page * (sketch.pages + 1) == cache_of(sketch.model, case.cache_config.page_size).nbytes
+    assert memory.page * (sketch.pages + 1) == cache_of(sketch).nbytes
 
 
 @pytest.mark.parametrize(("name", "overrides"), [CASES[0], CASES[2]], ids=["235b", "m2"])

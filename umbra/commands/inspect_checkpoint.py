@@ -108,7 +108,7 @@ def inspect_rank(case: Case) -> dict[str, Any]:
     """Returns what a rank of `case` keeps of its checkpoint. All splits are even, so rank 0 is counted for all
     ranks."""
     sketch = sketch_of(case)
-    weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
+    weights, cache = weights_of(sketch.model), cache_of(sketch)
     formats, modules = sketch.build.formats, linear_modules(wanted_by(sketch.model))
     own = {formats.own(module) or formats.rest for module in modules} if formats.own else {formats.linear}
     return {

@@ -14,6 +14,7 @@ import torch
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
+from executor.engine import states
 from executor.engine.drafts import Drafts
 from executor.engine.loop import Loop
 from executor.engine.memory_split import MemorySplit
@@ -68,11 +69,13 @@ class Traffic:
             earlier = draw.choice(self.submitted[-8:])
             start = [*earlier.ids, *(t for row in self.rows.get(earlier.id, []) for t in row.tokens)]
         ids = [*start, *(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20)))][-40:]
-        hot = draw.random() < 0.5
+        hot, again = draw.random() < 0.5, draw.random() < 0.3
         sampling = SamplingParams(
-            draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True
-        )
-        submit = Submit(len(self.submitted), ids, sampling, draw.randint(0, 1), draw.choice([b"", b"", LONG]))
+            draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True,
+            logit_bias={3: 50.0, 5: 50.0} if again else {},  # which repeat soon
+        )  # fmt: skip
+        salt, branches = draw.choice([b"", b"", LONG]), (draw.randint(0, len(ids)), max(0, len(ids) - 3))
+        submit = Submit(len(self.submitted), ids, sampling, draw.randint(0, 1), salt, branches)
         self.submitted.append(submit)
         return submit
 
@@ -136,6 +139,7 @@ def main() -> None:
         if runner.engine.shadows:
             runner.engine.shadows.residency.swaps = any_swaps  # type: ignore[method-assign]
         MemorySplit.decide = any_share  # type: ignore[method-assign]
+        states.INTERVAL = 8
         Drafts.took = any_cost(Drafts.took)  # type: ignore[method-assign,assignment]
         traffic = Traffic(int(steps), 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)
@@ -145,7 +149,7 @@ def main() -> None:
             worker.loop.abort(sequence.id)
         for cache in worker.loop.scheduler.caches:
             cache.trim(0)
-        counts["held"] = sum(cache.held for cache in worker.loop.scheduler.caches)
+        counts["held"] = sum(cache.held + cache.kept + cache.sets for cache in worker.loop.scheduler.caches)
         # Rank 0 knows what was asked; the others hear of it as in a tick.
         every = max(1, len(traffic.submitted) // int(alone_most))
         some: list[Submit | Abort | Stop] = list(traffic.submitted[::every])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny, write_case
+from tests.tiny import save_tiny, save_tiny_of, write_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -33,16 +33,31 @@ def test_traffic_on_four_ranks(tmp_path: Path) -> None:
     check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 800, 20, MANY)
 
 
+def test_traffic_of_states(tmp_path: Path) -> None:
+    check_traffic(tmp_path, 2, {"attn_tp_size": 2, "moe_tp_size": 2}, 400, 5, FEW, 300, 190, "qwen3_next")
+
+
+@pytest.mark.thorough
+def test_traffic_of_states_on_four_ranks(tmp_path: Path) -> None:
+    check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 2000, 40, MANY, 600, 145, "qwen3_next")
+
+
 def check_traffic(
     folder: Path, world: int, sizes: dict[str, int], steps: int, alone: int, least: dict[str, int],
-    limit_s: float = 300,
+    limit_s: float = 300, kb: int = ARENA_KB, family: str = "",
 ) -> None:  # fmt: skip
     """About `alone` requests run alone afterwards. Each of `least` happens more often than that."""
-    save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
+    if family:
+        save_tiny_of(
+            folder / "model", family, eos_token_id=None, num_hidden_layers=4, hidden_size=32, moe_intermediate_size=16
+        )
+    else:
+        save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     case = write_case(
         folder / "case.yaml", folder / "model", exe_mode="graph", world_size=world, parallel_config=sizes,
-        data_config=DATA, serve_config={"reserve": 2, "prefix_floor": 16},
-        offload_config={"mode": "elastic", "arena_mb": ARENA_KB / 1024, "max_swaps": 2, "measure_s": 0.05},
+        data_config=DATA, serve_config={"reserve": 2, "prefix_floor": 280 if family else 16},
+        offload_config={"mode": "elastic", "arena_mb": kb / 1024, "max_swaps": 2, "measure_s": 0.05},
+        model_name=family or "qwen3_moe",
     )  # fmt: skip
     out = folder / "out.json"
     program = ["tests/serving/ranks/lockstep_ranks.py", str(case), str(steps), str(out), str(alone)]
