@@ -173,6 +173,8 @@ TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "d
         (GLM, "tp2", "fusion_v2"),
         (GPT_OSS, "tp2", "fusion_v2"),
         (GPT_OSS, "dp2", "fusion_v1"),
+        (HYBRID, "tp2", "fusion_v2"),
+        (HYBRID, "dp2", "fusion_v2"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import torch
 from cpu_offload.ascend import NpuExperts
 from executor.config.env import RankEnv
 from executor.model_runner import ModelRunner, make_runner
-from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, Family
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.ascend.stored import values_of
@@ -58,8 +58,12 @@ def used(runner: ModelRunner) -> tuple[int, int]:
     [
         (QWEN3, ELASTIC), (QWEN3, {"mode": "fixed", "slots": -1}), (M2, FIVE),
         (QWEN3, {"mode": "resident"}), (QWEN2, FIVE), (GLM, FIVE), (GPT_OSS, FIVE),
+        (HYBRID, FIVE),
     ],
-    ids=["elastic", "none", "5", "all", "5 and a gated shared one", "5 and a shared one", "5 with biases"],
+    ids=[
+        "elastic", "none", "5", "all", "5 and a gated shared one", "5 and a shared one", "5 with biases",
+        "5 and states",
+    ],
 )  # fmt: skip
 def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], family: Family) -> None:
     save(family, tmp_path, **WIDE)
