@@ -121,8 +121,9 @@ def decode(argv: list[str]) -> None:
       tokens_per_s, ms (median of a step)
       experts        mean number of different experts used in a layer, counted from the router's ids in the measured
                      steps (for a prompt in several chunks, in its last chunk)
-      step_gb        bytes a step must read: every weight that it uses once (only the experts used, only the tokens'
-                     rows of the embedding) and the cached keys and values
+      step_gb        bytes a step must move: every weight that it uses once (only the experts used, only the tokens'
+                     rows of the embedding), the cached keys and values, and recurrent states, which are also written
+                     and therefore count twice
       read_gbps      plain reads of memory, measured in turn with the steps
       read_fraction  step_gb / time / read_gbps: 1 is the roof of decode
       int8_fraction  multiply-adds with weights / time / the int8 peak measured in turn: 1 is the roof of prefill.

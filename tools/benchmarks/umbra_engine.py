@@ -149,8 +149,9 @@ class Routed:
 
 
 def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, experts: float) -> float:
-    """Bytes that a step of `tokens` new tokens of `sequences` sequences reads when each attends to `cached` tokens, and
-    of states also writes."""
+    """Bytes that a step of `tokens` new tokens of `sequences` sequences reads when each attends to `cached` tokens.
+    Those of recurrent states count twice, as they are also written: in place, so that a line is in the cache by then
+    and costs no further read. Lines on their way back share memory's rate, so the roof is still that of reads."""
     total = 0.0
     for _, layer in layers_of(model):
         if isinstance(layer, Experts):

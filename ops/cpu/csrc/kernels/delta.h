@@ -23,37 +23,75 @@ namespace {
 typedef float Four __attribute__((vector_size(16)));
 typedef float Eight __attribute__((vector_size(32)));
 
-// One row of N vectors of columns. The first pass reads the old state S for both sums, since the new one's products
-// follow: with d = beta (v - e^g S^T k), the new state is e^g S + k d^T and the output e^g S^T q + d (k . q).
-template <class V, int N>
-ALWAYS_INLINE void step(const float* from, float* to, int64_t depth, int64_t slab, const float* q, const float* k,
-                        const float* v, float product, float decay, float beta, float* out) {
+// A row's inputs of one head and slab, and where its output goes.
+struct DeltaRow {
+    const float *q, *k, *v;
+    float product, decay, beta;  // product: k . q
+    float* out;
+};
+
+// Rows lie so far apart that they fall into the same few lines of the caches, and no hardware fetches them ahead.
+inline void prefetch(const DeltaRow& row, int64_t depth) {
+    for (int64_t i = 0; i < depth; i += 16) __builtin_prefetch(row.k + i), __builtin_prefetch(row.q + i);
+    __builtin_prefetch(row.v);
+    __builtin_prefetch(row.v + 16);
+}
+
+// N vectors of columns, from `column` of the slab on, in all rows of a sequence, of which row(t) is the t-th. The state
+// before them is `from`; to(t) gets the one after row t. With d = beta (v - e^g S^T k), a row makes e^g S + k d^T of the
+// state S, and its output is e^g S^T q + d (k . q). While it writes its state, it adds up the next row's S^T k and S^T q.
+template <class V, int N, class RowOf, class To>
+ALWAYS_INLINE void run_columns(const float* from, int64_t depth, int64_t slab, int64_t column, int64_t rows,
+                               RowOf&& row, To&& to) {
     constexpr int64_t kWide = sizeof(V) / sizeof(float);
     V by_k[N] = {}, by_q[N] = {}, d[N];
+    DeltaRow now = row(0);
+    from += column;
     for (int64_t i = 0; i < depth; i++)
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
             V s;
             std::memcpy(&s, from + i * slab + n * kWide, sizeof s);
-            by_k[n] += s * k[i];
-            by_q[n] += s * q[i];
+            by_k[n] += s * now.k[i];
+            by_q[n] += s * now.q[i];
         }
+    for (int64_t t = 0; t < rows; t++) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) {
-        V value;
-        std::memcpy(&value, v + n * kWide, sizeof value);
-        d[n] = beta * (value - decay * by_k[n]);
-        const V o = decay * by_q[n] + d[n] * product;
-        std::memcpy(out + n * kWide, &o, sizeof o);
+        for (int n = 0; n < N; n++) {
+            V value;
+            std::memcpy(&value, now.v + column + n * kWide, sizeof value);
+            d[n] = now.beta * (value - now.decay * by_k[n]);
+            const V o = now.decay * by_q[n] + d[n] * now.product;
+            std::memcpy(now.out + column + n * kWide, &o, sizeof o);
+        }
+        float* written = to(t) + column;
+        if (t + 1 == rows) {
+            for (int64_t i = 0; i < depth; i++)
+#pragma GCC unroll 4
+                for (int n = 0; n < N; n++) {
+                    V s;
+                    std::memcpy(&s, from + i * slab + n * kWide, sizeof s);
+                    s = s * now.decay + d[n] * now.k[i];
+                    std::memcpy(written + i * slab + n * kWide, &s, sizeof s);
+                }
+            return;
+        }
+        const DeltaRow next = row(t + 1);
+        if (t + 2 < rows) prefetch(row(t + 2), depth);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) by_k[n] = by_q[n] = V{};
+        for (int64_t i = 0; i < depth; i++)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                V s;
+                std::memcpy(&s, from + i * slab + n * kWide, sizeof s);
+                s = s * now.decay + d[n] * now.k[i];
+                std::memcpy(written + i * slab + n * kWide, &s, sizeof s);
+                by_k[n] += s * next.k[i];
+                by_q[n] += s * next.q[i];
+            }
+        now = next, from = written;
     }
-    for (int64_t i = 0; i < depth; i++)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) {
-            V s;
-            std::memcpy(&s, from + i * slab + n * kWide, sizeof s);
-            s = s * decay + d[n] * k[i];
-            std::memcpy(to + i * slab + n * kWide, &s, sizeof s);
-        }
 }
 
 template <class V, int kSlab>
@@ -69,23 +107,30 @@ ALWAYS_INLINE void run_slab_of(const GatedDelta& op, int64_t sequence, int64_t h
     float* to = write < 0 ? unkept : states + write * op.place;
     const int64_t first = places.starts[sequence], end = places.starts[sequence + 1];
     const int64_t pending = first < end ? places.pending[sequence] : 0;
+    const int64_t mark = places.marks[sequence];
+    float* marked = mark ? states + places.marked[sequence] * op.place : nullptr;
     alignas(64) float unseen[kSlab];  // outputs of pending rows
-    for (int64_t t = first - pending; t < end; t++, from = to) {
+    const auto row = [&](int64_t step) {
+        const int64_t t = first - pending + step;
         const bool is_new = t >= first;
-        const float *rows = is_new ? op.qkv + t * all + keys
-                                   : op.inputs + read * op.place + (t - first + pending) * op.kept(),
-                    *k = rows + key_head * op.depth, *q = is_new ? k - keys : k;
-        const float* v = rows + keys + head * op.width + column;
+        const float *rows = is_new ? op.qkv + t * all + keys : op.inputs + read * op.place + step * op.kept(),
+                    *k = rows + key_head * op.depth;
         const float *f = op.factors + std::max<int64_t>(t, 0) * factors,
                     *decays = is_new ? f + op.key_heads : rows + keys + op.heads * op.width;
-        float* out = is_new ? op.out + (t * op.heads + head) * op.width + column : unseen;
-        const float product = is_new ? f[key_head] : 0.0f;
-        for (int64_t c = 0; c < kSlab; c += kAtOnce * kWide)
-            step<V, kAtOnce>(from + c, to + c, op.depth, kSlab, q, k, v + c, product, decays[head],
-                             decays[op.heads + head], out + c);
-        if (t - first + pending + 1 == places.marks[sequence])
-            std::memcpy(states + places.marked[sequence] * op.place, to, op.depth * kSlab * sizeof(float));
-    }
+        return DeltaRow{is_new ? k - keys : k,
+                        k,
+                        rows + keys + head * op.width + column,
+                        is_new ? f[key_head] : 0.0f,
+                        decays[head],
+                        decays[op.heads + head],
+                        is_new ? op.out + (t * op.heads + head) * op.width + column : unseen};
+    };
+    const int64_t rows = end - first + pending;
+    if (!rows) return;
+    for (int64_t c = 0; c < kSlab; c += kAtOnce * kWide)
+        run_columns<V, kAtOnce>(from, op.depth, kSlab, c, rows, row,
+                                [&](int64_t t) { return t + 1 == mark ? marked : to; });
+    if (mark == rows && write >= 0) std::memcpy(to, marked, op.depth * kSlab * sizeof(float));
 }
 
 template <class V>

@@ -132,9 +132,22 @@ ALWAYS_INLINE int32_t nearest(float x) {
     return bits - 0x4b400000;
 }
 
+// a if `which` is true, else b, as arithmetic: GCC turns ?: before a long computation into two computations and a branch,
+// and a loop with a branch is not vectorised for AVX2.
+ALWAYS_INLINE float chosen(bool which, float a, float b) {
+    uint32_t bits_a, bits_b;
+    std::memcpy(&bits_a, &a, 4);
+    std::memcpy(&bits_b, &b, 4);
+    const uint32_t mask = -static_cast<uint32_t>(which), bits = (bits_a & mask) | (bits_b & ~mask);
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
 // e^x to 2 units in the last place for x in [-87, 88], clamped outside: 2^n times a polynomial on [-ln2/2, ln2/2].
 inline float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    x = chosen(x < -87.0f, -87.0f, x);
+    x = chosen(x > 88.0f, 88.0f, x);
     const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part falls into the low bits
     const float n = shifted - 12582912.0f;
     const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
