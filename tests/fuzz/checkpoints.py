@@ -80,10 +80,10 @@ def config(folder: Path) -> Target:
         found.check_parallel(2, 2, 2, 2, 2)
         _ = (found.max_positions, found.eos_token_ids, found.expert_count, found.experts_per_token)
 
-    files = [ROOT / f"checkpoints/{name}/config.json" for name in ("austen_moe", "austen_minimax")]
-    qwen, minimax = (json.loads(file.read_text()) for file in files)
+    files = [ROOT / f"checkpoints/{name}/config.json" for name in ("austen_moe", "austen_minimax", "austen_hybrid")]
+    qwen, minimax, hybrid = (json.loads(file.read_text()) for file in files)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}
-    seeds = [qwen | {"rope_scaling": yarn, "mlp_only_layers": [0]}, minimax | {"num_mtp_modules": 3}]
+    seeds = [qwen | {"rope_scaling": yarn, "mlp_only_layers": [0]}, minimax | {"num_mtp_modules": 3}, hybrid]
     seeds += [{"model_type": family} for family in FAMILIES]
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
 

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, MiniMaxM2ForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
+from transformers import (
+    AutoTokenizer,
+    MiniMaxM2ForCausalLM,
+    PreTrainedModel,
+    Qwen3_5MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 
 from executor.config.load import load_case, model_folder
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
@@ -72,7 +78,8 @@ def test_half_precision_stays_close(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case_name", "oracle"), [("demo", Qwen3MoeForCausalLM), ("demo_minimax", MiniMaxM2ForCausalLM)]
+    ("case_name", "oracle"),
+    [("demo", Qwen3MoeForCausalLM), ("demo_minimax", MiniMaxM2ForCausalLM), ("demo_hybrid", Qwen3_5MoeForCausalLM)],
 )
 def test_demo_models_equal_transformers(tmp_path: Path, case_name: str, oracle: type[PreTrainedModel]) -> None:
     case = load_case(case_name, ["dtype=float32", "method=none"])

@@ -75,6 +75,9 @@ class MiniMaxM2:
             load = self.loads[block.gate]
             block.e_score_correction_bias += rate * torch.sign(load.mean() - load)
 
+    def measures(self, tokens: torch.Tensor) -> dict[str, float]:
+        return {}
+
     def save(self, out: Path) -> None:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if not name.endswith(FLOAT32):

@@ -43,6 +43,9 @@ class Qwen3Moe:
     def after_step(self, progress: float) -> None:
         """Nothing to do: the auxiliary loss balances the experts."""
 
+    def measures(self, tokens: torch.Tensor) -> dict[str, float]:
+        return {}
+
     def save(self, out: Path) -> None:
         self.model.config.output_router_logits = False
         self.model.to(torch.bfloat16).save_pretrained(out)

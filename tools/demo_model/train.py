@@ -2,6 +2,7 @@
 
     .venv/bin/python -m tools.demo_model.train corpus checkpoints/austen_moe --steps 4000
     .venv/bin/python -m tools.demo_model.train corpus checkpoints/austen_minimax --family minimax_m2 --steps 4000
+    .venv/bin/python -m tools.demo_model.train corpus checkpoints/austen_hybrid --family qwen3_5_moe --steps 850
 
 The weights with the lowest validation loss are the ones written.
 """
@@ -18,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tools.demo_model.minimax_m2 import MiniMaxM2
+from tools.demo_model.qwen3_5_moe import Qwen35Moe
 from tools.demo_model.qwen3_moe import Qwen3Moe
 from tools.demo_model.text import CONTEXT, read_text, save_tokenizer
 
@@ -30,11 +32,14 @@ class Family(Protocol):
     def after_step(self, progress: float) -> None:
         """Called after each optimizer step; progress is the part of the run that is done."""
 
+    def measures(self, tokens: torch.Tensor) -> dict[str, float]:
+        """What the log has beside the loss, on the held-out chapters."""
+
     def save(self, out: Path) -> None:
         """Write the weights and config.json as the family's published checkpoints have them."""
 
 
-FAMILIES: dict[str, type[Family]] = {"qwen3_moe": Qwen3Moe, "minimax_m2": MiniMaxM2}
+FAMILIES: dict[str, type[Family]] = {"qwen3_moe": Qwen3Moe, "minimax_m2": MiniMaxM2, "qwen3_5_moe": Qwen35Moe}
 
 
 @torch.no_grad()
@@ -58,6 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, help="the run's state, from where a run that was cut off goes on")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -79,9 +85,17 @@ def main() -> None:
     def learning_rate(step: int) -> float:
         return args.lr * min((step + 1) / 100, 0.02 + 0.49 * (1 + math.cos(math.pi * step / args.steps)))
 
-    log, best, best_loss = [], {}, math.inf
-    wall, cpu = time.perf_counter(), time.process_time()
-    for step in range(1, args.steps + 1):
+    start, spent, cpu_spent = 0, 0.0, 0.0
+    log: list[dict[str, float]] = []
+    best, best_loss = {}, math.inf
+    if args.state and args.state.exists():
+        state = torch.load(args.state, weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        random, start, log, best, best_loss = (state[k] for k in ("random", "start", "log", "best", "best_loss"))
+        spent, cpu_spent = log[-1]["wall_s"], log[-1]["cpu_s"]
+    wall, cpu = time.perf_counter() - spent, time.process_time() - cpu_spent
+    for step in range(start + 1, args.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         x = text.batch(random)
@@ -98,6 +112,7 @@ def main() -> None:
                 train_loss=round(float(out.loss.detach()), 4),
                 valid_loss=round(loss, 4),
                 bits_per_character=round(loss / math.log(2) / text.chars_per_token, 4),
+                **family.measures(text.valid),
                 wall_s=round(time.perf_counter() - wall),
                 cpu_s=round(time.process_time() - cpu),
             )
@@ -105,6 +120,9 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             if loss < best_loss:
                 best_loss, best = loss, {k: v.clone() for k, v in model.state_dict().items()}
+            if args.state:
+                state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), random=random)
+                torch.save(state | dict(start=step, log=log, best=best, best_loss=best_loss), args.state)
     model.load_state_dict(best)
     family.save(args.out)
     save_tokenizer(text.tokenizer, args.out)
