@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import SILU_EXPERTS, Heads, Paged, Recurrent, Rounded, RoundingNorm, Slots
+from ops.interface import SILU_EXPERTS, Groups, Heads, Paged, Recurrent, Rounded, RoundingNorm, Slots
 
 CHUNK, CHUNKS = 64, 64  # rows of a chunk of the gated delta rule, and chunks that are prepared at once
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
@@ -122,6 +122,13 @@ class CountedOps:
         int8 = in_int8(weight)
         _rows = self._rounded(x) if int8 else None
         return self._product("linear" + BY_INT8 * int8, x, weight)
+
+    def head_linear(self, x: Tensor, weights: Any) -> Tensor:
+        out = self.made("products of heads", x, *x.shape[:2], weights.rows)
+        size = sum(t.nbytes for t in weights.storages)
+        macs = x.numel() * weights.rows
+        self.note("head_linear", x, out, weights=size, macs=macs, tokens=len(x), int8=in_int8(weights))
+        return out
 
     def _product(self, name: str, x: Tensor, weight: Any) -> Tensor:
         out = self.made("product", x, len(x), weight.rows)
@@ -231,15 +238,29 @@ class CountedOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         token = (k_cache.nbytes + v_cache.nbytes) / (len(k_cache) * self.page_size)  # bytes of a cached token
+        read, pairs = self._seen(paged, window)
+        self.note("attention", q, q, cached=token * read, macs=2 * pairs * q.shape[1] * q.shape[2])
+        return self.made("attention", q, *q.shape)
+
+    def _seen(self, paged: Paged, window: int | None) -> tuple[float, float]:
+        """The tokens that attention reads, and the pairs of a new token and one that it sees."""
         starts, lens = paged.query_starts, paged.kv_lens
-        pairs = read = 0.0  # pairs of a new token and one that it sees, and tokens that are read
+        pairs = read = 0.0
         for first, end, length in zip(starts[:-1], starts[1:], lens, strict=True):
             new, all_seen = int(end) - int(first), int(length)
             read += min(all_seen, new - 1 + (window or all_seen))
             whole = new if window is None else max(0, min(new, window - (all_seen - new)))  # that see all before them
             pairs += whole * (all_seen - new) + whole * (whole + 1) / 2 + (new - whole) * (window or 0)
-        self.note("attention", q, q, cached=token * read, macs=2 * pairs * q.shape[1] * q.shape[2])
-        return self.made("attention", q, *q.shape)
+        return read, pairs
+
+    def write_latents(self, latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        self.note("write_latents", latents, latents, keys, keys)
+
+    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+        read, pairs = self._seen(paged, None)
+        columns, token = 2 * q.shape[2] + q_rotary.shape[2], cache.nbytes / (len(cache) * self.page_size)
+        self.note("latent_attention", q, q_rotary, q, cached=token * read, macs=pairs * q.shape[1] * columns)
+        return self.made("latent attention", q, *q.shape)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         out = self._activated(x)
@@ -299,12 +320,20 @@ class CountedOps:
         self.note("gated_delta_rule", qkv, a, b, out, cached=size, macs=4 * pairs)
         return out
 
-    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route_softmax(
+        self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.note("route", logits)
         return self._gated(logits, top_k)  # `npu_moe_gating_top_k_softmax` makes less
 
     def route_sigmoid(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        renormalise: bool,
+        scale: float = 1.0,
+        groups: Groups | None = None,
     ) -> tuple[Tensor, Tensor]:
         self.note("route", logits)
         if not renormalise:

@@ -64,6 +64,18 @@ class ExpertMatrices(Protocol):
         """Writes all of the bias of "gate", "up" or "down" of one expert."""
 
 
+class HeadMatrices(Protocol):
+    """A matrix (rows, columns) for each of `count` heads."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def storages(self) -> list[Tensor]: ...
+
+    def fill(self, head: int, part: Tensor) -> bool | None:
+        """Writes all of one head's. Returns what `Matrix.fill` returns."""
+
+
 class MovableExperts(ExpertMatrices, Protocol):
     """Expert matrices that can be copied to another bank of the same sizes and format."""
 
@@ -116,6 +128,15 @@ class Recurrent(NamedTuple):
     marks: Tensor
     marked: Tensor  # (S) int32: that place
     pending: Tensor  # (S) int32: the number of rows that are taken before the first, of which inputs were kept
+
+
+class Groups(NamedTuple):
+    """Experts in `number` groups of neighbours, of which `kept` have those that may be chosen: the groups with the
+    largest sums of their `best` largest scores, of equal ones the first."""
+
+    number: int
+    kept: int
+    best: int  # 1 or 2
 
 
 class Heads(NamedTuple):
@@ -185,6 +206,9 @@ class Ops(Protocol):
     ) -> MovableExperts:
         """Allocates the matrices of `count` experts."""
 
+    def head_matrices(self, count: int, rows: int, columns: int, format: Format, device: torch.device) -> HeadMatrices:
+        """Allocates the matrices of `count` heads."""
+
     def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates a table of which each token reads one row."""
 
@@ -193,6 +217,10 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N), float32 if the weight is, else as x"""
+
+    def head_linear(self, x: Tensor, weights: HeadMatrices) -> Tensor:
+        """Each head of x (T, heads, K) by its own matrix (N, K) transposed. Tokens of x may lie further apart.
+        -> (T, heads, N)"""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight + bias over the last dimension."""
@@ -253,6 +281,19 @@ class Ops(Protocol):
         scaled, of a key whose value is zero. -> (T, heads, D)
         """
 
+    def latent_cache(
+        self, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A zeroed cache of one layer for latents of `width` and rotated keys of `rotary` columns, in the
+        implementation's own layout. int8: each token has its own scale, max / 127."""
+
+    def write_latents(self, latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Writes latents (T, N) and keys (T, R) into the cache, as `write_kv`. Rows may lie further apart."""
+
+    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+        """Causal attention of packed queries over paged latents, which all heads share: a token's key is its latent
+        with its rotated key, and its value is the latent. q (T, heads, N), q_rotary (T, heads, R). -> (T, heads, N)"""
+
     def silu_mul(self, x: Tensor) -> Tensor:
         """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
 
@@ -294,14 +335,23 @@ class Ops(Protocol):
         orders the elements in its own way. inputs (places, rows, Hk Dk + Hv Dv + 2 Hv) float32, as far apart: those
         that are kept. -> (T, Hv, Dv)"""
 
-    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
-        """Softmax over all experts (T, E), then the top k; of equal ones those with smaller ids."""
+    def route_softmax(
+        self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+    ) -> Routed:
+        """Softmax over all experts (T, E), then the top k, of equal ones those with smaller ids; weighted by `scale`
+        too."""
 
     def route_sigmoid(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        renormalise: bool,
+        scale: float = 1.0,
+        groups: Groups | None = None,
     ) -> Routed:
-        """The top k of sigmoid(logits) + bias (E), weighted by the sigmoid alone and then by `scale`; ties as in
-        route_softmax."""
+        """The top k of sigmoid(logits) + bias (E), which are the scores of `groups` too, weighted by the sigmoid alone
+        and then by `scale`; ties as in route_softmax."""
 
     def argmax(self, x: Tensor) -> Tensor:
         """The first of the largest of each row of x (S, V). -> (S) int64"""

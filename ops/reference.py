@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ops import recurrent, sampling
 from ops.format import Format, Quantised, floats
-from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Matrix, Numbers, Paged, tensor_of
+from ops.interface import SILU_EXPERTS, ExpertKind, Groups, Heads, Matrix, Numbers, Paged, tensor_of
 
 
 class DenseMatrix:
@@ -65,7 +65,18 @@ class DenseExperts:
             to[experts] = part.contiguous().view(to.dtype).view(-1, *to.shape[1:])
 
 
-matrix = DenseMatrix
+class DenseHeads:
+    """The matrices of all heads as one tensor (count, rows, columns)."""
+
+    def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device):
+        self.data = torch.empty(count, rows, columns, dtype=getattr(torch, format.kind), device=device)
+        self.nbytes, self.storages = self.data.nbytes, [self.data]
+
+    def fill(self, head: int, part: Tensor) -> None:
+        self.data[head] = part
+
+
+matrix, head_matrices = DenseMatrix, DenseHeads
 
 
 def stack(parts: Sequence[tuple[int, Format]], columns: int, device: torch.device) -> DenseMatrix:
@@ -102,6 +113,10 @@ def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
 def linear(x: Tensor, weight: DenseMatrix, bias: Tensor | None) -> Tensor:
     y = x.float() @ weight.data.float().T
     return (y if bias is None else y + bias.float()).to(torch.promote_types(x.dtype, weight.data.dtype))
+
+
+def head_linear(x: Tensor, weights: DenseHeads) -> Tensor:
+    return torch.einsum("thk,hnk->thn", x.float(), weights.data.float()).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
@@ -154,12 +169,16 @@ def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    for x, cache in ((k, k_cache), (v, v_cache)):
-        if cache.dtype == torch.int8:
-            scale = x.float().abs().amax(-1, keepdim=True) / 127
-            quants = (x / torch.where(scale > 0, scale, 1)).round().to(torch.int8)
-            x = torch.cat((quants, scale.view(torch.int8)), dim=-1)
-        cache.flatten(0, 1)[slot_mapping] = x.to(cache.dtype)
+    _write(k, k_cache, slot_mapping)
+    _write(v, v_cache, slot_mapping)
+
+
+def _write(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    if cache.dtype == torch.int8:
+        scale = x.float().abs().amax(-1, keepdim=True) / 127
+        quants = (x / torch.where(scale > 0, scale, 1)).round().to(torch.int8)
+        x = torch.cat((quants, scale.view(torch.int8)), dim=-1)
+    cache.flatten(0, 1)[slot_mapping] = x.to(cache.dtype)
 
 
 def norm_rope_write(
@@ -212,6 +231,21 @@ def attention(
     return out
 
 
+def latent_cache(
+    pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return kv_cache(pages, page_size, 1, width + rotary, dtype, device)
+
+
+def write_latents(latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    _write(torch.cat((latents, keys), 1)[:, None], cache, slot_mapping)
+
+
+def latent_attention(q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    rows = torch.cat((q, q_rotary), 2)
+    return attention(rows, cache, cache, paged, scale)[:, :, : q.shape[2]]
+
+
 def silu_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
@@ -232,24 +266,43 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 causal_conv, gated_delta_rule = recurrent.causal_conv, recurrent.gated_delta_rule
 
 
-def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
-    return _routed(logits.softmax(-1), logits, top_k, renormalise)  # a softmax keeps the order
+def route_softmax(
+    logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+) -> tuple[Tensor, Tensor]:
+    scores = logits.float().softmax(-1)
+    ordered = scores if groups else logits.float()  # a softmax keeps the order
+    return _routed(scores, ordered, top_k, renormalise, scale, groups)
 
 
 def route_sigmoid(
-    logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    renormalise: bool,
+    scale: float = 1.0,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores = logits.float().sigmoid()
-    weights, ids = _routed(scores, scores if bias is None else scores + bias, top_k, renormalise)
-    return weights * scale, ids
+    return _routed(scores, scores if bias is None else scores + bias, top_k, renormalise, scale, groups)
 
 
-def _routed(scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """The scores and ids of the top k of `ordered`. Unlike topk, a stable sort puts the first of equal ones first."""
-    ids = ordered.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].contiguous()
+def _routed(
+    scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool, scale: float, groups: Groups | None
+) -> tuple[Tensor, Tensor]:
+    """The scores and ids of the top k of `ordered`."""
+    if groups:
+        each = ordered.unflatten(-1, (groups.number, -1))
+        best = each.topk(min(groups.best, each.shape[-1]), -1).values.sum(-1)
+        lost = torch.ones_like(best, dtype=torch.bool).scatter(-1, _first(best, groups.kept), False)
+        ordered = each.masked_fill(lost[..., None], float("-inf")).flatten(-2)
+    ids = _first(ordered, top_k)
     weights = scores.gather(-1, ids)
-    return weights / weights.sum(-1, keepdim=True) if renormalise else weights, ids
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights) * scale, ids
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest. Unlike topk, a stable sort puts the first of equal ones first."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 def argmax(x: Tensor) -> Tensor:

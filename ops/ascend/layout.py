@@ -1,5 +1,7 @@
 """The tensors that the Ascend ops store, with their shapes: all that a memory plan needs, without a device."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from ops import reference
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
 from ops.interface import SILU_EXPERTS, ExpertKind, Numbers, Paged, tensor_of
+from umbra.errors import UserError
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
@@ -51,6 +54,11 @@ class AscendLayout:
         columns = kv_heads * width
         shape = (columns // TILE, page_size, TILE) if self.tiled else (page_size, columns)
         return torch.zeros(pages, *shape, dtype=dtype, device=device)
+
+    def _refuse_latents(self, *_: object) -> NoReturn:
+        raise UserError("kv_lora_rank: ascend has no attention over latents yet: use platform: cpu")
+
+    head_matrices = head_linear = latent_cache = write_latents = latent_attention = _refuse_latents
 
     def paging(
         self, slot_mapping: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int

@@ -9,7 +9,7 @@ Shapes and types are checked here only if neither the schemas nor the meta funct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from ops.interface import (
     SILU_EXPERTS,
     ExpertKind,
     ExpertMatrices,
+    Groups,
     Heads,
     Ops,
     Paged,
@@ -254,13 +255,28 @@ class AscendOps(AscendLayout):
     causal_conv = staticmethod(recurrent.causal_conv)
     gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
 
-    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
+    def route_softmax(
+        self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+    ) -> Routed:
+        if groups or scale != 1:
+            self._refuse_groups()
         choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise)
         return self._routed(logits, None, top_k, renormalise, False, choose)
 
+    def _refuse_groups(self) -> NoReturn:
+        raise UserError("n_group: ascend has neither groups of experts nor scaled softmax yet: use platform: cpu")
+
     def route_sigmoid(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        renormalise: bool,
+        scale: float = 1.0,
+        groups: Groups | None = None,
     ) -> Routed:
+        if groups:
+            self._refuse_groups()
         choose = partial(self.choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise, scale=scale)
         return self._routed(logits, bias, top_k, renormalise and scale == 1, True, choose)
 

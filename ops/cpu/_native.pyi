@@ -92,11 +92,15 @@ class Buffer:
     def read(self, path: str, bytes: int) -> int: ...
 
 most_width: int
+most_latent: int
+most_rotary: int
+most_groups: int
 most_taps: int
 
 def argmax_chunks(width: int) -> int: ...
 def sample_scratch(width: int) -> int: ...
 def linear_scratch(rows: int, k: int) -> int: ...
+def head_linear_scratch(rows: int, k: int) -> int: ...
 def moe_scratch(tokens: int, k: int, experts: int, hidden: int, inner: int) -> int: ...
 def embedding(
     ids: int, table: int, out: int, tokens: int, vocabulary: int, hidden: int, first_id: int, type: int
@@ -156,6 +160,40 @@ def attention(
     window: int,
     sinks: int,
 ) -> None: ...
+def write_latents(
+    latents: int,
+    keys: int,
+    cache: int,
+    slots: int,
+    tokens: int,
+    width: int,
+    rotary: int,
+    page_size: int,
+    latent_stride: int,
+    key_stride: int,
+    type: int,
+) -> None: ...
+def latent_attention(
+    q: int,
+    q_rotary: int,
+    cache: int,
+    block_tables: int,
+    query_starts: int,
+    kv_lens: int,
+    out: int,
+    sequences: int,
+    heads: int,
+    width: int,
+    rotary: int,
+    page_size: int,
+    most_pages: int,
+    tokens: int,
+    scale: float,
+    type: int,
+) -> None: ...
+def head_linear(
+    w: SplitMatrix, x: int, out: int, scratch: int, tokens: int, heads: int, n: int, stride: int
+) -> None: ...
 def silu_mul(x: int, out: int, tokens: int, width: int) -> None: ...
 def add_gated(x: int, y: int, gate: int, tokens: int, width: int) -> None: ...
 def gated_rms_norm(
@@ -214,6 +252,9 @@ def route(
     sigmoid: bool,
     renormalise: bool,
     scale: float = 1.0,
+    groups: int = 1,
+    kept_groups: int = 1,
+    best: int = 1,
 ) -> None: ...
 def argmax(x: int, out: int, best: int, rows: int, width: int) -> None: ...
 def sample(logits: int, choices: bytes, out: int, scratch: int, rows: int, width: int) -> None: ...

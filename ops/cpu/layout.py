@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ops import reference
-from ops.cpu.matrix import NativeExperts, NativeMatrix, NativeStack, fill_table
+from ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack, fill_table
 from ops.cpu.memory import table
 
 
@@ -14,11 +14,17 @@ def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: to
     return pages, kv_heads, width + 4 * (dtype == torch.int8), page_size
 
 
+def latent_shape(pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of a cache of latents. A page is contiguous: (page_size, columns); with int8 the scales follow."""
+    return pages, width + rotary + 4 * (dtype == torch.int8), page_size
+
+
 class CpuLayout:
     vector_type, paging = staticmethod(reference.vector_type), staticmethod(reference.paging)
     matrix = NativeMatrix
     stack = NativeStack
     expert_matrices = NativeExperts
+    head_matrices = NativeHeads
     table, fill_table = staticmethod(table), staticmethod(fill_table)
 
     def __init__(self, dtype: torch.dtype):
@@ -28,3 +34,8 @@ class CpuLayout:
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype=dtype, device=device)
+
+    def latent_cache(
+        self, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.zeros(latent_shape(pages, page_size, width, rotary, dtype), dtype=dtype, device=device)

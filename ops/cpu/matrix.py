@@ -256,6 +256,16 @@ class NativeStack:
         raise AssertionError(f"row {row} below {self.rows} rows")
 
 
+class NativeHeads:
+    def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device):
+        self.rows = rows
+        self.packed = PackedMatrices(count, rows, columns, format, device)
+        self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
+
+    def fill(self, head: int, part: Tensor) -> bool:
+        return self.packed.fill(head, 0, part)
+
+
 class NativeExperts:
     """The experts' gate and up matrices in w13, 16 rows of each in turn, both padded to `inner` rows, a multiple of 32;
     their down matrices in w2, with `inner` columns."""

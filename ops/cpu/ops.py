@@ -17,12 +17,12 @@ from torch import Tensor
 from ops import composed, reference
 from ops.cpu import recurrent
 from ops.cpu.engine import TYPES, native, pointer, strided
-from ops.cpu.layout import cache_shape
-from ops.cpu.matrix import NativeExperts, NativeMatrix, NativeStack
+from ops.cpu.layout import cache_shape, latent_shape
+from ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack
 from ops.cpu.matrix import fill_table as fill_table
 from ops.cpu.memory import table as table
 from ops.cpu.memory import zeros
-from ops.interface import Heads, Paged
+from ops.interface import Groups, Heads, Paged
 from ops.sampling import Choice
 from umbra.errors import UserError
 
@@ -30,7 +30,9 @@ vector_type, paging, rounding_norm = reference.vector_type, reference.paging, re
 matrix = NativeMatrix
 stack = NativeStack
 expert_matrices = NativeExperts
+head_matrices = NativeHeads
 INT = torch.int64
+ALL_EXPERTS = Groups(1, 1, 1)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -76,6 +78,18 @@ def linear(x: Tensor, weight: NativeMatrix | NativeStack, bias: Tensor | None) -
             pointer(scratch, torch.uint8), len(x), part.rows, weight.rows,
         )  # fmt: skip
         row += part.rows
+    return out
+
+
+@traced
+def head_linear(x: Tensor, weights: NativeHeads) -> Tensor:
+    tokens, heads, columns = x.shape
+    out = torch.empty(tokens, heads, weights.rows)
+    scratch = torch.empty(native.head_linear_scratch(tokens * heads, columns), dtype=torch.uint8)
+    native.head_linear(
+        weights.packed.handle, strided(x), pointer(out), pointer(scratch, torch.uint8), tokens, heads, weights.rows,
+        x.stride(0),
+    )  # fmt: skip
     return out
 
 
@@ -170,9 +184,7 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    _, block_tables, query_starts, kv_lens = paged
-    if not (isinstance(query_starts, Tensor) and isinstance(kv_lens, Tensor)):
-        raise TypeError("lengths must be tensors, as `paging` makes them")
+    block_tables, query_starts, kv_lens = _lengths(paged)
     out = torch.empty(q.shape)
     tokens, heads, width = q.shape
     _, kv_heads, _, page_size = k_cache.shape
@@ -181,6 +193,48 @@ def attention(
         pointer(q), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(block_tables, INT),
         pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), len(kv_lens), heads, kv_heads, width,
         page_size, block_tables.shape[1], tokens, scale, TYPES[dtype], window or 0, pointer(sinks),
+    )  # fmt: skip
+    return out
+
+
+def _lengths(paged: Paged) -> tuple[Tensor, Tensor, Tensor]:
+    _, block_tables, query_starts, kv_lens = paged
+    if not (isinstance(query_starts, Tensor) and isinstance(kv_lens, Tensor)):
+        raise TypeError("lengths must be tensors, as `paging` makes them")
+    return block_tables, query_starts, kv_lens
+
+
+def latent_cache(
+    pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if width > native.most_latent or rotary > native.most_rotary:
+        raise UserError(
+            f"kv_lora_rank: {width}, qk_rope_head_dim: {rotary}: the cpu's attention takes latents of at most "
+            f"{native.most_latent} and {native.most_rotary} columns"
+        )
+    if width % 2 or rotary % 2:
+        raise UserError(f"kv_lora_rank: {width}, qk_rope_head_dim: {rotary}: the cpu keeps latents in pairs")
+    return zeros(latent_shape(pages, page_size, width, rotary, dtype), dtype)
+
+
+@traced
+def write_latents(latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    tokens, width = latents.shape
+    native.write_latents(
+        strided(latents[:, None]), strided(keys[:, None]), pointer(cache, cache.dtype), pointer(slot_mapping, INT),
+        tokens, width, keys.shape[1], cache.shape[2], latents.stride(0), keys.stride(0), TYPES[cache.dtype],
+    )  # fmt: skip
+
+
+@traced
+def latent_attention(q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    block_tables, query_starts, kv_lens = _lengths(paged)
+    out = torch.empty(q.shape)
+    tokens, heads, width = q.shape
+    native.latent_attention(
+        pointer(q), pointer(q_rotary), pointer(cache, cache.dtype), pointer(block_tables, INT),
+        pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), len(kv_lens), heads, width, q_rotary.shape[2],
+        cache.shape[2], block_tables.shape[1], tokens, scale, TYPES[cache.dtype],
     )  # fmt: skip
     return out
 
@@ -220,27 +274,43 @@ causal_conv, gated_delta_rule = traced(recurrent.causal_conv), traced(recurrent.
 
 
 @traced
-def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    return _route(logits, None, top_k, False, renormalise)
+def route_softmax(
+    logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+) -> tuple[Tensor, Tensor]:
+    return _route(logits, None, top_k, False, renormalise, scale, groups)
 
 
 @traced
 def route_sigmoid(
-    logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    renormalise: bool,
+    scale: float = 1.0,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _route(logits, bias, top_k, True, renormalise, scale)
+    return _route(logits, bias, top_k, True, renormalise, scale, groups)
 
 
 def _route(
-    logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, renormalise: bool, scale: float = 1.0
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    renormalise: bool,
+    scale: float,
+    groups: Groups | None,
 ) -> tuple[Tensor, Tensor]:
+    groups = groups or ALL_EXPERTS
+    if groups.number > native.most_groups:
+        raise UserError(f"n_group: {groups.number} is above {native.most_groups}, the most groups of the cpu's routing")
     tokens, experts = logits.shape
     weights, ids, scratch = (
         torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=INT), torch.empty(tokens, experts),
     )  # fmt: skip
     native.route(
         pointer(logits), pointer(bias), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k,
-        sigmoid, renormalise, scale,
+        sigmoid, renormalise, scale, *groups,
     )  # fmt: skip
     return weights, ids
 

@@ -19,7 +19,7 @@ from ops.cpu import engine
 from ops.cpu import ops as cpu
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, W8A8, Format, in_int8
-from ops.interface import SILU_EXPERTS, ExpertKind, Ops, Paged
+from ops.interface import SILU_EXPERTS, ExpertKind, Groups, Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
 from tests.quantised import nested
@@ -485,6 +485,13 @@ def test_routing(tokens: int, experts: int, top_k: int, renormalise: bool) -> No
         lambda ops: ops.route_sigmoid(logits, torch.ones(experts).cumsum(0) / 99, top_k, renormalise),
         lambda ops: ops.route_sigmoid(logits, None, top_k, renormalise, 2.5),
     ]
+    if experts > 5:
+        below = torch.randn(experts) - 5  # zeros in place of scores that are out would be chosen
+        ways += [
+            lambda ops: ops.route_softmax(logits, top_k, renormalise, 16, Groups(8, 3, 1)),
+            lambda ops: ops.route_sigmoid(logits, below, top_k, renormalise, 2.5, Groups(8, 4, 2)),
+            lambda ops: ops.route_sigmoid(logits.round(), None, 1, renormalise, 1.0, Groups(32, 1, 2)),
+        ]
     for route in ways:
         (weights, ids), (expected, expected_ids) = route(cpu), route(reference)
         assert torch.equal(ids, expected_ids)

@@ -11,12 +11,16 @@ namespace umbra {
 
 void bind_ops(py::module_& m) {
     m.attr("most_width") = kMostWidth;
+    m.attr("most_latent") = kMostLatent;
+    m.attr("most_rotary") = kMostRotary;
+    m.attr("most_groups") = Route::kMostGroups;
     m.attr("most_taps") = CausalConv::kMostTaps;
     m.def("argmax_chunks", &Argmax::chunks, py::arg("width"));
     m.def(
         "sample_scratch", [](int64_t width) { return engine.pool->threads() * Sample::scratch_floats(width); },
         py::arg("width"));
     m.def("linear_scratch", &Scratch::bytes, py::arg("rows"), py::arg("k"));
+    m.def("head_linear_scratch", &HeadLinear::scratch_bytes, py::arg("rows"), py::arg("k"));
     m.def("moe_scratch", &Moe::scratch_bytes, py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("hidden"),
           py::arg("inner"));
 
@@ -98,6 +102,52 @@ void bind_ops(py::module_& m) {
         py::arg("width"), py::arg("page_size"), py::arg("most_pages"), py::arg("tokens"), py::arg("scale"),
         py::arg("type"), py::arg("window"), py::arg("sinks"));
     m.def(
+        "write_latents",
+        [](uintptr_t latents, uintptr_t keys, uintptr_t cache, uintptr_t slots, int64_t tokens, int64_t width,
+           int64_t rotary, int64_t page_size, int64_t latent_stride, int64_t key_stride, int type) {
+            submit(WriteLatents{at<const float>(latents), at<const float>(keys), at<void>(cache),
+                                at<const int64_t>(slots), tokens, width, rotary, page_size, latent_stride, key_stride,
+                                static_cast<Type>(type)});
+        },
+        py::arg("latents"), py::arg("keys"), py::arg("cache"), py::arg("slots"), py::arg("tokens"), py::arg("width"),
+        py::arg("rotary"), py::arg("page_size"), py::arg("latent_stride"), py::arg("key_stride"), py::arg("type"));
+    m.def(
+        "latent_attention",
+        [](uintptr_t q, uintptr_t q_rotary, uintptr_t cache, uintptr_t block_tables, uintptr_t query_starts,
+           uintptr_t kv_lens, uintptr_t out, int64_t sequences, int64_t heads, int64_t width, int64_t rotary,
+           int64_t page_size, int64_t most_pages, int64_t tokens, float scale, int type) {
+            Attention op{at<const float>(q),
+                         at<const void>(cache),
+                         at<const void>(cache),
+                         at<const int64_t>(block_tables),
+                         at<const int64_t>(query_starts),
+                         at<const int64_t>(kv_lens),
+                         at<float>(out),
+                         sequences,
+                         heads,
+                         Attention::latent_parts(heads),
+                         width,
+                         page_size,
+                         most_pages,
+                         tokens,
+                         scale,
+                         static_cast<Type>(type)};
+            op.rotary = rotary, op.q_rotary = at<const float>(q_rotary);
+            submit(op);
+        },
+        py::arg("q"), py::arg("q_rotary"), py::arg("cache"), py::arg("block_tables"), py::arg("query_starts"),
+        py::arg("kv_lens"), py::arg("out"), py::arg("sequences"), py::arg("heads"), py::arg("width"), py::arg("rotary"),
+        py::arg("page_size"), py::arg("most_pages"), py::arg("tokens"), py::arg("scale"), py::arg("type"));
+    m.def(
+        "head_linear",
+        [](const SplitMatrix& w, uintptr_t x, uintptr_t out, uintptr_t scratch, int64_t tokens, int64_t heads,
+           int64_t n, int64_t stride) {
+            submit(HeadLinear{fitting(w), at<const float>(x), at<float>(out), at<uint8_t>(scratch), tokens, heads, n,
+                              stride});
+        },
+        py::arg("w"), py::arg("x"), py::arg("out"), py::arg("scratch"), py::arg("tokens"), py::arg("heads"),
+        py::arg("n"), py::arg("stride"));
+    m.def(
         "silu_mul",
         [](uintptr_t x, uintptr_t out, int64_t tokens, int64_t width) {
             submit(SiluMul{at<const float>(x), at<float>(out), tokens, width});
@@ -164,12 +214,15 @@ void bind_ops(py::module_& m) {
     m.def(
         "route",
         [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,
-           int64_t experts, int64_t k, bool sigmoid, bool renormalise, float scale) {
+           int64_t experts, int64_t k, bool sigmoid, bool renormalise, float scale, int64_t groups, int64_t kept_groups,
+           int64_t best) {
             submit(Route{at<const float>(logits), at<const float>(bias), at<float>(weights), at<int64_t>(ids),
-                         at<float>(scratch), tokens, experts, k, sigmoid, renormalise, scale});
+                         at<float>(scratch), tokens, experts, k, sigmoid, renormalise, scale, groups, kept_groups,
+                         best});
         },
         py::arg("logits"), py::arg("bias"), py::arg("weights"), py::arg("ids"), py::arg("scratch"), py::arg("tokens"),
-        py::arg("experts"), py::arg("k"), py::arg("sigmoid"), py::arg("renormalise"), py::arg("scale") = 1.0f);
+        py::arg("experts"), py::arg("k"), py::arg("sigmoid"), py::arg("renormalise"), py::arg("scale") = 1.0f,
+        py::arg("groups") = 1, py::arg("kept_groups") = 1, py::arg("best") = 1);
     m.def(
         "argmax",
         [](uintptr_t x, uintptr_t out, uintptr_t best, int64_t rows, int64_t width) {

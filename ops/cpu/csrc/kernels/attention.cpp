@@ -76,6 +76,35 @@ COPY(F16)
 COPY(int8_t)
 #undef COPY
 
+#define WIDEN(T)                                                     \
+    CLONES void widen_all(const T* from, int64_t count, float* to) { \
+        int64_t i = 0;                                               \
+        for (; i + kLanes <= count; i += kLanes) {                   \
+            Lanes v;                                                 \
+            load(from + i, v);                                       \
+            std::memcpy(to + i, &v, sizeof v);                       \
+        }                                                            \
+        for (; i < count; i++) to[i] = widen(from[i]);               \
+    }
+WIDEN(float)
+WIDEN(Bf16)
+WIDEN(F16)
+WIDEN(int8_t)
+#undef WIDEN
+
+// Exchanges lanes that differ in the bit `Half` between rows that do.
+template <int Half>
+ALWAYS_INLINE void exchange(Lanes (&rows)[kLanes]) {
+    Bits low, high;
+    for (int l = 0; l < kLanes; l++) low[l] = l & Half ? kLanes + l - Half : l, high[l] = low[l] + Half;
+    for (int r = 0; r < kLanes; r++) {
+        if (r & Half) continue;
+        const Lanes first = rows[r], second = rows[r + Half];
+        rows[r] = __builtin_shuffle(first, second, low);
+        rows[r + Half] = __builtin_shuffle(first, second, high);
+    }
+}
+
 CLONES void soften(const Softened<float>& of) {
     for (int64_t r = 0; r < of.rows; r++) {
         float* to = of.weights + r * kKeys;
@@ -123,6 +152,14 @@ struct FloatDot {
         umbra::product(fresh, rows, a, a_stride, runs, count, shift + second, step, c + kLanes, c_stride);
     }
     static void soften(const Softened<float>& of) { umbra::soften(of); }
+    template <class T>
+    static void widen(const T* from, int64_t count, float* to) {
+        widen_all(from, count, to);
+    }
+    static void values(const float* from, int64_t pairs, int64_t columns, int64_t stride, float* to,
+                       int64_t to_columns) {
+        for (int64_t i = 0; i < 2 * pairs; i++) std::copy_n(from + i * stride, columns, to + i * to_columns);
+    }
 };
 
 // Stores one token of one head: element d goes to to[d / 2 * pair + d % 2 * one].
@@ -158,6 +195,21 @@ CLONES void merge(int64_t width, const float* sums, float most, float total, flo
     all_most = peak;
 }
 
+CLONES void turn(const float* from, int64_t lanes, int64_t columns, float* to) {
+    for (int64_t first = 0; first < lanes * kLanes; first += kLanes) {
+        const float* at = from + first * columns;
+        int64_t d = 0;
+        for (; d + kLanes <= columns; d += kLanes) {
+            Lanes rows[kLanes];
+            for (int r = 0; r < kLanes; r++) load(at + r * columns + d, rows[r]);
+            exchange<8>(rows), exchange<4>(rows), exchange<2>(rows), exchange<1>(rows);
+            for (int r = 0; r < kLanes; r++) std::memcpy(to + (d + r) * kKeys + first, &rows[r], sizeof(Lanes));
+        }
+        for (; d < columns; d++)
+            for (int r = 0; r < kLanes; r++) to[d * kKeys + first + r] = at[r * columns + d];
+    }
+}
+
 CLONES void scale_to(const float* x, float factor, float* to, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] = x[i] * factor;
 }
@@ -166,6 +218,17 @@ void attend_f32(const Attention& a, const Span& span) { attend<FloatDot, float>(
 void attend_bf16(const Attention& a, const Span& span) { attend<FloatDot, Bf16>(a, span); }
 void attend_f16(const Attention& a, const Span& span) { attend<FloatDot, F16>(a, span); }
 void attend_i8(const Attention& a, const Span& span) { attend<FloatDot, int8_t>(a, span); }
+
+void attend_latents_f32(const Attention& a, const Span& span) { attend<FloatDot, float, true>(a, span); }
+void attend_latents_bf16(const Attention& a, const Span& span) { attend<FloatDot, Bf16, true>(a, span); }
+void attend_latents_f16(const Attention& a, const Span& span) { attend<FloatDot, F16, true>(a, span); }
+void attend_latents_i8(const Attention& a, const Span& span) { attend<FloatDot, int8_t, true>(a, span); }
+
+int64_t Attention::latent_parts(int64_t heads) {
+    int64_t parts = (heads + 31) / 32;
+    while (heads % parts) parts++;
+    return parts;
+}
 
 float Attention::whole(float total, float most, int64_t head) const {
     return sinks ? total + std::exp(sinks[head] - most) : total;
@@ -192,9 +255,30 @@ void WriteKv::run(Context& context) const {
     type == Type::i8 ? write(int8_t{}) : with_type(type, write);
 }
 
+void WriteLatents::run(Context& context) const {
+    const int64_t deep = width + rotary;
+    const auto write = [&](auto example) {
+        using T = decltype(example);
+        context.pool.each(static_cast<int>(tokens), [&](int t, int) {
+            float row[kMostLatent + kMostRotary];
+            std::copy_n(latents + t * latent_stride, width, row);
+            std::copy_n(keys + t * key_stride, rotary, row + width);
+            const int64_t offset = slots[t] % page_size;
+            const Piece<T> page = piece_of<T>(cache, slots[t] / page_size, deep * page_size, page_size);
+            T* to = const_cast<T*>(page.elements) + offset * deep;
+            if constexpr (std::is_same_v<T, int8_t>)
+                const_cast<float*>(page.scales)[offset] = quantise(row, deep, to);
+            else
+                for (int64_t d = 0; d < deep; d++) to[d] = narrow<T>(row[d]);
+        });
+    };
+    type == Type::i8 ? write(int8_t{}) : with_type(type, write);
+}
+
 void Attention::run(Context& context) const {
     if (tokens == 0) return;  // a data-parallel group without sequences
-    const Attend one = context.kernels.attend[static_cast<int>(type)];
+    const Kernels& kernels = context.kernels;
+    const Attend one = (rotary ? kernels.latents : kernels.attend)[static_cast<int>(type)];
     const int64_t group = heads / kv_heads, threads = context.pool.threads();
     const int64_t most = std::max<int64_t>(1, kMostRows / group);  // tokens of a block
     // Queries of a window see parts of few sections, which are not worth dividing.

@@ -5,6 +5,7 @@
 //   values  [P/2][D][2]  two neighbouring tokens: sums of D elements are D lanes
 //   int8 only: after the elements float32 [P], each token's scale; element = int8 * scale, scale = max|row| / 127
 // The pairs are what dot instructions of bfloat16 multiply and add in one lane.
+// A page of latents has one row for each token, keys and values at once: rows [P][D], D = width + rotary; int8: scales.
 //
 // A block is up to kMostRows query rows of one sequence and one KV head: some tokens, and all query heads that share the
 // head. Keys are scored in tiles of kKeys, then their values are added; every row meets a tile while it is in the cache.
@@ -40,6 +41,8 @@ struct Span {
 // Adds sums, largest score and total weight of later keys to those of earlier ones.
 void merge(int64_t width, const float* sums, float most, float total, float* all_sums, float& all_most,
            float& all_total);
+// to [d][kKeys] = from [key][d] for 16 * `lanes` keys of `columns` elements.
+void turn(const float* from, int64_t lanes, int64_t columns, float* to);
 // to = x * factor
 void scale_to(const float* x, float factor, float* to, int64_t count);
 
@@ -93,22 +96,30 @@ struct Softened {
 //     `step` elements apart; columns 0 to 15 are `shift` elements after a run's start, and 16 to 31 `second` after those
 //   soften(of)  weights = exp(scores - most), 0 for keys that are not seen; adds to `total`. Where `most` has to grow,
 //     total and sums shrink with it.
-template <class Dot, class T>
+// and for latents
+//   widen(from, count, to)  elements as Operand; count is even
+//   values(from, pairs, columns, stride, to, to_columns)  rows `stride` apart as steps of the product
+template <class Dot, class T, bool kLatent>
 class QueryRows {
     using E = typename Dot::Operand;
     static constexpr int kDepth = Dot::kDepth, kAtOnce = Dot::kKeysAtOnce;
-    static constexpr bool kDirect = Dot::template takes<T>();  // pieces are operands as they are
+    static constexpr bool kDirect = !kLatent && Dot::template takes<T>();  // pieces are operands as they are
 
 public:
     QueryRows(const Attention& a, const Span& span)
-        : a_(a), span_(span), group_(a.heads / a.kv_heads), wide_((a.width + kColumns - 1) / kColumns * kColumns),
-          pages_(a.block_tables + span.sequence * a.most_pages),
+        : a_(a), span_(span), group_(a.heads / a.kv_heads), deep_(a.width + a.rotary),
+          wide_((a.width + kColumns - 1) / kColumns * kColumns), pages_(a.block_tables + span.sequence * a.most_pages),
           first_position_(a.kv_lens[span.sequence] - (a.query_starts[span.sequence + 1] - span.token)) {}
 
     // Rows begin .. begin + rows - 1; row r is query head r % group of token r / group.
     void run(int64_t begin, int64_t rows) {
         begin_ = begin, rows_ = rows;
-        for (int64_t r = 0; r < rows; r++) Dot::operand(a_.q + place(r), a_.scale, a_.width, q_ + r * a_.width);
+        for (int64_t r = 0; r < rows; r++) {
+            Dot::operand(a_.q + place(r), a_.scale, a_.width, q_ + r * deep_);
+            if constexpr (kLatent)
+                Dot::operand(a_.q_rotary + place(r) / a_.width * a_.rotary, a_.scale, a_.rotary,
+                             q_ + r * deep_ + a_.width);
+        }
         const int64_t seen_by_last = end_ = seen(rows - 1), first = a_.first_seen(seen(0));
         if (span_.parts) {
             const int64_t start = span_.section * kSection;
@@ -165,7 +176,8 @@ private:
         const int64_t size = a_.page_size;
         for (int64_t at = 0, keys; at < count; at += keys) {
             keys = std::min(size - (start + at) % size, count - at);
-            f(pages_[(start + at) / size] * a_.kv_heads + span_.kv_head, (start + at) % size, keys, at);
+            const int64_t page = pages_[(start + at) / size];
+            f(kLatent ? page : page * a_.kv_heads + span_.kv_head, (start + at) % size, keys, at);
         }
     }
 
@@ -191,6 +203,10 @@ private:
     // elements, part `first` and part `second` and those after them. Pages lie anywhere, and the processor's own prefetching starts anew at
     // each of them.
     Ahead ahead(const void* cache, bool keys, int64_t start, int64_t first, int64_t second) const {
+        if constexpr (kLatent) {  // rows follow one another
+            const uint8_t* here = reinterpret_cast<const uint8_t*>(q_);
+            return {here, here, 0};
+        }
         const int64_t size = a_.page_size, lines = a_.width / 2, stride = (keys ? size * 2 : kColumns) * sizeof(T);
         const auto line = [&](int64_t i) {
             const int64_t token = std::min(start + i / lines * kLanes, end_ - 1) / kLanes * kLanes, at = token % size;
@@ -201,7 +217,7 @@ private:
     }
 
     Piece<T> piece(const void* cache, int64_t index) const {
-        return piece_of<T>(cache, index, a_.width * a_.page_size, a_.page_size);
+        return piece_of<T>(cache, index, deep_ * a_.page_size, a_.page_size);
     }
 
     // scores = q times the keys start .. start + count - 1
@@ -218,19 +234,28 @@ private:
             }
         }
         const E* lanes[kKeys / kLanes];
-        for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
-            Dot::copy(piece(a_.k_cache, index).elements + offset * 2, a_.width / 2, keys, a_.page_size,
-                      tile_ + at * kDepth, kKeys);
-        });
+        if constexpr (kLatent) {
+            for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
+                Dot::widen(piece(a_.k_cache, index).elements + offset * deep_, keys * deep_, latents_ + at * deep_);
+            });
+            std::fill_n(latents_ + count * deep_, (kKeys - count) * deep_, E{});
+            turn(reinterpret_cast<const float*>(latents_), (count + kLanes - 1) / kLanes, deep_ / kDepth,
+                 reinterpret_cast<float*>(tile_));
+        } else {
+            for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
+                Dot::copy(piece(a_.k_cache, index).elements + offset * 2, a_.width / 2, keys, a_.page_size,
+                          tile_ + at * kDepth, kKeys);
+            });
+        }
         for (int i = 0; i < kKeys / kLanes; i++) lanes[i] = tile_ + i * kLanes * kDepth;
         score(start, count, lanes, kKeys);
     }
     template <class S>
     void score(int64_t start, int64_t count, const S* const* lanes, int64_t columns) {
-        const int64_t steps = a_.width / kDepth;
+        const int64_t steps = deep_ / kDepth;
         for (int i = 0; i * kLanes < count; i += 2) {
             const Run<S> run{lanes[i], steps};
-            Dot::product(true, rows_, q_, a_.width, &run, 1, 0, columns * kDepth, lanes[i + 1] - lanes[i],
+            Dot::product(true, rows_, q_, deep_, &run, 1, 0, columns * kDepth, lanes[i + 1] - lanes[i],
                          scores_ + i * kLanes, kKeys, ahead(a_.v_cache, false, start, i * steps, (i + 1) * steps));
         }
     }
@@ -247,6 +272,12 @@ private:
                 });
                 return add_values(start, runs, pieces);
             }
+        }
+        if constexpr (kLatent) {
+            const int64_t whole = (count + kAtOnce - 1) / kAtOnce * kAtOnce;
+            Dot::values(latents_, whole / 2, a_.width, deep_, tile_, wide_);
+            const Run<E> run{tile_, whole / kDepth};
+            return add_values(start, &run, 1);
         }
         for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
             Dot::copy(piece(a_.v_cache, index).elements + offset * a_.width, (keys + 1) / 2, a_.width, a_.width,
@@ -267,25 +298,27 @@ private:
                          sums_ + j, wide_, ahead(a_.k_cache, true, start + kKeys, 2 * j, 2 * j + kKeys / kDepth));
     }
 
-    static constexpr int kWidest = (kMostWidth + kColumns - 1) / kColumns * kColumns;
+    static constexpr int kMost = kLatent ? kMostLatent : kMostWidth, kDeepest = kLatent ? kMost + kMostRotary : kMost;
+    static constexpr int kWidest = (kMost + kColumns - 1) / kColumns * kColumns;
     const Attention& a_;
     const Span& span_;
-    const int64_t group_, wide_;
+    const int64_t group_, deep_, wide_;
     const int64_t* pages_;
     const int64_t first_position_;
     int64_t begin_ = 0, rows_ = 0, end_ = 0;
-    alignas(64) E q_[kMostRows * kMostWidth];
+    alignas(64) E q_[kMostRows * kDeepest];
     alignas(64) float scores_[kMostRows * kKeys];
     alignas(64) E weights_[kMostRows * kKeys];
     alignas(64) float sums_[kMostRows * kWidest];
-    alignas(64) E tile_[kKeys * kWidest];  // keys or values that are no operand as they are
+    alignas(64) E tile_[kKeys * std::max(kWidest, kDeepest)];  // keys or values that are no operand as they are
+    alignas(64) E latents_[kLatent ? kKeys * kDeepest : 1];    // those of a tile, row by row
     float most_[kMostRows], total_[kMostRows], key_scales_[kKeys], value_scales_[kKeys];
     int64_t skipped_[kMostRows], seen_[kMostRows];
 };
 
-template <class Dot, class T>
+template <class Dot, class T, bool kLatent = false>
 void attend(const Attention& a, const Span& span) {
-    QueryRows<Dot, T> block(a, span);
+    QueryRows<Dot, T, kLatent> block(a, span);
     const int64_t rows = span.count * (a.heads / a.kv_heads);
     for (int64_t begin = 0; begin < rows; begin += kMostRows)
         block.run(begin, std::min<int64_t>(kMostRows, rows - begin));

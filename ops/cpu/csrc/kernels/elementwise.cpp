@@ -162,6 +162,33 @@ void AddGated::run(Context& context) const {
     });
 }
 
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// Writes -infinity to the scores p (groups, each) of all groups but the `kept` best, of equal ones the first.
+void keep_groups(float* p, int64_t each, int64_t groups, int64_t kept, int64_t best) {
+    float scores[Route::kMostGroups];
+    bool keeps[Route::kMostGroups] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        float first = kNone, second = kNone;
+        for (const float* at = p + g * each; at < p + (g + 1) * each; at++) {
+            second = std::max(second, std::min(first, *at));
+            first = std::max(first, *at);
+        }
+        scores[g] = best > 1 ? first + second : first;
+    }
+    for (int64_t i = 0; i < kept; i++) {
+        const int64_t g = std::max_element(scores, scores + groups) - scores;
+        keeps[g] = true;
+        scores[g] = kNone;
+    }
+    for (int64_t g = 0; g < groups; g++)
+        if (!keeps[g]) std::fill_n(p + g * each, each, kNone);
+}
+
+}  // namespace
+
 void Route::run(Context& context) const {
     for_rows(context, tokens, experts * k, [&](int64_t t) {
         const float* row = logits + t * experts;
@@ -171,12 +198,13 @@ void Route::run(Context& context) const {
         float total = 0;
         for (int64_t e = 0; e < experts; e++)
             total += p[e] = sigmoid ? logistic(e) + (bias ? bias[e] : 0.0f) : std::exp(row[e] - most);
+        if (kept_groups < groups) keep_groups(p, experts / groups, groups, kept_groups, best);
         float chosen = 0;
         for (int64_t j = 0; j < k; j++) {  // k is small: take the largest k times, the first among equals
-            const int64_t best = std::max_element(p, p + experts) - p;
-            ids[t * k + j] = best;
-            chosen += weights[t * k + j] = sigmoid ? logistic(best) : p[best] / total;
-            p[best] = -std::numeric_limits<float>::infinity();
+            const int64_t e = std::max_element(p, p + experts) - p;
+            ids[t * k + j] = e;
+            chosen += weights[t * k + j] = sigmoid ? logistic(e) : p[e] / total;
+            p[e] = kNone;
         }
         const float divisor = renormalise ? chosen : 1.0f;
         for (int64_t j = 0; j < k; j++) weights[t * k + j] = weights[t * k + j] / divisor * scale;

@@ -239,6 +239,11 @@ void attend_f32(const Attention&, const Span&);
 void attend_bf16(const Attention&, const Span&);
 void attend_f16(const Attention&, const Span&);
 void attend_i8(const Attention&, const Span&);
+// The same over latents.
+void attend_latents_f32(const Attention&, const Span&);
+void attend_latents_bf16(const Attention&, const Span&);
+void attend_latents_f16(const Attention&, const Span&);
+void attend_latents_i8(const Attention&, const Span&);
 
 // The gated delta rule of one sequence and value head, in a slab of columns from `column` on (delta.h).
 struct GatedDelta;
@@ -251,6 +256,7 @@ struct Kernels {
     Quantise quantise;
     Products several[kFormats] = {};                                      // or null: one row block after the other
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
+    Attend latents[4] = {attend_latents_f32, attend_latents_bf16, attend_latents_f16, attend_latents_i8};
     Delta delta = delta_of_four;
     Order order = Order::fours;  // of the matrices that `product` reads
 };

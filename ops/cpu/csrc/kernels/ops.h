@@ -25,7 +25,9 @@ struct Context {
 
 enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // element type of a table or cache; i8: caches only
 
-constexpr int kMostWidth = 256;  // of an attention head
+constexpr int kMostWidth = 256;   // of an attention head
+constexpr int kMostLatent = 512;  // of a latent
+constexpr int kMostRotary = 64;   // of the rotated columns beside it
 
 // Memory for quantised copies of activation rows; `bytes` is the size needed for `rows` rows of k columns.
 struct Scratch {
@@ -111,6 +113,17 @@ struct WriteKv {
     void run(Context&) const;
 };
 
+struct WriteLatents {
+    const float *latents, *keys;  // (T, width) and (T, rotary), tokens latent_stride and key_stride apart
+    void* cache;                  // pages of rows (page_size, width + rotary), laid out as attention.h describes
+    const int64_t* slots;         // (T) as of WriteKv
+    int64_t tokens, width, rotary, page_size, latent_stride, key_stride;
+    Type type;
+    void run(Context&) const;
+};
+
+// With `rotary` columns keys and values are the rows of one cache: a key is a whole row, its value the first `width`
+// columns. All heads share them; `kv_heads` is then the number of parts that heads are computed in.
 struct Attention {
     const float* q;  // (T, heads, width)
     const void *k_cache, *v_cache;
@@ -121,12 +134,16 @@ struct Attention {
     Type type;
     int64_t window = 0;            // most keys that a query sees, its own included; 0: all before it
     const float* sinks = nullptr;  // (heads): a further score of each query, of a key whose value is zero; or null
+    int64_t rotary = 0;
+    const float* q_rotary = nullptr;  // (T, heads, rotary)
     void run(Context&) const;
 
     // The first key that a query sees that sees those before `seen`.
     int64_t first_seen(int64_t seen) const { return window && seen > window ? seen - window : 0; }
     // What the sum of weights is divided by: `total` and the sink's weight, both relative to e^most.
     float whole(float total, float most, int64_t head) const;
+    // The parts of heads that share latents: as few as have at most 32 heads each.
+    static int64_t latent_parts(int64_t heads);
 };
 
 struct SiluMul {
@@ -195,6 +212,9 @@ struct Route {
     int64_t tokens, experts, k;
     bool sigmoid, renormalise;  // scores are sigmoid or softmax
     float scale;                // of the weights
+    // Experts are chosen of the `kept_groups` of `groups` with the largest sums of their `best` largest scores, 1 or 2.
+    int64_t groups, kept_groups, best;
+    static constexpr int64_t kMostGroups = 64;
     void run(Context&) const;
 };
 
@@ -243,6 +263,17 @@ struct Linear {
     Scratch scratch;
     int64_t tokens, n;
     int64_t stride = 0;  // from a row of `out` to the next; 0: n
+    void run(Context&) const;
+};
+
+// Each head's product with its own matrix: w holds (n, k) of each head, one after another in each plane.
+struct HeadLinear {
+    SplitMatrix w;
+    const float* x;    // (T, heads, k), tokens `stride` apart
+    float* out;        // (T, heads, n)
+    uint8_t* scratch;  // scratch_bytes
+    int64_t tokens, heads, n, stride;
+    static int64_t scratch_bytes(int64_t rows, int64_t k) { return Scratch::bytes(rows, k) + rows * k * 4 + 64; }
     void run(Context&) const;
 };
 

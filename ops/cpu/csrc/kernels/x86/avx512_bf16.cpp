@@ -107,6 +107,8 @@ const Kernels& kernels_avx512_bf16() {
         own.several[static_cast<int>(Format::bf16)] = several_bf16;
         own.attend[static_cast<int>(Type::bf16)] = attend<Bf16Dot, Bf16>;
         own.attend[static_cast<int>(Type::i8)] = attend<Bf16Dot, int8_t>;
+        own.latents[static_cast<int>(Type::bf16)] = attend<Bf16Dot, Bf16, true>;
+        own.latents[static_cast<int>(Type::i8)] = attend<Bf16Dot, int8_t, true>;
         return own;
     }();
     return kernels;

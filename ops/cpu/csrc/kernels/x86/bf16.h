@@ -103,6 +103,27 @@ struct Bf16Dot {
             }
     }
 
+    template <class T>
+    static void widen(const T* from, int64_t count, Bf16* to) {
+        copy(from, 1, count / 2, 0, to, 0);
+    }
+    TARGET static void values(const Bf16* from, int64_t pairs, int64_t columns, int64_t stride, Bf16* to,
+                              int64_t to_columns) {
+        alignas(64) static constexpr uint16_t kLow[2 * kLanes] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
+                                                                  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                                  11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+        for (int64_t i = 0; i < pairs; i++, from += 2 * stride, to += 2 * to_columns) {
+            int64_t j = 0;
+            for (; j + 2 * kLanes <= columns; j += 2 * kLanes) {
+                const __m512i first = _mm512_loadu_si512(from + j), second = _mm512_loadu_si512(from + stride + j);
+                _mm512_storeu_si512(to + 2 * j, _mm512_permutex2var_epi16(first, low, second));
+                _mm512_storeu_si512(to + 2 * j + 2 * kLanes, _mm512_permutex2var_epi16(first, high, second));
+            }
+            for (; j < columns; j++) to[2 * j] = from[j], to[2 * j + 1] = from[stride + j];
+        }
+    }
+
     template <class S>
     static void product(bool fresh, int64_t rows, const Bf16* a, int64_t a_stride, const Run<S>* runs, int count,
                         int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead& ahead) {

@@ -1,0 +1,115 @@
+"""Attention over latents: the native kernels against the reference, and the bits of these, which depend on no
+schedule."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops import reference
+from ops.cpu import engine
+from ops.cpu import ops as cpu
+from ops.format import FORMATS, Format
+from ops.interface import Paged
+from umbra.errors import UserError
+
+CPU, NONE = torch.device("cpu"), torch.empty(0, dtype=torch.int64)
+SETS = engine.module.instruction_sets()
+VECTORS = [s for s in ("generic", "avx2", SETS[-1]) if s in SETS]  # sets with kernels of their own
+TYPES = torch.float32, torch.bfloat16, torch.float16, torch.int8
+
+
+@pytest.fixture(autouse=True)
+def engines() -> Iterator[None]:
+    torch.manual_seed(11)
+    yield
+    engine.start(1, "auto")
+
+
+class Latents:
+    """Sequences of `lens` tokens in a cache, on pages in random order."""
+
+    def __init__(self, ops: Any, lens: list[int], width: int, rotary: int, page_size: int, dtype: torch.dtype):
+        torch.manual_seed(3)
+        counts = [-(-n // page_size) for n in lens]
+        order = torch.randperm(sum(counts)).tolist()
+        self.ops, self.tables = ops, torch.zeros(len(lens), max(counts), dtype=torch.int64)
+        slots = []
+        for s, count in enumerate(counts):
+            self.tables[s, :count] = torch.tensor([order.pop() for _ in range(count)])
+            slots += [int(self.tables[s, i // page_size]) * page_size + i % page_size for i in range(lens[s])]
+        self.cache = ops.latent_cache(sum(counts), page_size, width, rotary, dtype, CPU)
+        rows = torch.randn(sum(lens), width + rotary + 3)  # columns of a wider product
+        rows[:, width:] *= 2
+        ops.write_latents(rows[:, :width], rows[:, width : width + rotary], self.cache, torch.tensor(slots))
+
+    def attend(self, q: Tensor, q_rotary: Tensor, lens: list[int], new: list[int], first: int = 0) -> Tensor:
+        starts = torch.tensor([0, *itertools.accumulate(new)])
+        paged = Paged(NONE, self.tables[first : first + len(lens)], starts, torch.tensor(lens))
+        found: Tensor = self.ops.latent_attention(q, q_rotary, self.cache, paged, 0.05)
+        return found
+
+
+@pytest.mark.parametrize("instruction_set", VECTORS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("lens", "new", "heads", "width", "rotary", "page_size"),
+    [
+        pytest.param([9, 1, 16], [9, 1, 16], 6, 32, 8, 4, id="prefill"),
+        pytest.param([1100, 17, 64], [1, 1, 1], 16, 512, 64, 16, id="decode over sections, true sizes"),
+        pytest.param([130, 40], [70, 3], 20, 48, 6, 5, id="later chunks, columns that no vector divides"),
+        pytest.param([70], [2], 96, 64, 16, 16, id="heads in three parts"),
+    ],
+)
+def test_latent_attention(
+    instruction_set: str, dtype: torch.dtype, lens: list[int], new: list[int], heads: int, width: int, rotary: int,
+    page_size: int,
+) -> None:  # fmt: skip
+    engine.start(2, instruction_set)
+    ours, theirs = (Latents(ops, lens, width, rotary, page_size, dtype) for ops in (cpu, reference))
+    q, q_rotary = torch.randn(sum(new), heads, width), torch.randn(sum(new), heads, rotary) * 2
+    found, expected = (of.attend(q, q_rotary, lens, new) for of in (ours, theirs))
+    rounded = "bf16" in instruction_set or instruction_set == "amx"  # queries and weights are
+    close = 0.05 if rounded and dtype in (torch.bfloat16, torch.int8) else 2e-3 if dtype == torch.int8 else 2e-5
+    torch.testing.assert_close(found, expected, atol=close, rtol=0)
+
+
+@pytest.mark.parametrize("instruction_set", VECTORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_bits_do_not_depend_on_threads_company_or_chunks(instruction_set: str, dtype: torch.dtype) -> None:
+    lens, new = [40, 1060, 1], [40, 30, 1]
+    engine.start(1, instruction_set)
+    latents = Latents(cpu, lens, 64, 16, 16, dtype)
+    q, q_rotary = torch.randn(71, 40, 64), torch.randn(71, 40, 16)
+    together = latents.attend(q, q_rotary, lens, new)
+    for threads in (1, 3):
+        engine.start(threads, instruction_set)
+        for first, count in ((40, 30), (43, 5), (69, 1)):
+            rows, length = slice(first, first + count), lens[1] - (70 - first - count)
+            alone = latents.attend(q[rows], q_rotary[rows], [length], [count], 1)
+            assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("format", [*(FORMATS[kind] for kind in ("float32", "bfloat16")), Format("q8", 32)])
+def test_each_head_has_its_own_matrix(format: Format) -> None:
+    engine.start(2, "auto")
+    x, weights = torch.randn(70, 3, 64), torch.randn(3, 40, 64)
+    wider = torch.cat((x.flatten(1), x[:, 0]), 1)[:, : 3 * 64].unflatten(1, (3, 64))
+    ours = cpu.head_matrices(3, 40, 64, format, CPU)
+    theirs = reference.head_matrices(3, 40, 64, FORMATS["float32"], CPU)
+    for head, own in enumerate(weights):
+        ours.fill(head, own)
+        theirs.fill(head, own)
+    found = cpu.head_linear(x, ours)
+    close = 1e-4 if format.kind == "float32" else 0.4
+    torch.testing.assert_close(found, reference.head_linear(x, theirs), atol=close, rtol=0)
+    assert torch.equal(cpu.head_linear(wider[69:], ours), found[69:])
+    assert torch.equal(cpu.head_linear(wider, ours), found)
+
+
+def test_latents_that_are_too_wide_are_named() -> None:
+    with pytest.raises(UserError, match=r"kv_lora_rank: 514, .* at most 512 and 64 columns"):
+        cpu.latent_cache(1, 16, 514, 64, torch.float32, CPU)
