@@ -40,6 +40,11 @@ FAMILIES = {
         ("qwen3_5_moe_text",),
         aliases={"model.language_model": "model"},
     ),
+    "deepseek_v2": Family("models.deepseek.config:DeepseekV2Config", "models.deepseek.model:DeepseekV2ForCausalLM"),
+    "deepseek_v3": Family(
+        "models.deepseek.config:DeepseekV3Config", "models.deepseek.model:DeepseekV3ForCausalLM", ("kimi_k2",)
+    ),
+    "glm4_moe_lite": Family("models.deepseek.config:Glm4MoeLiteConfig", "models.deepseek.model:Glm4MoeLiteForCausalLM"),
     "minimax_m2": Family(
         "models.minimax_m2.config:MiniMaxM2Config",
         "models.minimax_m2.model:MiniMaxM2ForCausalLM",

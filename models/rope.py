@@ -15,6 +15,7 @@ class YarnConfig:
     beta_slow: float
     attention_factor: float  # scales cos and sin, and so the attention logits
     truncate: bool
+    mscale_all_dim: float = 0.0  # of models whose softmax it scales; 0: none
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,12 @@ class RopeConfig:
     theta: float
     dim: int  # columns of a head that rotate, the first ones; the others stay as they are
     yarn: YarnConfig | None
+
+    @property
+    def softmax_factor(self) -> float:
+        """What `mscale_all_dim` scales attention's scores by."""
+        weight = self.yarn.mscale_all_dim if self.yarn else 0.0
+        return _mscale(self.yarn.factor, weight) ** 2 if self.yarn and weight else 1.0
 
     def inverse_frequencies(self) -> list[float]:
         """The angle per position of each of the dim / 2 pairs of columns."""
@@ -71,6 +78,7 @@ def read_rope(
         beta_slow=inner.number("beta_slow", default=1.0),
         attention_factor=inner.number("attention_factor", default=_default_attention_factor(inner, factor)),
         truncate=inner.flag("truncate", True),
+        mscale_all_dim=inner.number("mscale_all_dim", default=1.0) if inner.value("mscale_all_dim") else 0.0,
     )
     return RopeConfig(theta, dim, yarn)
 
@@ -92,9 +100,11 @@ def read_rotary_dim(hf: HfConfig, head_dim: int, default: float = 1.0) -> int:
 
 
 def _default_attention_factor(scaling: HfConfig, factor: float) -> float:
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if scaling.value("mscale") and scaling.value("mscale_all_dim"):
-        return scale(scaling.number("mscale", default=1.0)) / scale(scaling.number("mscale_all_dim", default=1.0))
-    return scale(1.0)
+        own, all_dim = (scaling.number(name, default=1.0) for name in ("mscale", "mscale_all_dim"))
+        return _mscale(factor, own) / _mscale(factor, all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

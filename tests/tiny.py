@@ -9,8 +9,14 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MiniMaxM2Config,
@@ -101,6 +107,34 @@ HYBRID_RANDOM = {
     "conv1d": (0.0, 0.5), "embed": (0.0, 1.0), "mlp.gate.": (0.0, 0.3), "in_proj_ba": (0.0, 0.3),
     "in_proj_b": (0.0, 0.3), "in_proj_a": (0.0, 0.3), "shared_expert_gate": (0.0, 0.3), "": (0.0, 0.08),
 }  # fmt: skip
+LATENT: dict[str, Any] = dict(  # all widths differ; prompts and answers cross YaRN's original length
+    num_key_value_heads=8,
+    head_dim=None,
+    num_experts=None,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    q_lora_rank=32,
+    kv_lora_rank=48,
+    qk_nope_head_dim=24,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    rms_norm_eps=0.3,  # not that of norms of latents
+    rope_theta=None,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=8.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=0.707,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=16,
+    ),
+)
 TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and what differs from TINY
     "qwen2_moe": (
         Qwen2MoeConfig,
@@ -121,6 +155,17 @@ TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and wh
             attention_bias=True,
             first_k_dense_replace=1,
         ),
+    ),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        LATENT | dict(norm_topk_prob=False, topk_method="group_limited_greedy"),
+    ),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        LATENT | dict(first_k_dense_replace=None, n_group=1, topk_group=1, rope_parameters=dict(rope_theta=1e4)),
     ),
     "gpt_oss": (
         GptOssConfig,
@@ -224,7 +269,8 @@ def save_tiny_of(folder: Path, family: str, **options: Any) -> PreTrainedModel:
             if settings is not HYBRID and ("norm" in name or "bias" in name or "sinks" in name):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             if "e_score" in name:
-                tensor.add_(5)  # bfloat16 has steps of 0.03 here
+                # bfloat16 has steps of 0.03 here; a zero would be larger than a negative score
+                tensor.add_(-5 if "kv_lora_rank" in settings else 5)
     if settings is HYBRID:
         randomise_hybrid(model)
     model.save_pretrained(folder)

@@ -11,7 +11,7 @@ from cpu_offload.memory.arena import NO_STATES, StateSizes
 from executor.config.case import Case
 from executor.engine.layer_sets import LayerSet, layer_sets
 from models.build import Build
-from models.layers.attention import PagedAttention
+from models.layers.attention import PagedCache
 from models.layers.states import RecurrentStates
 from ops.interface import fixed
 from umbra.errors import UserError
@@ -26,11 +26,11 @@ def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
     """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
     dtype = cache_type(case, build)
     for layers in sharing(model):
-        (sizes,) = _sizes(layers, case)
-        shape = (pages + 1, case.cache_config.page_size, *sizes)
-        k_cache, v_cache = (build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv")
+        first = _alike(layers, case)
+        shape = (pages + 1, case.cache_config.page_size)
+        caches = [first.new_cache(*shape, dtype, build.device) for _ in range(first.tensors)]
         for number, layer in enumerate(layers):
-            layer.bind(apart(k_cache), apart(v_cache), number)
+            layer.bind(*map(apart, caches), layers=number)
     _bind_states(model, torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device))
 
 
@@ -61,15 +61,15 @@ def _bind_states(model: nn.Module, units: Tensor) -> None:
         layer.bind(number, *views)
 
 
-def attentions(model: nn.Module) -> list[PagedAttention]:
-    return [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
+def attentions(model: nn.Module) -> list[PagedCache]:
+    return [layer for layer in model.modules() if isinstance(layer, PagedCache)]
 
 
 def sets_of(model: nn.Module) -> tuple[LayerSet, ...]:
     return layer_sets([layer.window for layer in attentions(model)])
 
 
-def sharing(model: nn.Module) -> list[list[PagedAttention]]:
+def sharing(model: nn.Module) -> list[list[PagedCache]]:
     """The layers that share a cache, by their place in their sets: the first one of each set, and so on."""
     layers, sets = attentions(model), sets_of(model)
     places = max(len(of.layers) for of in sets)
@@ -79,10 +79,10 @@ def sharing(model: nn.Module) -> list[list[PagedAttention]]:
 def frame_of(
     model: nn.Module, case: Case, build: Build, windows: Sequence[int | None] | None = None
 ) -> tuple[int, int]:
-    """(units, bytes) of one frame of the arena. A frame holds one page of all layers of a set: two units for each
-    layer, its keys and its values. `windows` are those of all layers, if `model` has only some of them."""
+    """(units, bytes) of one frame of the arena. A frame holds one page of all layers of a set: a unit for each cache of
+    each layer, such as its keys and its values. `windows` are those of all layers, if `model` has only some of them."""
     sets = sets_of(model) if windows is None else layer_sets(windows)
-    units = 2 * max(len(of.layers) for of in sets)
+    units = attentions(model)[0].tensors * max(len(of.layers) for of in sets)
     return units, units * _units(model, case, build, 1).nbytes
 
 
@@ -90,18 +90,18 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
     """Give all layers their caches in one buffer, and return it as a tensor (units, *shape of a page). It holds an
     arena of `frames` frames, and `spare` bytes after it.
 
-    The caches are views of the buffer, each of which starts one unit after the one before: page u of the keys at place
-    l is unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first unit of a frame, taken as a page
-    number, addresses the keys and values of all layers of a set.
+    The caches are views of the buffer, each of which starts one unit after the one before: where layers have keys and
+    values, page u of the keys at place l is unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first
+    unit of a frame, taken as a page number, addresses the caches of all layers of a set.
     """
-    shared = sharing(model)
-    units = 2 * len(shared)
+    shared, each = sharing(model), attentions(model)[0].tensors
+    units = each * len(shared)
     arena = _units(model, case, build, frames * units - -spare // _units(model, case, build, 1).nbytes)
     for index, layers in enumerate(shared):
-        first, end = 2 * index, (frames - 1) * units + 1
-        k_cache, v_cache = (arena[begin : begin + end] for begin in (first, first + 1))
+        first, end = each * index, (frames - 1) * units + 1
+        caches = [arena[begin : begin + end] for begin in range(first, first + each)]
         for number, layer in enumerate(layers):
-            layer.bind(apart(k_cache), apart(v_cache), number)
+            layer.bind(*map(apart, caches), layers=number)
     if recurrent(model):
         _bind_states(model, arena.view(len(arena), -1).view(torch.float32))
     return arena
@@ -116,14 +116,13 @@ def apart(cache: Tensor) -> nn.Parameter:
 
 
 def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:
-    shapes = _sizes(attentions(model), case)
     page_size, dtype = case.cache_config.page_size, cache_type(case, build)
-    return build.ops.kv_cache(count, page_size, *shapes.pop(), dtype, build.device)
+    return _alike(attentions(model), case).new_cache(count, page_size, dtype, build.device)
 
 
-def _sizes(layers: list[PagedAttention], case: Case) -> set[tuple[int, int]]:
-    """The only (heads, width) of the layers' caches, which share memory."""
-    shapes = {(layer.kv_heads, layer.head_dim) for layer in layers}
-    if len(shapes) > 1:
-        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share memory: {shapes}")
-    return shapes
+def _alike(layers: list[PagedCache], case: Case) -> PagedCache:
+    """The first of the layers, whose caches share memory: all have its sizes."""
+    sizes = {layer.sizes for layer in layers}
+    if len(sizes) > 1:
+        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share memory: {sizes}")
+    return layers[0]

@@ -20,7 +20,7 @@ from executor.run.activations import Part, counted
 from models.build import Build, Shadows
 from models.causal_lm import CausalLM
 from models.config import ModelConfig
-from models.layers.attention import PagedAttention
+from models.layers.attention import PagedCache
 from models.layers.base import layers_of
 from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
@@ -92,13 +92,13 @@ def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
     """The kind of a layer as the plan names it: by its class or, for a plain matrix, by its neighbouring modules."""
     if type(layer) in KINDS:
         return KINDS[type(layer)]
-    around = {type(child) for child in model.get_submodule(path.rpartition(".")[0]).children()}
-    return "attention" if around & {PagedAttention, RecurrentStates} else "dense MLP"
+    around = model.get_submodule(path.rpartition(".")[0]).children()
+    return "attention" if any(isinstance(child, PagedCache | RecurrentStates) for child in around) else "dense MLP"
 
 
 def cache_of(sketch: Sketch) -> Part:
     """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
-    caches: list[Tensor] = [cache for layer, *_ in sharing(sketch.model) for cache in (layer.k_cache, layer.v_cache)]
+    caches: list[Tensor] = [cache for layer, *_ in sharing(sketch.model) for cache in layer.caches]
     pages, limits = len(caches[0]), sketch.limits
     values = caches[0][0].numel() // limits.page_size
     how = f"{len(caches)} tensors x {pages:,} pages x {limits.page_size} tokens x {values} values x "

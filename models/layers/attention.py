@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from models.batch import Batch
@@ -24,21 +25,47 @@ def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:
     return Shard(attn_tp.rank * size // attn_tp.size, size)
 
 
-class PagedAttention(nn.Module):
-    """Attention over the paged KV cache, of all tokens before a token or of the last `window` ones. The engine
-    allocates the cache and passes it to `bind`."""
+class PagedCache(nn.Module):
+    """A layer that keeps something of every token in pages: `tensors` caches, as `new_cache` makes them. The engine
+    makes them, for layers of all sets whose `sizes` are the same, and passes them to `bind`."""
 
-    k_cache: Tensor  # ops.kv_cache(...), which layers of other sets share
-    v_cache: Tensor
+    tensors: int
+    sizes: tuple[int, int]
+    window: int | None  # tokens, up to itself, that a token sees; None: all
     layers: int  # number of the set of layers that this one is in, whose pages `Batch.paged` has
+
+    def new_cache(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        raise NotImplementedError
+
+    def bind(self, *caches: nn.Parameter, layers: int = 0) -> None:
+        raise NotImplementedError
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+
+class PagedAttention(PagedCache):
+    """Attention over the paged KV cache, of all tokens before a token or of the last `window` ones."""
+
+    tensors = 2
+    k_cache: Tensor  # ops.kv_cache(...)
+    v_cache: Tensor
 
     def __init__(self, build: Build, heads: int, kv_heads: int, head_dim: int, window: int | None = None):
         super().__init__()
-        self.ops, self.heads, self.kv_heads, self.head_dim = build.ops, heads, kv_heads, head_dim
-        self.window = window
+        self.ops, self.heads, self.head_dim = build.ops, heads, head_dim
+        self.kv_heads, self.sizes, self.window = kv_heads, (kv_heads, head_dim), window
 
-    def bind(self, k_cache: nn.Parameter, v_cache: nn.Parameter, layers: int = 0) -> None:
-        self.k_cache, self.v_cache, self.layers = k_cache, v_cache, layers
+    def new_cache(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.ops.kv_cache(pages, page_size, *self.sizes, dtype, device)
+
+    def bind(self, *caches: nn.Parameter, layers: int = 0) -> None:
+        (self.k_cache, self.v_cache), self.layers = caches, layers
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        return self.k_cache, self.v_cache
 
     def keep_queries(self, rows: int) -> None:
         """Makes the place of the queries of steps of `rows` tokens: a graph has kernels that write into a tensor, and

@@ -108,7 +108,15 @@ QWEN35: Splits = {
     ),
     "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
 }
+LATENTS: Splits = {  # heads are divided, latents are not
+    "tp2": dict(world_size=2),
+    "dp2_ep2_graph": dict(world_size=2, attn_tp_size=1, moe_tp_size=1, exe_mode="graph"),
+    "tp4_moe_2x2_graph_sp": dict(world_size=4, moe_tp_size=2, exe_mode="graph", sequence_parallel_tokens=1),
+    "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
+}
 SPLITS = {
+    "v3": LATENTS,
+    "v2": {"tp2": LATENTS["tp2"]},
     "next": NEXT,
     "qwen35": QWEN35,
     "qwen2": SHARED,
@@ -129,6 +137,8 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "next": lambda folder: save_tiny_of(folder, "qwen3_next", **HEADS, linear_num_value_heads=16),
     "qwen35": lambda folder: save_pictured(folder, **HEADS, linear_num_value_heads=8),
     # Three and five groups of 32 columns on two ranks and four.
+    "v3": lambda folder: save_tiny_of(folder, "deepseek_v3"),
+    "v2": lambda folder: save_tiny_of(folder, "deepseek_v2", q_lora_rank=None),
     "glm": lambda folder: save_tiny_of(folder, "glm4_moe", moe_intermediate_size=48, intermediate_size=160),
     "oss": lambda folder: save_tiny_of(folder, "gpt_oss", num_hidden_layers=2),
     "m2": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=48, num_key_value_heads=8),

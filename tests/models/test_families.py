@@ -23,6 +23,7 @@ from ops.format import FORMATS
 from ops.parallel.groups import Parallel
 from tests.models.family_mistakes import MISTAKES, Mistake
 from tests.models.hybrid_mistakes import HYBRID_MISTAKES
+from tests.models.latent_mistakes import LATENT_MISTAKES
 from tests.quantised import quantise_tiny
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
@@ -30,6 +31,9 @@ from umbra.errors import UserError
 from umbra.files import ROOT
 
 OSS_YARN = YarnConfig(32.0, 4096, 32.0, 1.0, attention_factor=0.1 * math.log(32) + 1, truncate=False)
+LITE_YARN = YarnConfig(40.0, 4096, 32.0, 1.0, attention_factor=1.0, truncate=True, mscale_all_dim=0.707)
+V3_YARN = YarnConfig(40.0, 4096, 32.0, 1.0, attention_factor=1.0, truncate=True, mscale_all_dim=1.0)
+K2_YARN = YarnConfig(32.0, 4096, 1.0, 1.0, attention_factor=1.0, truncate=True, mscale_all_dim=1.0)
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_moe": {
@@ -59,6 +63,23 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "not_renormalised": {"norm_topk_prob": False, "attention_bias": False, "first_k_dense_replace": 0},
         "three_dense_layers": {"num_hidden_layers": 4, "first_k_dense_replace": 3, "tie_word_embeddings": True},
         "a_quarter_rotates": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": 32},
+    },
+    "deepseek_v2": {
+        "tiny": {},
+        "as_lite": {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "initializer_range": 0.15},
+        "no_yarn": {"rope_parameters": {"rope_theta": 1e4}, "v_head_dim": 40, "first_k_dense_replace": 0},
+    },
+    "deepseek_v3": {
+        "tiny": {},
+        "as_moonlight": {
+            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_theta": 5e4},
+            "initializer_range": 0.2,
+        },
+        "not_renormalised": {"norm_topk_prob": False, "num_attention_heads": 6, "num_key_value_heads": 6},
+    },
+    "glm4_moe_lite": {
+        "tiny": {},
+        "dense_second": {"mlp_layer_types": ["sparse", "dense"], "v_head_dim": 40, "qk_nope_head_dim": 40},
     },
     "gpt_oss": {
         "tiny": {},
@@ -113,6 +134,18 @@ def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, m
     assert np.abs(found - expected).mean() < most * np.abs(expected).mean()
 
 
+@pytest.mark.parametrize("format", ["fp8", "awq"])
+def test_heads_matrices_are_dequantised(tmp_path: Path, format: str) -> None:
+    """Also where blocks of a scale have rows of several heads, and rows are kept in another order."""
+    widths = dict(hidden_size=256, intermediate_size=160, moe_intermediate_size=128, kv_lora_rank=64, v_head_dim=24)
+    save_tiny_of(tmp_path / "model", "deepseek_v3", **widths, qk_nope_head_dim=40, initializer_range=0.1)
+    floats = quantise_tiny(tmp_path / "model", tmp_path / "quantised", format)
+    theirs = logits_of(floats, "deepseek_v3", 0)
+    ours = logits_of(tmp_path / "quantised", "deepseek_v3", 0, quantization={"method": "none"})
+    for name, expected in theirs.items():
+        np.testing.assert_allclose(ours[name], expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("folder", "family", "billions", "rope", "width"),
     [
@@ -122,6 +155,11 @@ def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, m
         ("Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 79.67, RopeConfig(1e7, 64, None), 256),
         ("Qwen3.6-35B-A3B", "qwen3_5_moe", 34.66, RopeConfig(1e7, 64, None), 256),
         ("Qwen3.5-397B-A17B", "qwen3_5_moe", 396.35, RopeConfig(1e7, 64, None), 256),
+        ("DeepSeek-V2-Lite", "deepseek_v2", 15.7, RopeConfig(1e4, 64, LITE_YARN), 64),
+        ("Moonlight-16B-A3B", "deepseek_v3", 15.96, RopeConfig(5e4, 64, None), 64),
+        ("GLM-4.7-Flash", "glm4_moe_lite", 29.94, RopeConfig(1e6, 64, None), 64),
+        ("DeepSeek-V3", "deepseek_v3", 671.0, RopeConfig(1e4, 64, V3_YARN), 64),
+        ("Kimi-K2-Instruct", "deepseek_v3", 1026.4, RopeConfig(5e4, 64, K2_YARN), 64),
         ("gpt-oss-20b", "gpt_oss", 20.9, RopeConfig(150000, 64, OSS_YARN), 64),
         ("gpt-oss-120b", "gpt_oss", 116.8, RopeConfig(150000, 64, OSS_YARN), 64),
     ],
@@ -139,7 +177,7 @@ def test_official_configs_are_models_of_their_size(
     assert sum(layer.elements for _, layer in layers_of(model)) == pytest.approx(billions * 1e9, abs=0.05e9)
 
 
-@pytest.mark.parametrize(("family", "config", "mistake"), [*MISTAKES, *HYBRID_MISTAKES])
+@pytest.mark.parametrize(("family", "config", "mistake"), [*MISTAKES, *HYBRID_MISTAKES, *LATENT_MISTAKES])
 def test_a_known_mistake_changes_the_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, config: str, mistake: Mistake
 ) -> None:
@@ -200,6 +238,12 @@ def test_only_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> 
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not implemented"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts: 0 must be"),
         ("glm4_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than n_routed_experts: 8"),
+        ("deepseek_v3", {"n_group": 3}, "n_group: 3 does not divide n_routed_experts: 8"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group: 1 groups have fewer than num_experts_per_tok: 3"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not implemented"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave: False is not implemented"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: True is not implemented"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types: .* for each of 2 layers"),
         ("qwen3_5_moe", {"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid' is not implemented"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob: False is not implemented"),
         (

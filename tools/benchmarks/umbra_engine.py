@@ -16,10 +16,11 @@ from executor.config.load import load_case
 from executor.engine.teacher_forcing import ForcedRun
 from executor.model_runner import make_runner
 from models.config import ModelConfig, with_layers
-from models.layers.attention import PagedAttention
+from models.layers.attention import PagedAttention, PagedCache
 from models.layers.base import layers_of
 from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
+from models.layers.latent_attention import PagedLatents
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import Router
 from models.layers.states import RecurrentStates
@@ -109,6 +110,11 @@ class Umbra:
                 for slot_mapping in torch.arange(pages * page_size).split(1 << 14):
                     k, v = torch.randn(2, len(slot_mapping), kv_heads, self.config.head_dim)
                     layer.ops.write_kv(k, v, layer.k_cache, layer.v_cache, slot_mapping)
+            elif isinstance(layer, PagedLatents):
+                pages, _, page_size = layer.cache.shape
+                for slot_mapping in torch.arange(pages * page_size).split(1 << 14):
+                    latents, keys = (torch.randn(len(slot_mapping), width) for width in layer.sizes)
+                    layer.ops.write_latents(latents, keys, layer.cache, slot_mapping)
         self.filled = True
 
     def capture_again(self) -> None:
@@ -161,9 +167,9 @@ def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, exper
         else:
             total += layer.nbytes
     for attention in model.modules():
-        if isinstance(attention, PagedAttention):
-            seen, cache = min(cached, attention.window or cached), attention.k_cache  # (pages, heads, width, page size)
-            total += 2 * sequences * seen * cache[0].nbytes / cache.shape[3]
+        if isinstance(attention, PagedCache):
+            seen, cache = min(cached, attention.window or cached), attention.caches[0]  # (pages, ..., page size)
+            total += attention.tensors * sequences * seen * cache[0].nbytes / cache.shape[-1]
         elif isinstance(attention, RecurrentStates):
             total += 2 * sequences * attention.elements * 4  # float32
     return total

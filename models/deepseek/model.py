@@ -1,0 +1,49 @@
+"""DeepSeek-V2, DeepSeek-V3 and the models made like them: attention over latents, first layers that are dense, and
+experts that may be chosen within groups, beside a shared expert.
+
+Devices, splits over ranks and weight formats are handled by the layers.
+"""
+
+from torch import nn
+
+from models.build import Build
+from models.causal_lm import CausalLM
+from models.deepseek.config import LatentMoeConfig
+from models.layers.decoder_layer import DecoderLayer
+from models.layers.latent_attention import LatentAttention
+from models.layers.mlp import GatedMLP
+from models.layers.sparse_block import UngatedMoeBlock
+from ops.interface import Groups
+
+
+def decoder_layer(config: LatentMoeConfig, build: Build, sparse: bool) -> DecoderLayer:
+    hidden, inside = config.hidden_size, build.at("mlp")
+    softmax = config.scoring == "softmax"
+    groups = Groups(config.n_group, config.topk_group, 1 if softmax else 2) if config.n_group > 1 else None
+    if sparse:
+        mlp: nn.Module = UngatedMoeBlock(config, inside, groups, softmax)
+    else:
+        mlp = GatedMLP(inside, hidden, config.intermediate_size)
+    attention = LatentAttention(config, build.at("self_attn"))
+    return DecoderLayer(build, hidden, config.rms_norm_eps, attention, mlp)
+
+
+class LatentMoeForCausalLM(CausalLM):
+    def __init__(self, config: LatentMoeConfig, build: Build):
+        layers = (
+            decoder_layer(config, build.at(f"model.layers.{i}"), sparse)
+            for i, sparse in enumerate(config.sparse_layers)
+        )
+        super().__init__(config, build, layers, config.num_nextn_predict_layers)
+
+
+class DeepseekV2ForCausalLM(LatentMoeForCausalLM):
+    pass
+
+
+class DeepseekV3ForCausalLM(LatentMoeForCausalLM):
+    pass
+
+
+class Glm4MoeLiteForCausalLM(LatentMoeForCausalLM):
+    pass

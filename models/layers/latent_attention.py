@@ -1,0 +1,151 @@
+"""Attention over latents: multi-head latent attention (arXiv 2405.04434).
+
+The cache has one row of each token and layer, which all heads share: a latent, of which each head's key and value are
+products, and a rotated key. The products are never made. A head's query is multiplied by its key matrix in place of the
+latents, attention takes the latents as keys and values, and its result is multiplied by the head's value matrix. So it
+is for any number of rows, so that a row's bits depend on no other row.
+
+Checkpoints rotate neighbouring columns; rows of the projections are kept in an order with which `Ops.rope` rotates the
+same pairs. Under tensor parallelism ranks have their heads, and all latents.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from models.batch import Batch
+from models.build import Build
+from models.layers.attention import PagedCache
+from models.layers.base import ALL, Layer, Piece
+from models.layers.linear import MergedLinear, RowLinear, Source, grouped
+from models.layers.norm import RMSNorm
+from models.rope import RopeConfig
+from ops.format import Quantised, floats
+from ops.interface import Rows
+
+LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others
+
+
+class LatentConfig(Protocol):
+    """What attention over latents reads of a family's config."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def q_lora_rank(self) -> int:
+        """Width of the queries' own latents; 0: they have none."""
+
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+
+
+class PagedLatents(PagedCache):
+    """Attention over the paged cache of latents."""
+
+    tensors, window = 1, None
+    cache: Tensor  # ops.latent_cache(...)
+
+    def __init__(self, build: Build, width: int, rotary: int, scale: float):
+        super().__init__()
+        self.ops, self.sizes, self.scale = build.ops, (width, rotary), scale
+
+    def new_cache(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.ops.latent_cache(pages, page_size, *self.sizes, dtype, device)
+
+    def bind(self, *caches: nn.Parameter, layers: int = 0) -> None:
+        (self.cache,), self.layers = caches, layers
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        return (self.cache,)
+
+    def forward(self, q: Tensor, q_rotary: Tensor, latents: Tensor, keys: Tensor, batch: Batch) -> Tensor:
+        """As of `Ops.latent_attention`; latents and rotated keys (T, columns) are those of the new tokens."""
+        paged = batch.paged[self.layers]
+        self.ops.write_latents(latents, keys, self.cache, paged.slot_mapping)
+        return self.ops.latent_attention(q, q_rotary, self.cache, paged, self.scale)
+
+
+class KeysAndValues(Layer):
+    """Each head's key and value matrices, whose rows follow one another in the checkpoint's tensor. They are never
+    quantised: products with a key matrix are over its rows."""
+
+    def __init__(self, build: Build, heads: int, latent: int, key: int, value: int):
+        super().__init__()
+        part, self.ops = build.parallel.attn_tp.part(heads), build.ops
+        self.rows, self.part = heads * (key + value), slice(part.start * (key + value), part.stop * (key + value))
+        self.heads, self.latent, self.key = part.stop - part.start, latent, key
+        kept = build.formats.plain, build.device
+        self.keys = build.ops.head_matrices(self.heads, latent, key, *kept)
+        self.values = build.ops.head_matrices(self.heads, value, latent, *kept)
+        self.elements = self.heads * (key + value) * latent
+        self.nbytes = self.keys.nbytes + self.values.nbytes
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Queries of keys (T, heads, key) -> queries of latents (T, heads, latent)"""
+        return self.ops.head_linear(x, self.keys)
+
+    def results(self, x: Tensor) -> Tensor:
+        """Sums of latents (T, heads, latent) -> sums of values (T, heads, value)"""
+        return self.ops.head_linear(x, self.values)
+
+    def fill(self, part: Tensor | Quantised) -> bool | None:
+        found = []
+        for head, own in enumerate(floats(part).unflatten(0, (self.heads, -1))):
+            found += [self.keys.fill(head, own[: self.key].T.contiguous()), self.values.fill(head, own[self.key :])]
+        return None if None in found else all(found)
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        yield Piece(f"{path}.weight", (self.rows, self.latent), (self.part, ALL), self.fill, linear=True)
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, config: LatentConfig, build: Build):
+        super().__init__()
+        heads, tp, rank = config.num_attention_heads, build.parallel.attn_tp, config.q_lora_rank
+        latent, still, turning = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+        order = (*range(0, turning, 2), *range(1, turning, 2))
+        parts = [(heads * width, tp.part(heads * width)) for width in (still, turning)]
+        plain, turned = grouped("q_b_proj" if rank else "q_proj", parts, heads)
+        queries = [*plain, *(dataclasses.replace(source, order=order) for source in turned)]
+        first = [Source("q_a_proj", rank, slice(0, rank))] if rank else queries
+        both = latent + turning
+        latents = [
+            Source("kv_a_proj_with_mqa", both, slice(0, latent)),
+            Source("kv_a_proj_with_mqa", both, slice(latent, both), order),
+        ]
+        self.ops, self.compressed = build.ops, rank > 0
+        self.qkv_proj = MergedLinear(build, config.hidden_size, [*first, *latents])
+        self.sizes = [sum(source.kept for source in first), latent, turning]
+        self.of_queries = [sum(source.kept for source in of) for of in (plain, turned)]
+        if rank:
+            self.q_a_layernorm = RMSNorm(build.at("q_a_layernorm"), rank, LATENT_EPS)
+            self.q_b_proj = MergedLinear(build, rank, queries)
+        self.kv_a_layernorm = RMSNorm(build.at("kv_a_layernorm"), latent, LATENT_EPS)
+        self.kv_b_proj = KeysAndValues(build, heads, latent, still, config.v_head_dim)
+        scale = (still + turning) ** -0.5 * config.rope.softmax_factor
+        self.attention = PagedLatents(build, latent, turning, scale)
+        self.o_proj = RowLinear(build, "o_proj", heads * config.v_head_dim, config.hidden_size)
+
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+        q, latents, keys = self.qkv_proj(x, batch).split(self.sizes, 1)
+        if self.compressed:
+            q = self.q_b_proj.of_all_rows(self.q_a_layernorm(q))
+        still, turning = (part.unflatten(1, (self.kv_b_proj.heads, -1)) for part in q.split(self.of_queries, 1))
+        turned, key = self.ops.rope(turning, keys[:, None], cos, sin)
+        latents = self.kv_a_layernorm(latents)
+        sums = self.attention(self.kv_b_proj.queries(still), turned, latents, key[:, 0], batch)
+        return self.o_proj(self.kv_b_proj.results(sums).flatten(1), batch)

@@ -1,0 +1,56 @@
+"""Mistakes that implementations of attention over latents, and of experts in groups, have made."""
+
+import pytest
+
+from models.layers.latent_attention import LatentAttention
+from models.rope import RopeConfig
+from ops import reference
+from ops.cpu import ops as cpu
+from tests.models.family_mistakes import Mistake, routing, without_experts_that_all_take, yarn_with
+from tests.models.hybrid_mistakes import rewritten
+
+
+def choice(change: tuple[str, str]) -> Mistake:
+    def mistake(patch: pytest.MonkeyPatch) -> None:
+        rewritten(reference, "_routed", change)(patch)
+        patch.setattr(cpu, "route_softmax", reference.route_softmax)
+        patch.setattr(cpu, "route_sigmoid", reference.route_sigmoid)
+
+    return mistake
+
+
+def forward(change: tuple[str, str]) -> Mistake:
+    return rewritten(LatentAttention, "forward", change)
+
+
+def eps_of_other_norms(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("models.layers.latent_attention.LATENT_EPS", 0.3)
+
+
+def scores_not_scaled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RopeConfig, "softmax_factor", 1.0)
+
+
+BEST = "min(groups.best, each.shape[-1])"
+HALVES = rewritten(
+    LatentAttention, "__init__", ("(*range(0, turning, 2), *range(1, turning, 2))", "tuple(range(turning))")
+)
+LATENT_MISTAKES: list[tuple[str, str, Mistake]] = [
+    ("deepseek_v3", "tiny", choice((BEST, "1"))),
+    ("deepseek_v3", "tiny", choice(('float("-inf")', "0.0"))),
+    ("deepseek_v3", "tiny", choice((") * scale, ids", "), ids"))),
+    ("deepseek_v2", "tiny", choice((BEST, "2"))),
+    ("deepseek_v2", "tiny", choice((") * scale, ids", "), ids"))),
+    ("deepseek_v3", "as_moonlight", routing(
+        lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)
+    )),
+    ("deepseek_v3", "tiny", scores_not_scaled),
+    ("deepseek_v2", "as_lite", scores_not_scaled),
+    ("deepseek_v3", "tiny", yarn_with(attention_factor=1.0)),
+    ("deepseek_v3", "tiny", eps_of_other_norms),
+    ("deepseek_v3", "tiny", HALVES),
+    ("glm4_moe_lite", "tiny", HALVES),
+    ("deepseek_v3", "tiny", forward(("keys[:, None]", "self.ops.rms_norm(keys, cos[0] * 0 + 1, 1e-6)[:, None]"))),
+    ("deepseek_v3", "tiny", forward(("self.kv_a_layernorm(latents)", "latents"))),
+    ("deepseek_v3", "tiny", without_experts_that_all_take),
+]  # fmt: skip
