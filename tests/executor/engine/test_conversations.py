@@ -1,10 +1,12 @@
 """Conversations of an agent with a model that has recurrent states: what a turn computes again, and what it shares."""
 
 import itertools
+from math import nan
 from pathlib import Path
 
 import pytest
 
+from executor.engine.kv_caches import recurrent
 from executor.engine.loop import Loop
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence
@@ -47,12 +49,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loop_of(model: Path, checkpoints: int, drafts: int = 0) -> Loop:
-    data = {"batch_size": 3, "input_max_len": 600, "max_new_tokens": 40, "draft_tokens": drafts}
+    data = {"batch_size": 4, "input_max_len": 600, "max_new_tokens": 40, "draft_tokens": drafts}
     case = tiny_case(
         model.parent, model, model_name="qwen3_next", exe_mode="graph", data_config=data,
         cache_config={"page_size": PAGE, "state_checkpoints": checkpoints},
     )  # fmt: skip
-    return Loop(make_runner(case, model.parent).engine, frozenset(), serving=True)
+    engine = make_runner(case, model.parent).engine
+    any_place = recurrent(engine.model)[0].delta
+    any_place.as_strided((any_place.untyped_storage().nbytes() // 4,), (1,), 0).fill_(nan)  # what others left
+    return Loop(engine, frozenset(), serving=True)
 
 
 def answer(loop: Loop, *prompts: list[int]) -> list[Sequence]:
@@ -84,18 +89,18 @@ def test_a_turn_computes_what_is_new(model: Path, checkpoints: int) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_branches_share_pages_and_states(model: Path, drafts: int) -> None:
-    """Two prompts go on from one checkpoint at once, whose owner still runs."""
+    """Two prompts go on from one checkpoint at once, whose owner still runs, beside one of a single token."""
     loop, plain = loop_of(model, 4, drafts), Loop(loop_of(model, 0).engine, frozenset())
     first = loop.submit(Request(tuple(SYSTEM), SamplingParams(max_tokens=40), branches=(len(SYSTEM) - 3,)))
     while not first.generated:
         loop.step()
     cache, pages = loop.scheduler.caches[0], len(SYSTEM) // PAGE
     sets = cache.sets
-    branches = [[*SYSTEM[: pages * PAGE], *([number] * 9)] for number in (5, 6)]
+    branches = [*([*SYSTEM[: pages * PAGE], *([number] * 9)] for number in (5, 6)), [12]]
     sent = [loop.submit(Request(tuple(ids), SamplingParams(max_tokens=9))) for ids in branches]
     loop.step()
-    assert [s.cached_tokens for s in sent] == [pages * PAGE] * 2
-    assert len({id(s.held[0].blocks[0]) for s in (first, *sent)}) == 1
+    assert [s.cached_tokens for s in sent] == [pages * PAGE, pages * PAGE, 0]
+    assert len({id(s.held[0].blocks[0]) for s in (first, *sent[:2])}) == 1
     assert cache.sets == sets + len(sent)
     while not loop.idle:
         loop.step()
