@@ -115,7 +115,8 @@ class Umbra:
                 for slot_mapping in torch.arange(pages * page_size).split(1 << 14):
                     latents, keys = (torch.randn(len(slot_mapping), width) for width in layer.sizes)
                     layer.ops.write_latents(latents, keys, layer.cache, slot_mapping)
-        self.filled = True
+        # States of sequences that end leave pages with anything.
+        self.filled = not any(isinstance(layer, RecurrentStates) for layer in self.model.modules())
 
     def capture_again(self) -> None:
         """Makes the next decode step capture a new graph."""
