@@ -15,7 +15,6 @@ from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.stop_ids import stop_ids
 from executor.config.case import Case
 from executor.config.load import model_folder
-from executor.config.platforms import PLATFORMS
 from executor.engine.arena import open_arena, set_pages_of
 from executor.engine.batch_limits import limits_of
 from executor.engine.batching import pack
@@ -35,7 +34,6 @@ from models.layers.base import layers_of
 from models.registry import model_class
 from ops.parallel.groups import Parallel
 from text.tokenizer import Tokenizer
-from umbra.errors import UserError
 
 if TYPE_CHECKING:
     from executor.engine.grammar import Grammars
@@ -71,11 +69,6 @@ class Engine:
         fill_weights(case, model_folder(case), self.model, rank, packed_cache)
         slots = (self.shadows.slot_bytes, self.shadows.device.alignment) if self.shadows else ()
         set_pages = set_pages_of(self.model, case, build, *slots)
-        if set_pages and case.data_config.draft_tokens and not PLATFORMS[case.platform].is_host:
-            raise UserError(
-                f"case {case.name}: data_config.draft_tokens: {case.data_config.draft_tokens} drafts need recurrent "
-                f"states to go back, which {case.platform} does not do: set it to 0"
-            )
         limits = limits_of(case, config, True, set_pages)
         self.table_width, self.layer_sets = limits.table_width, len(limits.windows)
         self.state_layers = len(recurrent(self.model))

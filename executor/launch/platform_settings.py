@@ -16,6 +16,7 @@ def platform_settings(case: Case) -> PlatformSettings:
         dtype=case.model_config.dtype,
         strict=case.strict,
         sizes=case.parallel_sizes,
+        group_sequences=case.data_config.batch_size // case.attn_dp_size,
         decode_rows=case.decode_rows,
         comm_timeout_s=case.parallel_config.comm_timeout_s,
         threads=case.threads,

@@ -14,6 +14,7 @@ class PlatformSettings:
     dtype: str
     strict: bool  # a fallback that would be silent is an error
     sizes: ParallelSizes
+    group_sequences: int  # most sequences of a data-parallel group
     decode_rows: int  # most rows of a decode step, in all data-parallel groups
     comm_timeout_s: int
     threads: int | None  # threads of the CPU engine; None: the engine measures how many are useful

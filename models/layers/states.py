@@ -28,11 +28,6 @@ class RecurrentStates(nn.Module):
         """Number of float32 of a place: those of `delta`, `conv` and `inputs` follow one another."""
         return sum(map(math.prod, self.shapes))
 
-    @property
-    def last_place(self) -> int:
-        """The place that ends with the memory."""
-        return len(self.conv) - 1
-
     def bind(self, number: int, delta: nn.Parameter, conv: nn.Parameter, inputs: nn.Parameter) -> None:
         self.delta, self.conv, self.inputs, self.number = delta, conv, inputs, number
 

@@ -2,9 +2,9 @@
 
 The keys' axis of a head's state is the last one, as CANN's operators have it: (Dv, Dk).
 
-Tables on the device are those of a graph. Each row is then of another sequence, with places of its own to read and to
-write; padding rows have a place of their own, and no row begins a sequence or is marked. Other steps have their tables
-on the host, and may do all that `Recurrent` says.
+Tables on the device are those of a graph, as `for_graphs` makes them: no row begins a sequence, and padding rows have a
+place of their own. Without drafts, each row is of another sequence, with places of its own to read and to write, and
+none is marked. Other steps have their tables on the host, and may do all that `Recurrent` says.
 """
 
 import itertools
@@ -17,11 +17,13 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor, nn
 
+from ops.ascend import recurrent_drafts as drafted
 from ops.interface import Recurrent, fixed
 
 CHUNK = 64  # rows that a chunk has at most
 MOST_CHUNKS = 64  # that are prepared at once
-READ, WRITTEN, LAST = "read_strips", "written_strips", "last"  # attributes of states, by `for_graphs`
+# Attributes of states, by `for_graphs`.
+READ, WRITTEN, LAST, MASKS = "read_strips", "written_strips", "last", "masks"
 EPS = 1e-6  # beside the sums of squares of keys and queries
 
 
@@ -34,7 +36,7 @@ class Rows(NamedTuple):
     write: int
     mark: int
     marked: int
-    pending: int  # always 0: no step has drafts
+    pending: int
 
 
 class Heads(NamedTuple):
@@ -49,28 +51,38 @@ class Heads(NamedTuple):
 
 
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
-    if in_graph(x, recurrent):
-        strips = _graph_strips(states, READ, recurrent.reads, len(x), last=True)
-        y, after = _conv_step(_read(*strips, len(x)), x, weight)
-        _write(*_graph_strips(states, WRITTEN, recurrent.writes, len(x), last=True), after)
+    taps, drafts = len(weight), states.shape[1] - len(weight) + 1
+    if in_graph(x, recurrent, drafts):
+        count = places = len(recurrent.pending)
+        before = _read(*_graph_strips(states, READ, recurrent.reads, count, last=True), count)
+        if drafts:
+            indices = drafted.conv_indices(recurrent.query_starts, count, len(x), taps, drafts)
+            y, after = drafted.conv(before, x, weight, *indices)
+            places = 2 * count
+        else:
+            y, after = _conv_step(before, x, weight)
+        _write(*_graph_strips(states, WRITTEN, recurrent.writes, places, last=True), after)
         return F.silu(y).to(x.dtype)
     sequences = _sequences(recurrent)
     if not sequences:
         return torch.zeros_like(x)
-    before, taps = _before(states, sequences).view(len(sequences), *states.shape[1:]), len(weight)
+    before = _before(states, sequences).view(len(sequences), *states.shape[1:])
     total = sequences[-1].start + sequences[-1].length
-    if total == len(sequences):
-        y, after = _conv_step(before, x[:total], weight)
-        _keep(states, [(s, s.length, after[i]) for i, s in enumerate(sequences)])
+    room = [weight.new_zeros(drafts, x.shape[1])] if drafts else []  # for rows that no sequence has
+    if total == len(sequences) and not any(s.pending for s in sequences):
+        y, after = _conv_step(before[:, : taps - 1], x[:total], weight)
+        _keep(states, [(s, s.length, torch.cat([after[i], *room])) for i, s in enumerate(sequences)])
     else:
         inputs = torch.cat([part for s, b in zip(sequences, before, strict=True)
-                            for part in (b, x[s.start : s.start + s.length].float())])  # fmt: skip
+                            for part in (b[: taps - 1 + s.pending], x[s.start : s.start + s.length].float())]
+                           + room)  # fmt: skip
         y = inputs[: 1 - taps] * weight[0]
         for tap in range(1, taps):
             y.addcmul_(inputs[tap : len(y) + tap], weight[tap])
-        firsts = [s.start + i * (taps - 1) for i, s in enumerate(sequences)]
-        y = torch.cat([y[first : first + s.length] for first, s in zip(firsts, sequences, strict=True)])
-        _keep(states, [(s, count, inputs[first + count :][: taps - 1])
+        earlier = itertools.accumulate((taps - 1 + s.pending for s in sequences), initial=0)
+        firsts = [s.start + rows for s, rows in zip(sequences, earlier, strict=False)]
+        y = torch.cat([y[first + s.pending :][: s.length] for first, s in zip(firsts, sequences, strict=True)])
+        _keep(states, [(s, count, inputs[first + count :][: states.shape[1]])
                        for first, s in zip(firsts, sequences, strict=True) for count in _kept(s)])  # fmt: skip
     return _padded(F.silu(y).to(x.dtype), len(x))
 
@@ -85,10 +97,20 @@ def gated_delta_rule(
     inputs: Tensor,
     recurrent: Recurrent,
 ) -> Tensor:
-    if in_graph(qkv, recurrent):
-        strips = _graph_strips(states, READ, recurrent.reads, len(qkv), last=False)
-        out, after = _delta_step(_read(*strips, len(qkv)), _heads(qkv, a, b, rates, dt_bias, states))
-        written = _graph_strips(states, WRITTEN, recurrent.writes, len(qkv), last=False)
+    drafts = inputs.shape[1]
+    if in_graph(qkv, recurrent, drafts):
+        count = len(recurrent.pending)
+        strips = _graph_strips(states, READ, recurrent.reads, count, last=False)
+        if drafts:
+            heads = _heads(qkv, a, b, rates, dt_bias, states)
+            index = drafted.delta_indices(recurrent.query_starts, count, len(qkv), drafts)
+            rows = _inputs_in_graph(inputs, heads, index.kept, recurrent, len(strips[1]))
+            sizes, masks = (*heads.v.shape[1:], heads.k.shape[2]), getattr(states, MASKS)
+            before = _read(*strips, count)
+            out, after = drafted.delta(before, rows, heads.q.flatten(1), index, recurrent.marks, masks, sizes)
+        else:
+            out, after = _delta_step(_read(*strips, count), _heads(qkv, a, b, rates, dt_bias, states))
+        written = _graph_strips(states, WRITTEN, recurrent.writes, len(after), last=False)
         _write(*written, after)
         if getattr(states, LAST, False):  # the result depends on what no other layer reads
             out = out + 0 * written[0].index_select(0, written[1][:1])[:, :1]
@@ -99,20 +121,25 @@ def gated_delta_rule(
         return qkv.new_zeros(len(qkv), states.shape[1], states.shape[3])
     heads = _heads(qkv[:total], a[:total], b[:total], rates, dt_bias, states)
     before = _before(states, sequences)
-    if total == len(sequences):
+    own = sequences
+    if drafts and any(s.pending or (s.mark and s.write < 0) for s in sequences):
+        heads, sequences = _with_pending(heads, inputs, sequences)
+    if len(heads.v) == len(sequences):
         out, after = _delta_step(before, heads)
         _keep(states, [(s, s.length, after[i]) for i, s in enumerate(sequences)])
     else:
         out, kept = _delta_chunks(before, heads, sequences)
         _keep(states, kept)
+    if len(out) > total:
+        out = torch.cat([out[s.start + of.pending :][: of.length] for s, of in zip(sequences, own, strict=True)])
     return _padded(out.to(qkv.dtype), len(qkv))
 
 
-def in_graph(x: Tensor, recurrent: Recurrent) -> bool:
+def in_graph(x: Tensor, recurrent: Recurrent, drafts: int) -> bool:
     """Whether the tables are those of a graph."""
     if recurrent.reads.device.type == "cpu":
         return False
-    if len(recurrent.query_starts) != len(x) + 1:
+    if not drafts and len(recurrent.query_starts) != len(x) + 1:
         raise TypeError(f"{len(x)} rows of {len(recurrent.query_starts) - 1} sequences: a graph has a row of each")
     return True
 
@@ -129,26 +156,32 @@ def _sequences(recurrent: Recurrent) -> list[Rows]:
 
 
 def _kept(s: Rows) -> Iterator[int]:
-    """The numbers of rows after which a sequence's state is kept."""
+    """The numbers of rows, pending ones included, after which a sequence's state is kept."""
     if s.mark:
         yield s.mark
-    if s.mark != s.length:
-        yield s.length
+    if s.mark != s.pending + s.length:
+        yield s.pending + s.length
 
 
 # --- states ---
 
 
-def for_graphs(layers: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Callable[[Tensor], Tensor]:
-    """Gives graphs tensors over the memory of the layers' states, of convolutions and of delta rules, which follow each
-    other in a place: one to read and one to write for each, since GE copies all of a tensor that it reads and writes.
-    What it writes must also be read, or it would be a result, which is copied too: so each reads the one before.
-    Returns what makes the graphs' tables of tables (layers, S): of the strips that places have, those of all sequences
-    for delta rules, then those for convolutions."""
-    conv, delta = layers[0]
-    sizes, apart = [math.prod(states.shape[1:]) for states in (delta, conv)], delta.stride(0)
-    width = math.gcd(*sizes, apart)
-    count = ((len(conv) - 1) * apart + sum(sizes)) // width
+def for_graphs(
+    layers: Sequence[tuple[nn.Parameter, nn.Parameter, nn.Parameter]], most: int
+) -> Callable[[Recurrent], Recurrent]:
+    """Gives graphs tensors over the memory of the layers' states and inputs, (conv, inputs, delta) of each; in a place,
+    delta, conv and inputs follow each other. One is read and one written for each, since GE copies all of a tensor that
+    it reads and writes. What it writes must also be read, or it would be a result, which is copied too: so each reads
+    the one before. Returns what makes a graph's tables of those (layers, S) of a step: in place of places the strips
+    that they have, those of all sequences for delta rules, then for inputs, then for convolutions. With drafts, there
+    are `most` sequences, each writes two places, but for inputs, and other tables are as recurrent_drafts.py says."""
+    conv, inputs, delta = layers[0]
+    drafts, taps = inputs.shape[1], conv.shape[1] - inputs.shape[1] + 1
+    sizes, apart = [math.prod(states.shape[1:]) for states in (delta, conv, inputs)], delta.stride(0)
+    width = math.gcd(*sizes[:2], apart)
+    ends = list(itertools.accumulate(-(-size // width) for size in sizes))
+    last = min(map(len, layers[0])) - 1
+    count = last * (apart // width) + ends[-1]
 
     def strips() -> nn.Parameter:
         with torch.inference_mode(False):  # which would make other tensors
@@ -158,26 +191,59 @@ def for_graphs(layers: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Callable[
     read = strips()
     for of_layer in layers:
         for states in of_layer:
-            written = strips()
-            for name, tensor in ((READ, read), (WRITTEN, written)):
-                setattr(states, name, tensor)
-            read = written
-    setattr(layers[-1][1], LAST, True)
-    end, total = sizes[0] // width, sum(sizes) // width
-    parts = torch.arange(end, dtype=torch.int32), torch.arange(end, total, dtype=torch.int32)
+            if states.shape[1]:
+                written = strips()
+                for name, tensor in ((READ, read), (WRITTEN, written)):
+                    setattr(states, name, tensor)
+                read = written
+    setattr(layers[-1][2], LAST, True)
+    if drafts:
+        with torch.inference_mode(False):
+            masks = fixed(drafted.masks(drafts).to(delta.device))
+        for *_, states in layers:
+            setattr(states, MASKS, masks)
+    parts = [torch.arange(*span, dtype=torch.int32) for span in itertools.pairwise((0, *ends))]
 
-    def tables(places: Tensor) -> Tensor:
-        firsts = places[..., None] * (apart // width)
-        return torch.cat([(firsts + part).flatten(1) for part in parts], 1)
+    def strips_of(*places: Tensor) -> Tensor:
+        """Of the first places only, those of inputs."""
+        firsts = [torch.where(p < 0, last, p)[..., None] * (apart // width) for p in places]
+        every = torch.cat(firsts, 1)
+        made = (every + parts[0], firsts[0] + parts[2], every + parts[1])
+        return torch.cat([table.flatten(1) for table in made], 1)
+
+    def tables(at: Recurrent) -> Recurrent:
+        if not drafts:
+            return at._replace(reads=strips_of(at.reads), writes=strips_of(at.writes))
+        rows = len(at.query_starts) - 1
+        at = Recurrent(at.query_starts[: most + 1], *(table[:, :most] for table in at[1:]))
+        step = drafted.on_host(at, rows, taps, drafts)
+        reads, writes = strips_of(at.reads), strips_of(step.first, step.second)
+        before = step.before.repeat(len(layers), 1)
+        return Recurrent(step.indices, reads, writes, before, *(table.contiguous() for table in at[4:]))
 
     return tables
 
 
-def _graph_strips(states: Tensor, name: str, table: Tensor, rows: int, last: bool) -> tuple[Tensor, Tensor]:
-    """The strips of `for_graphs`, and which of them are of `states`, the `last` ones of the table or the first."""
+def _graph_strips(
+    states: Tensor, name: str, table: Tensor, places: int, last: bool, behind: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The strips of `for_graphs`, and which of them are of `states`: the `last` ones of the table, or the first, or the
+    ones `behind` so many."""
     strips: Tensor = getattr(states, name)
-    count = rows * (math.prod(states.shape[1:]) // strips.shape[1])
-    return strips, table[-count:] if last else table[:count]
+    count = places * -(-math.prod(states.shape[1:]) // strips.shape[1])
+    return strips, table[-count:] if last else table[behind : behind + count]
+
+
+def _inputs_in_graph(inputs: Tensor, heads: Heads, kept: Tensor, recurrent: Recurrent, behind: int) -> Tensor:
+    """Inputs that were kept, those of the step, and one of zeros. Keeps those that `kept` says. In tables, inputs are
+    behind so many strips of states, or twice as many."""
+    count, size = len(recurrent.pending), math.prod(inputs.shape[1:])
+    read = _read(*_graph_strips(inputs, READ, recurrent.reads, count, False, behind), count)
+    new = _as_inputs(heads)
+    rows = torch.cat((read[:, :size].reshape(-1, new.shape[1]), new, new.new_zeros(1, new.shape[1])))
+    after = torch.cat((rows.index_select(0, kept).view(count, size), read[:, size:]), 1)  # whole strips
+    _write(*_graph_strips(inputs, WRITTEN, recurrent.writes, count, False, 2 * behind), after)
+    return rows
 
 
 def _strips(states: Tensor, places: list[int]) -> tuple[Tensor, Tensor]:
@@ -223,7 +289,7 @@ def _before(states: Tensor, sequences: Sequence[Rows]) -> Tensor:
 def _keep(states: Tensor, kept: Sequence[tuple[Rows, int, Tensor]]) -> None:
     """Writes states of sequences after some number of rows to the places that get them."""
     pairs = [(s.marked, state) for s, count, state in kept if s.mark == count]
-    pairs += [(s.write, state) for s, count, state in kept if s.length == count and s.write >= 0]
+    pairs += [(s.write, state) for s, count, state in kept if s.pending + s.length == count and s.write >= 0]
     if pairs:
         places, values = zip(*pairs, strict=True)
         _write(*_strips(states, list(places)), torch.stack(values))
@@ -250,6 +316,40 @@ def _heads(qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, st
     q, k = torch_npu.npu_rms_norm(input=qk, gamma=gamma, epsilon=EPS / depth)[0]
     decays = F.softplus(a.float() + dt_bias) * -rates
     return Heads(q * depth**-0.5, k, _floats(v.unflatten(1, (-1, width))), decays, b.float().sigmoid())
+
+
+def _as_inputs(heads: Heads) -> Tensor:
+    """What is kept of each row: all but queries."""
+    return torch.cat([x.flatten(1) for x in heads[1:]], 1)
+
+
+def _with_pending(heads: Heads, inputs: Tensor, sequences: Sequence[Rows]) -> tuple[Heads, list[Rows]]:
+    """The rows of sequences with their pending ones before them. Keeps the inputs of rows behind marks."""
+    (_, count, width), (_, key_heads, depth), (drafts, size) = heads.v.shape, heads.k.shape, inputs.shape[1:]
+    new, q, nothing = _as_inputs(heads), [], inputs.new_zeros(drafts, size)
+    ahead = [s for s in sequences if s.pending]
+    before = iter(_read(*_strips(inputs, [s.read for s in ahead]), len(ahead)).view(-1, drafts, size) if ahead else ())
+    parts: list[Tensor] = []
+    together: list[Rows] = []
+    kept: list[tuple[int, Tensor]] = []
+    start = 0
+    for s in sequences:
+        rows = new[s.start : s.start + s.length]
+        q.append(heads.q[s.start : s.start + s.length])
+        if s.pending:
+            rows = torch.cat((next(before)[: s.pending], rows))
+            q.insert(-1, heads.q.new_zeros(s.pending, key_heads, depth))
+        if s.mark and s.write < 0:
+            kept.append((s.marked, torch.cat((rows[s.mark :], nothing))[:drafts]))
+        parts.append(rows)
+        together.append(s._replace(start=start, length=len(rows), pending=0))
+        start += len(rows)
+    if kept:
+        places, values = zip(*kept, strict=True)
+        _write(*_strips(inputs, list(places)), torch.stack(values))
+    of_rows = torch.cat(parts).split([key_heads * depth, count * width, count, count], 1)
+    k, v, decays, betas = (x.contiguous() for x in of_rows)
+    return Heads(torch.cat(q), k.unflatten(1, (-1, depth)), v.unflatten(1, (-1, width)), decays, betas), together
 
 
 def _floats(x: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ from ops.ascend import (
 from ops.ascend.host_memory import pinned
 from ops.ascend.recurrent import for_graphs
 from ops.ascend.vector_core import converters  # noqa: F401 (registers)
+from ops.interface import Recurrent
 from umbra.files import ROOT
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
@@ -113,7 +114,7 @@ class AscendGraphs:
         self.step, self.settings, self.device = step, settings, device
         layers = cast(nn.Module, step.__self__).modules()
         self.states = [layer for layer in layers if isinstance(layer, RecurrentStates)]
-        self.tables: Callable[[Tensor], Tensor] | None = None  # those of states
+        self.tables: Callable[[Recurrent], Recurrent] | None = None  # those of states
         self.graphs: dict[int, AscendGraph] = {}
         self.compiles = 0
         self.cache: CompileCache | None = None
@@ -146,14 +147,13 @@ class AscendGraphs:
         return logits
 
     def _with_places(self, batch: Batch) -> Batch:
-        """`batch` with the last place for rows that have no states: a row of a graph reads and writes some."""
+        """`batch` with the tables of states that graphs take."""
         if batch.recurrent is None:
             return batch
-        recurrent, last = batch.recurrent, self.states[0].last_place
         if not self.tables:
-            self.tables = for_graphs([(layer.conv, layer.delta) for layer in self.states])
-        reads, writes = (self.tables(torch.where(t < 0, last, t)) for t in (recurrent.reads, recurrent.writes))
-        return dataclasses.replace(batch, recurrent=recurrent._replace(reads=reads, writes=writes))
+            of_layers = [(layer.conv, layer.inputs, layer.delta) for layer in self.states]
+            self.tables = for_graphs(of_layers, self.settings.group_sequences)
+        return dataclasses.replace(batch, recurrent=self.tables(batch.recurrent))
 
     def _first(self, rows: int, batch: Batch) -> Tensor:
         try:

@@ -1,0 +1,172 @@
+"""Drafts with recurrent states on Ascend: numbers of the ops in steps of graphs and in others, against the reference;
+tokens and graphs of a model."""
+
+import itertools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor.engine.drafts import Drafts
+from executor.engine.sequence import Sequence
+from ops import reference
+from ops.ascend.ops import AscendOps
+from ops.ascend.recurrent import for_graphs
+from ops.interface import Recurrent, fixed
+from tests.ascend.engine import HYBRID, PROMPTS, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.ge import ge_programs
+from tests.ascend.log import device_log
+from tests.ascend.ranks import run_ranks
+
+TAPS, UNIT, PLACES, MOST = 4, 48, 14, 4
+KEYS, HEADS, DEPTH, WIDTH = 2, 4, 24, 48
+CHANNELS = 2 * KEYS * DEPTH + HEADS * WIDTH
+
+
+class Layer:
+    """The states of a layer in places that overlap, of which every `units`-th is used, and the last one by padding."""
+
+    def __init__(self, ops: Any, drafts: int, device: str):
+        shapes = (HEADS, DEPTH, WIDTH), (TAPS - 1 + drafts, CHANNELS), (drafts, (CHANNELS + HEADS * (WIDTH + 4)) // 2)
+        sizes = [math.prod(shape) for shape in shapes]
+        self.ops, self.device, self.units = ops, device, -(-sum(sizes) // UNIT)
+        arena = torch.full((PLACES * self.units, UNIT), torch.nan)
+        arena[-self.units :] = 0
+        flat, views = arena.view(-1).to(device), []
+        for shape, first in zip(shapes, itertools.accumulate(sizes, initial=0), strict=False):
+            strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            count = (len(flat) - first - math.prod(shape)) // UNIT + 1
+            views.append(fixed(flat.as_strided((count, *shape), (UNIT, *strides), first)))
+        self.delta, self.conv, self.inputs = views
+        generator = torch.Generator().manual_seed(5)
+        weights = torch.randn(TAPS, CHANNELS, generator=generator) / 2, torch.rand(HEADS, generator=generator) * 4
+        self.weight, self.rates = (x.to(device) for x in weights)
+        self.tables = for_graphs([(self.conv, self.inputs, self.delta)], MOST)
+
+    def run(self, rows: Tensor, sequences: list[tuple[int, ...]], graph: bool) -> Tensor:
+        """Of (rows, read, write, mark, marked, pending) of each sequence; -> the outputs of their rows"""
+        table = torch.tensor(sequences + [(0, -1, -1, 0, -1, 0)] * (len(rows) - len(sequences)), dtype=torch.int32)
+        lens, reads, writes, marks, marked, pending = table.unbind(1)
+        reads, writes, marked = (torch.where(x < 0, x, x * self.units) for x in (reads, writes, marked))
+        at = Recurrent(torch.cat((lens[:1] * 0, lens.cumsum(0))).long(), reads, writes, marks, marked, pending)
+        if graph:
+            at = self.tables(Recurrent(at[0], *(x[None] for x in at[1:])))
+            at = Recurrent(at[0].to(self.device), *(x[0].to(self.device) for x in at[1:]))
+        x, b, a = rows.to(self.device).split([CHANNELS, HEADS, HEADS], 1)
+        qkv = self.ops.causal_conv(x, self.weight, self.conv, at)
+        out = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.rates, self.delta, self.inputs, at)
+        return out.cpu()[: int(lens.sum())]
+
+    def kept(self, place: int) -> tuple[Tensor, Tensor]:
+        state = self.delta[place * self.units].cpu()
+        if self.ops is not reference:
+            state = state.reshape(HEADS, WIDTH, DEPTH).mT
+        return state, self.conv[place * self.units][: TAPS - 1].cpu()
+
+
+def follows(seed: int, drafts: int, graph: bool) -> None:
+    """Steps of three sequences with drafts of which some come true, in place or into another place, some with a
+    checkpoint after a pending row."""
+    choose, device = random.Random(seed), torch.device("npu")
+    torch.manual_seed(seed)
+    ours = Layer(AscendOps(torch.float32, device, "fusion_v2"), drafts, "npu")
+    wanted = Layer(reference, drafts, "cpu")
+    live, free = [(0, 0), (1, 0), (2, 0)], list(range(3, PLACES - 1))  # place, pending
+    step: list[tuple[int, ...]] = [(choose.randint(1, 9), -1, place, 0, 0, 0) for place, _ in live]
+    for number in range(6):
+        padding = choose.randint(0, 2)
+        rows = torch.randn(sum(n for n, *_ in step) + padding, CHANNELS + 2 * HEADS)
+        rows[len(rows) - padding :] = torch.nan
+        expected = wanted.run(rows, step, False)
+        torch.testing.assert_close(ours.run(rows, step, graph and number > 0), expected, atol=2e-5, rtol=1e-4)
+        for place in {max(write, marked if mark else write) for _, _, write, mark, marked, _ in step}:
+            for mine, right in zip(ours.kept(place), wanted.kept(place), strict=True):
+                torch.testing.assert_close(mine, right, atol=2e-5, rtol=1e-4)
+        step = []
+        for i, (place, pending) in enumerate(live):
+            guessed, to = choose.randint(0, drafts), choose.choice([place, free.pop(0)])
+            if guessed:
+                step.append((1 + guessed, place, -1, pending + 1, to, pending))
+            else:
+                step.append((1, place, to, choose.randint(0, pending), free.pop(0), pending))
+            live[i] = to, choose.randint(0, guessed)
+        free = [place for place in range(PLACES - 1) if place not in [kept for kept, _ in live]]
+
+
+def all_follow(rank: int) -> None:
+    from tests.ascend import computing
+
+    computing.start()
+    for graph in (True, False):
+        follows(1, 3, graph)
+
+
+def test_steps_are_the_reference() -> None:
+    run_ranks(all_follow, 1)
+
+
+class Guesses(Drafts):
+    """Right ones and wrong ones, in numbers that differ from step to step."""
+
+    def __init__(self, most: int, texts: list[list[int]]):
+        super().__init__(most)
+        self.texts, self.right, self.all = texts, 0, 0
+
+    def propose(self, sequences: Any, room: Any) -> None:
+        for s, most in zip(sequences, room, strict=True):
+            (text,) = (text for text in self.texts if text[: len(s.ids)] == list(s.ids))
+            at = len(s.ids)
+            for i in range(at, min(at + (at * 7 + s.ids[0]) % (self.most + 1), at + most, len(text) - 1)):
+                s.ids.append(text[i] if i % 5 else (text[i] + 1) % 96)
+                s.drafted += 1
+
+    def accept(self, sequence: Sequence, chosen: Any) -> Any:
+        self.all += sequence.drafted
+        tokens = super().accept(sequence, chosen)
+        self.right += len(tokens) - 1
+        return tokens
+
+
+def answers(rank: int, folder: Path, mode: str) -> tuple[list[list[int]], int, int]:
+    from tests.ascend import computing
+
+    computing.start()
+    more = f"exe_mode={mode}", "strict=true", "max_new_tokens=24"
+    plain = generate(ascend_runner(ascend_case(folder, *more, family=HYBRID), folder))
+    runner = ascend_runner(ascend_case(folder, *more, "draft_tokens=3", family=HYBRID), folder)
+    texts = [prompt + s.generated for prompt, s in zip(PROMPTS, plain, strict=True)]
+    guesses = runner.loop.scheduler.drafts = Guesses(3, texts)
+    assert [s.generated for s in generate(runner)] == [s.generated for s in plain]
+    return texts, guesses.right, guesses.all
+
+
+@pytest.mark.thorough
+def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
+    modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
+    found = [run_ranks(answers, 1, tmp_path, mode)[0] for mode in modes]
+    assert all(run == found[0] for run in found)
+    assert 20 < found[0][1] < found[0][2]
+
+
+@pytest.mark.parametrize("mode", ["acl_graph", "ge_graph"])
+def test_a_graph_copies_no_states_whole(tmp_path: Path, mode: str) -> None:
+    """A step reads and writes each state in strips; how many kernels that takes is in docs/ascend.md."""
+    torch._dynamo.reset()
+    case = ascend_case(tmp_path, f"exe_mode={mode}", "strict=true", "draft_tokens=3", family=HYBRID)
+    runner = ascend_runner(case, tmp_path)
+    prefilled(runner)
+    with ge_programs() as programs, device_log() as log:
+        runner.loop.step()
+    if mode == "ge_graph":
+        (program,) = programs
+        assert not program.of("TensorMove", "Assign", "TensorScatterUpdate")
+        assert [out.shape for out in program.outputs()] == [(4, 96)]
+        assert program.count()["ScatterNdUpdate"] == 3 + 2
+    else:
+        kernels = [line.split()[1].removeprefix("aclnn") for line in log.lines if line.startswith("captured acl")]
+        first, last = kernels.index("Mm"), kernels.index("SwiGlu")
+        assert (last - first - 3, kernels[first:last].count("ScatterNdUpdate")) == (85, 3)
