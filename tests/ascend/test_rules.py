@@ -264,7 +264,7 @@ def ops() -> AscendOps:
 
 
 def attention(page: int = 128, width: int = 128, sinks: torch.Tensor | None = None) -> None:
-    caches = [ops().kv_cache(4, page, 1, width, BF16, torch.device("npu")) for _ in range(2)]
+    caches = [made(4, width // 16, page, 16) for _ in range(2)]
     tables = made(2, 2, dtype=torch.int32)
     ops().attention(made(2, 4, width), caches[0], caches[1], Paged(tables, tables, (0, 1, 2), (9, 9)), 1.0, None, sinks)
 
