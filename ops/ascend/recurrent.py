@@ -71,7 +71,8 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
     room = [weight.new_zeros(drafts, x.shape[1])] if drafts else []  # for rows that no sequence has
     if total == len(sequences) and not any(s.pending for s in sequences):
         y, after = _conv_step(before[:, : taps - 1], x[:total], weight)
-        _keep(states, [(s, s.length, torch.cat([after[i], *room])) for i, s in enumerate(sequences)])
+        kept = [torch.cat([state, *room]) for state in after] if room else after
+        _keep(states, [(s, s.length, kept[i]) for i, s in enumerate(sequences)])
     else:
         inputs = torch.cat([part for s, b in zip(sequences, before, strict=True)
                             for part in (b[: taps - 1 + s.pending], x[s.start : s.start + s.length].float())]

@@ -91,7 +91,7 @@ BOTH = {
         into=inspect.getmodule(GroupedAttention),
     ),
     "frequencies_of_whole_heads": rewritten(RopeConfig, "inverse_frequencies", ("i / self.dim)", "i / 32)")),
-    "not_renormalised": op("route_softmax", ("logits, top_k, renormalise)", "logits, top_k, False)")),
+    "not_renormalised": op("route_softmax", ("top_k, renormalise, scale, groups)", "top_k, False, scale, groups)")),
     "shared_expert_not_gated": without_a_gate,
 }  # fmt: skip
 NEXT = {

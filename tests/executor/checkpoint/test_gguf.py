@@ -20,6 +20,7 @@ from executor.config.load import load_model_config, model_folder
 from executor.engine.weight_formats import build_of
 from executor.run.defaults import RUNNING, case_of_checkpoint
 from models.gguf import folder as unpacked
+from models.gguf.metadata import ARCHITECTURES
 from models.gguf.types import BY_NAME
 from models.gguf.vocabulary import Vocabulary
 from models.hf_config import HfConfig
@@ -33,7 +34,7 @@ from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import parallel_of
 from tests.gguf_models import mostly_q4_k, save_gguf
-from tests.tiny import TINY_OF, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
+from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from text.tokenizer import Tokenizer
 from umbra import LLM
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
@@ -69,7 +70,7 @@ def logits(folder: Path, checkpoint: Path, family: str, **sections: Any) -> list
     return prefill_logits(runner, PROMPTS)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", *TINY_OF])
+@pytest.mark.parametrize("family", sorted({architecture.family for architecture in ARCHITECTURES.values()}))
 def test_a_family_means_the_same(tmp_path: Path, family: str) -> None:
     """Within what the logarithm of a state's rates costs."""
     options: dict[str, dict[str, Any]] = {"gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True}}

@@ -19,21 +19,23 @@ void check_delta(const umbra::Kernels& kernels, int64_t key_heads, int64_t heads
     umbra::Pool pool(2);
     umbra::Context context{pool, kernels};
     const std::vector<int64_t> starts{0, 2, 2 + kRows, 2 + kRows + 1};
-    const std::vector<int32_t> writes{0, 1, 2}, marks{0, kRows, 0}, marked{0, 3, 0};
+    const std::vector<int32_t> writes{0, 1, 2}, marks{0, kRows, 0}, marked{0, 3, 0}, pending(3);
     for (int step = 0; step < 2; step++) {
         const std::vector<int32_t> reads = step ? std::vector<int32_t>{2, 3, 0} : std::vector<int32_t>(3, -1);
         const std::vector<float> x = random_floats(kTokens * channels), a = random_floats(kTokens * heads),
                                  b = random_floats(kTokens * heads);
         std::vector<float> qkv(kTokens * channels), out(kTokens * heads * width), factors(kTokens * channels);
         std::vector<float> wanted_qkv(qkv), wanted(out);
-        const umbra::Places places{starts.data(), reads.data(), writes.data(), marks.data(), marked.data(), 3};
-        umbra::CausalConv{x.data(), weight.data(), arena.data() + size, places, qkv.data(), kTokens, channels, kTaps,
+        const umbra::Places places{
+            starts.data(), reads.data(), writes.data(), marks.data(), marked.data(), pending.data(), 3};
+        umbra::CausalConv{x.data(), weight.data(), arena.data() + size, places, qkv.data(), kTokens, channels, kTaps, 0,
                           channels, place}
             .run(context);
         const std::vector<float> convolved(qkv);
-        umbra::GatedDelta{qkv.data(), a.data(),       b.data(),   rates.data(), bias.data(), arena.data(),
-                          places,     factors.data(), out.data(), kTokens,      key_heads,   heads,
-                          depth,      width,          heads,      heads,        place}
+        umbra::GatedDelta{
+            qkv.data(),     a.data(),   b.data(), rates.data(), bias.data(), arena.data(), nullptr, places,
+            factors.data(), out.data(), kTokens,  key_heads,    heads,       depth,        width,   0,
+            heads,          heads,      place}
             .run(context);
         inputs.insert(inputs.end(), x.begin() + 2 * channels, x.begin() + (2 + kRows) * channels);
         for (int64_t t = 2; t < 2 + kRows; t++) {
