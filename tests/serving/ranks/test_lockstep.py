@@ -35,7 +35,7 @@ def test_traffic_on_four_ranks(tmp_path: Path) -> None:
 
 def test_traffic_of_states(tmp_path: Path) -> None:
     check_traffic(
-        tmp_path, 2, {"attn_tp_size": 2, "moe_tp_size": 2}, 400, 5, FEW | {"preemptions": 1}, 300, 190, "qwen3_next"
+        tmp_path, 2, {"attn_tp_size": 2, "moe_tp_size": 2}, 400, 15, FEW | {"preemptions": 1}, 300, 190, "qwen3_next"
     )
 
 
