@@ -109,6 +109,22 @@ class Paged(NamedTuple):
     kv_lens: Lengths  # (S): which are the *last* of its kv_lens[s] cached tokens
 
 
+class SequenceRows(NamedTuple):
+    """The rows of a sequence in a step, with the fields of `Recurrent` as numbers."""
+
+    start: int
+    end: int
+    read: int
+    write: int
+    mark: int
+    marked: int
+    pending: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
 class Recurrent(NamedTuple):
     """Where a step's sequences have their states. Layers with states keep them in places of one tensor; the states of a
     place are one part of it each, and parts may share one memory: places may overlap, those in use may not.
@@ -128,6 +144,12 @@ class Recurrent(NamedTuple):
     marks: Tensor
     marked: Tensor  # (S) int32: that place
     pending: Tensor  # (S) int32: the number of rows that are taken before the first, of which inputs were kept
+
+    def sequences(self) -> list[SequenceRows]:
+        """Those that have rows, in order. Reads the tables, which a step on a device has on the host."""
+        starts, *tables = (table.tolist() for table in self)
+        rows = (SequenceRows(*row) for row in zip(starts[:-1], starts[1:], *tables, strict=True))
+        return [row for row in rows if row.length]
 
 
 class Groups(NamedTuple):

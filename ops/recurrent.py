@@ -1,8 +1,5 @@
 """The meaning of the ops with states of gated DeltaNet layers, as reference.py has that of the others."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,27 +7,9 @@ from torch import Tensor
 from ops.interface import Recurrent
 
 
-class Sequence(NamedTuple):
-    """A sequence with rows in the step, with the fields of `Recurrent`."""
-
-    start: int
-    end: int
-    read: int
-    write: int
-    mark: int
-    marked: int
-    pending: int
-
-
-def _sequences(recurrent: Recurrent) -> Iterator[Sequence]:
-    starts, *tables = (x.tolist() for x in recurrent)
-    rows = (Sequence(*row) for row in zip(starts[:-1], starts[1:], *tables, strict=True))
-    return (row for row in rows if row.start < row.end)
-
-
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
     out, taps = torch.zeros(x.shape, dtype=x.dtype, device=x.device), len(weight)
-    for s in _sequences(recurrent):
+    for s in recurrent.sequences():
         before = torch.zeros_like(states[0]) if s.read < 0 else states[s.read]
         inputs = torch.cat((before[: taps - 1 + s.pending], x[s.start : s.end].float()))
         out[s.start : s.end] = F.silu((inputs[s.pending :].unfold(0, taps, 1) * weight.T).sum(-1)).to(x.dtype)
@@ -62,7 +41,7 @@ def gated_delta_rule(
     decay, beta = (-rates * F.softplus(a.float() + dt_bias)).exp(), b.float().sigmoid()
     new = torch.cat((k, v, decay, beta), 1)
     out = torch.zeros(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
-    for s in _sequences(recurrent):
+    for s in recurrent.sequences():
         state = torch.zeros_like(states[0]) if s.read < 0 else states[s.read].clone()
         taken = torch.cat((inputs[max(s.read, 0)][: s.pending], new[s.start : s.end]))
         for number, row in enumerate(taken, 1):

@@ -18,25 +18,13 @@ import torch_npu
 from torch import Tensor, nn
 
 from ops.ascend import recurrent_drafts as drafted
-from ops.interface import Recurrent, fixed
+from ops.interface import Recurrent, SequenceRows, fixed
 
 CHUNK = 64  # rows that a chunk has at most
 MOST_CHUNKS = 64  # that are prepared at once
 # Attributes of states, by `for_graphs`.
 READ, WRITTEN, LAST, MASKS = "read_strips", "written_strips", "last", "masks"
 EPS = 1e-6  # beside the sums of squares of keys and queries
-
-
-class Rows(NamedTuple):
-    """The rows of a sequence in a step, of which there are some."""
-
-    start: int
-    length: int
-    read: int
-    write: int
-    mark: int
-    marked: int
-    pending: int
 
 
 class Heads(NamedTuple):
@@ -63,11 +51,11 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
             y, after = _conv_step(before, x, weight)
         _write(*_graph_strips(states, WRITTEN, recurrent.writes, places, last=True), after)
         return F.silu(y).to(x.dtype)
-    sequences = _sequences(recurrent)
+    sequences = recurrent.sequences()
     if not sequences:
         return torch.zeros_like(x)
     before = _before(states, sequences).view(len(sequences), *states.shape[1:])
-    total = sequences[-1].start + sequences[-1].length
+    total = sequences[-1].end
     room = [weight.new_zeros(drafts, x.shape[1])] if drafts else []  # for rows that no sequence has
     if total == len(sequences) and not any(s.pending for s in sequences):
         y, after = _conv_step(before[:, : taps - 1], x[:total], weight)
@@ -75,7 +63,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
         _keep(states, [(s, s.length, kept[i]) for i, s in enumerate(sequences)])
     else:
         inputs = torch.cat([part for s, b in zip(sequences, before, strict=True)
-                            for part in (b[: taps - 1 + s.pending], x[s.start : s.start + s.length].float())]
+                            for part in (b[: taps - 1 + s.pending], x[s.start : s.end].float())]
                            + room)  # fmt: skip
         y = inputs[: 1 - taps] * weight[0]
         for tap in range(1, taps):
@@ -116,8 +104,8 @@ def gated_delta_rule(
         if getattr(states, LAST, False):  # the result depends on what no other layer reads
             out = out + 0 * written[0].index_select(0, written[1][:1])[:, :1]
         return out.to(qkv.dtype)
-    sequences = _sequences(recurrent)
-    total = sequences[-1].start + sequences[-1].length if sequences else 0
+    sequences = recurrent.sequences()
+    total = sequences[-1].end if sequences else 0
     if not total:
         return qkv.new_zeros(len(qkv), states.shape[1], states.shape[3])
     heads = _heads(qkv[:total], a[:total], b[:total], rates, dt_bias, states)
@@ -150,13 +138,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
 
 
-def _sequences(recurrent: Recurrent) -> list[Rows]:
-    starts, *tables = (table.tolist() for table in recurrent)
-    rows = zip(starts, (b - a for a, b in itertools.pairwise(starts)), *tables, strict=False)
-    return [Rows(*row) for row in rows if row[1]]
-
-
-def _kept(s: Rows) -> Iterator[int]:
+def _kept(s: SequenceRows) -> Iterator[int]:
     """The numbers of rows, pending ones included, after which a sequence's state is kept."""
     if s.mark:
         yield s.mark
@@ -275,7 +257,7 @@ def _there(table: Tensor, states: Tensor) -> Tensor:
     return table.pin_memory().to(states.device, non_blocking=True)
 
 
-def _before(states: Tensor, sequences: Sequence[Rows]) -> Tensor:
+def _before(states: Tensor, sequences: Sequence[SequenceRows]) -> Tensor:
     """The states before the first rows (S, elements)."""
     begun = [i for i, s in enumerate(sequences) if s.read >= 0]
     size = math.prod(states.shape[1:])
@@ -287,7 +269,7 @@ def _before(states: Tensor, sequences: Sequence[Rows]) -> Tensor:
     return states.new_zeros(len(sequences), size).index_copy_(0, _there(torch.tensor(begun), states), read)
 
 
-def _keep(states: Tensor, kept: Sequence[tuple[Rows, int, Tensor]]) -> None:
+def _keep(states: Tensor, kept: Sequence[tuple[SequenceRows, int, Tensor]]) -> None:
     """Writes states of sequences after some number of rows to the places that get them."""
     pairs = [(s.marked, state) for s, count, state in kept if s.mark == count]
     pairs += [(s.write, state) for s, count, state in kept if s.pending + s.length == count and s.write >= 0]
@@ -324,26 +306,26 @@ def _as_inputs(heads: Heads) -> Tensor:
     return torch.cat([x.flatten(1) for x in heads[1:]], 1)
 
 
-def _with_pending(heads: Heads, inputs: Tensor, sequences: Sequence[Rows]) -> tuple[Heads, list[Rows]]:
+def _with_pending(heads: Heads, inputs: Tensor, sequences: Sequence[SequenceRows]) -> tuple[Heads, list[SequenceRows]]:
     """The rows of sequences with their pending ones before them. Keeps the inputs of rows behind marks."""
     (_, count, width), (_, key_heads, depth), (drafts, size) = heads.v.shape, heads.k.shape, inputs.shape[1:]
     new, q, nothing = _as_inputs(heads), [], inputs.new_zeros(drafts, size)
     ahead = [s for s in sequences if s.pending]
     before = iter(_read(*_strips(inputs, [s.read for s in ahead]), len(ahead)).view(-1, drafts, size) if ahead else ())
     parts: list[Tensor] = []
-    together: list[Rows] = []
+    together: list[SequenceRows] = []
     kept: list[tuple[int, Tensor]] = []
     start = 0
     for s in sequences:
-        rows = new[s.start : s.start + s.length]
-        q.append(heads.q[s.start : s.start + s.length])
+        rows = new[s.start : s.end]
+        q.append(heads.q[s.start : s.end])
         if s.pending:
             rows = torch.cat((next(before)[: s.pending], rows))
             q.insert(-1, heads.q.new_zeros(s.pending, key_heads, depth))
         if s.mark and s.write < 0:
             kept.append((s.marked, torch.cat((rows[s.mark :], nothing))[:drafts]))
         parts.append(rows)
-        together.append(s._replace(start=start, length=len(rows), pending=0))
+        together.append(s._replace(start=start, end=start + len(rows), pending=0))
         start += len(rows)
     if kept:
         places, values = zip(*kept, strict=True)
@@ -380,7 +362,7 @@ class Chunks(NamedTuple):
     decay: Tensor  # (1, 1): of the whole chunk
 
 
-def _cuts(s: Rows, length: int) -> list[int]:
+def _cuts(s: SequenceRows, length: int) -> list[int]:
     """Where a sequence's chunks begin and end."""
     cuts = [0]
     for end in _kept(s):
@@ -389,8 +371,8 @@ def _cuts(s: Rows, length: int) -> list[int]:
 
 
 def _delta_chunks(
-    before: Tensor, heads: Heads, sequences: Sequence[Rows]
-) -> tuple[Tensor, list[tuple[Rows, int, Tensor]]]:
+    before: Tensor, heads: Heads, sequences: Sequence[SequenceRows]
+) -> tuple[Tensor, list[tuple[SequenceRows, int, Tensor]]]:
     """The outputs, and the states after the numbers of rows that `_kept` says. All sequences advance by a chunk at a
     time, the ones with most chunks first. A chunk ends at a mark."""
     length = min(CHUNK, 1 << (max(s.length for s in sequences) - 1).bit_length())
