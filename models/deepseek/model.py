@@ -21,7 +21,7 @@ def decoder_layer(config: LatentMoeConfig, build: Build, sparse: bool) -> Decode
     softmax = config.scoring == "softmax"
     groups = Groups(config.n_group, config.topk_group, 1 if softmax else 2) if config.n_group > 1 else None
     if sparse:
-        mlp: nn.Module = UngatedMoeBlock(config, inside, groups, softmax)
+        mlp: nn.Module = UngatedMoeBlock(config, inside, config.routed_scaling_factor, groups, softmax)
     else:
         mlp = GatedMLP(inside, hidden, config.intermediate_size)
     attention = LatentAttention(config, build.at("self_attn"))

@@ -14,11 +14,11 @@ from models.layers.sparse_block import UngatedMoeBlock
 
 
 def decoder_layer(config: Glm4MoeConfig, build: Build, sparse: bool) -> DecoderLayer:
-    hidden, inside = config.hidden_size, build.at("mlp")
+    hidden, inside, scale = config.hidden_size, build.at("mlp"), config.routed_scaling_factor
     attention = GroupedAttention(
         config, build.at("self_attn"), config.attention_bias, out_bias=False, normed=config.use_qk_norm
     )
-    mlp = UngatedMoeBlock(config, inside) if sparse else GatedMLP(inside, hidden, config.intermediate_size)
+    mlp = UngatedMoeBlock(config, inside, scale) if sparse else GatedMLP(inside, hidden, config.intermediate_size)
     return DecoderLayer(build, hidden, config.rms_norm_eps, attention, mlp)
 
 

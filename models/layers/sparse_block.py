@@ -1,8 +1,6 @@
 """Mixtures of experts beside a shared expert: routed by softmax and with a sigmoid that gates that expert, or without
 such a gate and with experts that may be in groups."""
 
-from typing import Protocol
-
 from torch import Tensor, nn
 
 from models.batch import Batch
@@ -30,37 +28,16 @@ class SparseMoeBlock(nn.Module):
         return self.experts(x, routed, batch, self.shared_expert, self.shared_expert_gate)
 
 
-class UngatedConfig(Protocol):
-    """What a mixture beside an ungated shared expert reads of a family's config."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def num_experts_per_tok(self) -> int: ...
-    @property
-    def moe_intermediate_size(self) -> int: ...
-    @property
-    def shared_width(self) -> int: ...
-    @property
-    def norm_topk_prob(self) -> bool: ...
-    @property
-    def routed_scaling_factor(self) -> float: ...
-
-
 class UngatedMoeBlock(nn.Module):
-    """Experts are chosen by sigmoid scores plus a bias that balances their load, or by `softmax` scores."""
+    """Experts are chosen by sigmoid scores plus a bias that balances their load, or by `softmax` scores, and weighted
+    by `scale` as well."""
 
-    def __init__(self, config: UngatedConfig, build: Build, groups: Groups | None = None, softmax: bool = False):
+    def __init__(
+        self, config: MoeConfig, build: Build, scale: float, groups: Groups | None = None, softmax: bool = False
+    ):
         super().__init__()
         self.ops, self.top_k, self.renormalise = build.ops, config.num_experts_per_tok, config.norm_topk_prob
-        hidden, self.scale, self.groups, self.softmax = (
-            config.hidden_size,
-            config.routed_scaling_factor,
-            groups,
-            softmax,
-        )
+        hidden, self.scale, self.groups, self.softmax = config.hidden_size, scale, groups, softmax
         self.gate = Router(build, hidden, config.num_experts, FORMATS["float32"], selection_bias=not softmax)
         self.experts = Experts(build, config.num_experts, hidden, config.moe_intermediate_size)
         self.shared_experts = GatedMLP(build.at("shared_experts"), hidden, config.shared_width)
