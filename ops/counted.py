@@ -42,9 +42,8 @@ class Done:
     cached: float = 0.0  # bytes of cached keys and values that it reads, or of states that it reads and writes
     rows: float = 0.0  # bytes of activations that it reads and writes
     macs: float = 0.0  # multiply-adds
-    tokens: int = 0  # rows that are multiplied by the weights
     mixture: bool = False  # whether the weights are those of experts
-    int8: bool = False  # whether the weights are in int8, by which products multiply as they are
+    plain: bool = True  # whether products multiply by the weights as they are: floats, or int8
     few: bool = True  # whether Ascend's kernels for few rows by 4-bit weights compute it
 
 
@@ -71,6 +70,11 @@ class Notes:
 def in_int8(weights: Any) -> bool:
     """Whether products multiply by these matrices as they are, in int8, which rounds their rows too."""
     return any(t.dtype == torch.int8 for t in weights.storages)
+
+
+def plain(weights: Any) -> bool:
+    """Whether products multiply by these matrices as they are: floats, or int8."""
+    return in_int8(weights) or all(t.is_floating_point() for t in weights.storages)
 
 
 class CountedOps:
@@ -103,12 +107,12 @@ class CountedOps:
         return tensor
 
     def note(
-        self, name: str, *rows: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0, tokens: int = 0,
-        int8: bool = False,
+        self, name: str, *rows: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0,
+        plain: bool = True,
     ) -> None:  # fmt: skip
         nbytes, times = float(sum(t.numel() for t in rows) * self.dtype.itemsize), self.notes.multiple
         kernels = self.kernels.get(name, 1)
-        self.notes.done.append(Done(name, times, kernels, weights, cached, nbytes, macs, tokens, int8=int8))
+        self.notes.done.append(Done(name, times, kernels, weights, cached, nbytes, macs, plain=plain))
 
     def embedding(self, ids: Tensor, table: Any, first_id: int | None) -> Tensor:
         columns = table.shape[1] if isinstance(table, Tensor) else table.columns
@@ -127,13 +131,13 @@ class CountedOps:
         out = self.made("products of heads", x, *x.shape[:2], weights.rows)
         size = sum(t.nbytes for t in weights.storages)
         macs = x.numel() * weights.rows
-        self.note("head_linear", x, out, weights=size, macs=macs, tokens=len(x), int8=in_int8(weights))
+        self.note("head_linear", x, out, weights=size, macs=macs, plain=plain(weights))
         return out
 
     def _product(self, name: str, x: Tensor, weight: Any) -> Tensor:
         out = self.made("product", x, len(x), weight.rows)
         size, macs = sum(t.nbytes for t in weight.storages), len(x) * weight.rows * weight.columns
-        self.note(name, x, out, weights=size, macs=macs, tokens=len(x), int8=in_int8(weight))
+        self.note(name, x, out, weights=size, macs=macs, plain=plain(weight))
         return out
 
     def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -383,7 +387,7 @@ class CountedOps:
         rows = self.dtype.itemsize * pairs * (4 * width + 4 * experts.inner)  # sorted, gate and up, product, result
         weights, macs = share * sum(t.nbytes for t in experts.storages), 3 * pairs * experts.inner * width
         few = experts.kind == SILU_EXPERTS
-        done = Done(name, self.notes.multiple, kernels, weights, 0.0, rows, macs, tokens, True, in_int8(experts), few)
+        done = Done(name, self.notes.multiple, kernels, weights, 0.0, rows, macs, True, plain(experts), few)
         self.notes.done.append(done)
 
     def _tp(self, x: Tensor, ids: Tensor, experts: Any) -> Tensor:

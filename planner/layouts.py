@@ -3,11 +3,12 @@ is a case, made from the cluster's case with other sizes.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
-from executor.config.case import Case
+from executor.config.case import Case, OffloadSettings
 from executor.config.load import load_case
+from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from planner.cluster import Cluster
 from planner.machine import Hardware
@@ -70,7 +71,7 @@ def case_of(cluster: Cluster, sizes: Sizes) -> Case:
         "input_max_len": length - 1,
         "max_new_tokens": 1,
         "chunked_prefill_size": cluster.search.chunk,
-        "offload_config.mode": "none",
+        **{f"offload_config.{field.name}": field.default or 0 for field in fields(OffloadSettings)},
     }
     if load_case(cluster.case).platform == "ascend":
         settings["hccl_config.aiv_group"] = "none"
@@ -89,7 +90,7 @@ class Layout:
         self.cluster, self.sizes, self.hardware, self.counted = cluster, sizes, hardware, counted
         sharing = 1 if sizes.resident == 1 else int(min(hardware.need("host.devices"), cluster.devices))
         spans = spans_of(sizes.world, sizes.attn_tp)
-        self.placing = Placing(spans, sizes.method != "none", sizes.resident, sharing)
+        self.placing = Placing(spans, sizes.resident, sharing)
         self._decoded: dict[int, Times] = {}
 
     @property
@@ -105,10 +106,12 @@ class Layout:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of experts that a host holds for the ranks on its devices."""
+        """Bytes of experts that a host holds for the ranks on its devices: every shadow and, for devices with memory of
+        their own, a pinned copy."""
         if self.sizes.resident == 1:
             return 0.0
-        return float(self.placing.sharing * self.counted.memory.experts)  # every shadow is on the host
+        copies = 1 if PLATFORMS[self.hardware.platform].is_host else 2
+        return float(self.placing.sharing * copies * self.counted.memory.experts)
 
     @cached_property
     def sequence_bytes(self) -> int:

@@ -55,11 +55,10 @@ def collective_seconds(message: Message, span: int, hardware: Hardware) -> tuple
 @dataclass(frozen=True)
 class Placing:
     """The placement of a layout's ranks and experts. spans[group]: how many neighbouring devices hold the ranks of that
-    rank group. `quantised`: whether the weights are. `resident`: the share of the experts that the devices hold; hosts
-    compute the others, each for `sharing` ranks."""
+    rank group. `resident`: the share of the experts that the devices hold; hosts compute the others, each for `sharing`
+    ranks."""
 
     spans: dict[str, int]
-    quantised: bool
     resident: float = 1.0
     sharing: int = 1
 
@@ -75,7 +74,7 @@ def step_times(work: Work, placing: Placing, hardware: Hardware) -> Times:
         weights, activations = here * done.weights / read, here * done.rows / read
         cached = done.cached / attending
         product = 2 * here * done.macs / rate
-        if placing.quantised and done.tokens and not done.int8:
+        if not done.plain:
             few = 2 * here * done.macs / (hardware.need("device.quantised_tflops") * TERA)
             if on_host:  # whose kernels are the same for few rows and for many
                 product = few
@@ -90,7 +89,7 @@ def step_times(work: Work, placing: Placing, hardware: Hardware) -> Times:
         parts["KV"] += done.times * cached
         parts["activations"] += done.times * activations
         parts["products"] += done.times * max(0.0, product - reading)
-        first = hardware.need("device.attention_us") * US if done.name == "attention" else launch
+        first = hardware.need("device.attention_us") * US if done.name.endswith("attention") else launch
         parts["launches"] += done.times * (first + (done.kernels - 1) * launch)
         if here < 1:  # the host computes the others, or they are streamed to the device, whichever is quicker
             own, whole = max(reading, product), max(reading, product) / here if here else 0.0

@@ -160,7 +160,7 @@ def predicted(figure: Figure, folder: Path) -> Times:
         settings["model_path"] = str(folder)
     case = load_case(figure.case, settings=settings)
     work = Counted(case).decode(-(-figure.sequences // case.attn_dp_size), figure.cached)
-    return step_times(work, Placing(spans_of(world, attn_tp), figure.method != "none"), hardware)
+    return step_times(work, Placing(spans_of(world, attn_tp)), hardware)
 
 
 def full_config(figure: Figure) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
         runs[name] = partial(step, name, sequences)
     took = in_turn(runs, args.rounds, ranks)
     found = constants(took, limits, kernels, ranks)
-    counted, placing = Counted(engine.runner.case), Placing(spans_of(ranks, ranks), True)
+    counted, placing = Counted(engine.runner.case), Placing(spans_of(ranks, ranks))
     for sequences, cached in kinds:
         name = f"{sequences} {cached}"
         found.setdefault("step_us", statistics.median(outside[name]) * 1e6)

@@ -146,7 +146,7 @@ def model_of(ranks: int, rows: int) -> Model:
     counted = Counted(case)
     slots = case.parallel_config.expert_slots
     each = counted.memory.experts / counted.expert_layers / slots
-    placing = Placing(spans_of(ranks, 1), quantised=False)
+    placing = Placing(spans_of(ranks, 1))
     return Model(case, counted.decode(rows, CACHED), placing, read_hardware(HARDWARE), slots, each)
 
 

@@ -30,8 +30,9 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
     ("qwen3_30b_a3b_q4_cpu", ()),
     ("gpt_oss_120b_bf16_tp8", ()),
     ("qwen35_397b_w4a16_tp16", ()),
+    ("deepseek_v2_lite_q4_cpu", ()),
 ]
-IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states"]
+IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states", "latents"]
 PRINTED = Path(__file__).parents[1] / "data" / "cluster_plan.txt"
 LINKS = Links(devices=8, gbps=100.0, collective_us=10.0, peer_us=1.0, exchange_us=40.0)
 HARDWARE = Hardware(
@@ -110,25 +111,26 @@ def test_the_formulas_of_collectives() -> None:
 
 
 def test_the_formulas_of_kernels() -> None:
-    def times(*done: Done, quantised: bool = False, resident: float = 1.0, sharing: int = 8) -> dict[str, float]:
-        found = step_times(Work(done, ()), Placing(spans(1), quantised, resident, sharing), HARDWARE).parts
+    def times(*done: Done, resident: float = 1.0, sharing: int = 8) -> dict[str, float]:
+        found = step_times(Work(done, ()), Placing(spans(1), resident, sharing), HARDWARE).parts
         return {part: seconds for part, seconds in found.items() if seconds and part != "host"}
 
     read = 0.5 * 1000 * GIGA
-    linear = Done("linear", 3, 1, weights=1e6, rows=1e4, macs=1e6, tokens=2)
+    linear = Done("linear", 3, 1, weights=1e6, rows=1e4, macs=1e6)
     assert times(linear) == pytest.approx({"weights": 3e6 / read, "activations": 3e4 / read, "launches": 15e-6})
     busy = dataclasses.replace(linear, macs=1e9)
     assert times(busy)["products"] == pytest.approx(3 * (2e9 / 50e12 - 1.01e6 / read))
-    few = times(busy, quantised=True)  # the kernels for few rows take a millisecond: it is quicker to unpack
+    packed = dataclasses.replace(linear, plain=False)
+    few = times(dataclasses.replace(packed, macs=1e9))  # for few rows it takes 1 ms: it is quicker to unpack
     assert few["weights"] == pytest.approx(3e6 / 100e9)
-    assert times(linear, quantised=True)["weights"] == pytest.approx(3e6 / read)
-    unknown = dataclasses.replace(linear, few=False)
-    assert times(unknown, quantised=True)["weights"] == pytest.approx(3e6 / 100e9)
-    int8 = dataclasses.replace(busy, int8=True)
-    assert times(int8, quantised=True) == times(busy)  # nothing is unpacked
-    attention = Done("attention", 1, 1, cached=1e6)
-    assert times(attention) == pytest.approx({"KV": 1e6 / read, "launches": 10e-6})
-    moe = Done("moe", 1, 5, weights=1e6, macs=1e3, tokens=1, mixture=True)
+    assert times(packed)["weights"] == pytest.approx(3e6 / read)
+    unknown = dataclasses.replace(packed, few=False)
+    assert times(unknown)["weights"] == pytest.approx(3e6 / 100e9)
+    for name in ("attention", "latent_attention"):
+        attention = Done(name, 1, 1, cached=1e6, macs=1e9)
+        products = 2e9 / 50e12 - 1e6 / read
+        assert times(attention) == pytest.approx({"KV": 1e6 / read, "products": products, "launches": 10e-6})
+    moe = Done("moe", 1, 5, weights=1e6, macs=1e3, mixture=True)
     half = times(moe, resident=0.5)
     assert half["weights"] == pytest.approx(0.5e6 / read)
     assert half["shadow experts"] == pytest.approx(0.5e6 / 20e9 - 0.5e6 / read)  # copied: quicker than the host
