@@ -17,6 +17,21 @@ STATES = "states_"  # before the names of `Recurrent`'s fields
 
 
 @dataclass(frozen=True)
+class Subset:
+    """Some rows of a batch, with the metadata of a batch of these alone; no tokens are written there."""
+
+    rows: Tensor  # (n) int64, ascending
+    paged: tuple[Paged, ...]
+
+    def to(self, device: torch.device) -> "Subset":
+        def moved(paged: Paged) -> Paged:
+            tensors = {name: x.to(device) for name, x in paged._asdict().items() if isinstance(x, Tensor)}
+            return paged._replace(**tensors)
+
+        return Subset(self.rows.to(device), tuple(map(moved, self.paged)))
+
+
+@dataclass(frozen=True)
 class Batch:
     """T new tokens of S sequences, packed one sequence after another. In a decode step T = S."""
 
@@ -30,6 +45,10 @@ class Batch:
     wanted_per_group: tuple[int, ...] | None = None
     # The places of states, of a model that has layers with states: each table has a row (S) for every such layer.
     recurrent: Recurrent | None = None
+    # The rows for which attention over latents makes each head's keys and values of them; None: no rows. Where there
+    # are other rows, `absorbed` has those.
+    expanded: Subset | None = None
+    absorbed: Subset | None = None
 
     def rows(self, parallel: Parallel) -> GroupRows:
         """The rows of the step that a rank with this position in the splits holds outside attention and experts."""
@@ -89,7 +108,9 @@ class Batch:
         if device.type == "cpu":  # where batches are made
             return self
         tensors = self.tensors().items()
-        return self.having({name: tensor.to(device) for name, tensor in tensors if not name.startswith(STATES)})
+        moved = self.having({name: tensor.to(device) for name, tensor in tensors if not name.startswith(STATES)})
+        expanded, absorbed = (rows and rows.to(device) for rows in (self.expanded, self.absorbed))
+        return dataclasses.replace(moved, expanded=expanded, absorbed=absorbed)
 
 
 def _numbered(name: str, number: int) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -11,6 +12,22 @@ from umbra.errors import UserError
 # Bounds of what an untrusted config can allocate: layers are built before weights are read.
 LARGEST_DEPTH = 4096  # layers
 MOST_EXPERTS = 1 << 19  # of all layers together
+
+
+LEAST_EXPANDED = 16  # tokens of a prompt: with fewer, the steps of the expanded form are too small to be worth while
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The expanded form of attention over latents: keys and values of each head are made of them once in a step.
+    Counts are multiply-adds of a head, by which the form beats the absorbed one, or not."""
+
+    saved: int  # of each new token and one that it sees
+    made: int  # more of each cached token, of which new tokens of the absorbed form take as many
+
+    def pays(self, cached: int, new: int) -> bool:
+        """Whether `new` tokens of a prompt behind `cached` ones take it."""
+        return new >= LEAST_EXPANDED and new * (2 * cached + new) * self.saved > 2 * cached * self.made
 
 
 class ModelConfig(Protocol):
@@ -48,6 +65,10 @@ class ModelConfig(Protocol):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """For each attention layer the number of tokens, up to itself, that a token sees; None: all."""
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """When prompts take the expanded form of attention over latents; None: the model has none."""
 
     def check_parallel(
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int

@@ -6,6 +6,7 @@ from typing import Any
 
 from models.config import (
     LARGEST_DEPTH,
+    Expansion,
     check_choice,
     check_even_split,
     check_experts,
@@ -47,6 +48,10 @@ class MoeConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         return (None,) * self.num_hidden_layers
+
+    @property
+    def expansion(self) -> Expansion | None:
+        return None
 
     @property
     def max_positions(self) -> int:

@@ -266,6 +266,19 @@ class CountedOps:
         self.note("latent_attention", q, q_rotary, q, cached=token * read, macs=pairs * q.shape[1] * columns)
         return self.made("latent attention", q, *q.shape)
 
+    def expanded_attention(
+        self, q: Tensor, q_rotary: Tensor, cache: Tensor, keys: Any, values: Any, paged: Paged, scale: float
+    ) -> Tensor:
+        """Keys and values are made once of each token that is read, in memory that is not counted."""
+        read, pairs = self._seen(paged, None)
+        token = cache.nbytes / (len(cache) * self.page_size)
+        out = self.made("expanded attention", q, *q.shape[:2], values.rows)
+        columns, own = q.shape[2] + q_rotary.shape[2] + values.rows, q.shape[2] + values.rows
+        weights = sum(t.nbytes for bank in (keys, values) for t in bank.storages)
+        macs = q.shape[1] * (pairs * columns + read * own * keys.rows)
+        self.note("expanded_attention", q, q_rotary, out, weights=weights, cached=token * read, macs=macs)
+        return out
+
     def silu_mul(self, x: Tensor) -> Tensor:
         out = self._activated(x)
         self.note("silu_mul", x, out)

@@ -316,6 +316,21 @@ class Ops(Protocol):
         """Causal attention of packed queries over paged latents, which all heads share: a token's key is its latent
         with its rotated key, and its value is the latent. q (T, heads, N), q_rotary (T, heads, R). -> (T, heads, N)"""
 
+    def expanded_attention(
+        self,
+        q: Tensor,
+        q_rotary: Tensor,
+        cache: Tensor,
+        keys: HeadMatrices,
+        values: HeadMatrices,
+        paged: Paged,
+        scale: float,
+    ) -> Tensor:
+        """Causal attention of packed queries over keys and values that are products of paged latents: a head's key of a
+        token is its latent (N) by the head's matrix of `keys` (N, K), beside the rotated key, and its value the latent
+        by the transpose of that of `values` (V, N). q (T, heads, K), of which tokens may lie further apart, q_rotary
+        (T, heads, R). -> (T, heads, V)"""
+
     def silu_mul(self, x: Tensor) -> Tensor:
         """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
 

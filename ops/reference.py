@@ -210,8 +210,8 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty_like(q)
     page_size, kv_heads = k_cache.shape[1:3]
+    out = q.new_empty(*q.shape[:2], v_cache.shape[3] - SCALE * (v_cache.dtype == torch.int8))
     group = q.shape[1] // kv_heads
     starts, lengths = (torch.as_tensor(x).tolist() for x in (paged.query_starts, paged.kv_lens))
     for s, kv_len in enumerate(lengths):
@@ -244,6 +244,18 @@ def write_latents(latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Te
 def latent_attention(q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
     rows = torch.cat((q, q_rotary), 2)
     return attention(rows, cache, cache, paged, scale)[:, :, : q.shape[2]]
+
+
+def expanded_attention(
+    q: Tensor, q_rotary: Tensor, cache: Tensor, keys: DenseHeads, values: DenseHeads, paged: Paged, scale: float
+) -> Tensor:
+    tokens = _cached(cache, torch.arange(len(cache), device=cache.device), cache.shape[0] * cache.shape[1])
+    latents, turned = tokens[:, 0].split([keys.data.shape[1], q_rotary.shape[2]], 1)
+    own = torch.einsum("tn,hnk->thk", latents, keys.data.float())
+    k = torch.cat((own, turned[:, None].expand(-1, q.shape[1], -1)), 2)
+    v = torch.einsum("tn,hvn->thv", latents, values.data.float())
+    k, v = (x.unflatten(0, cache.shape[:2]) for x in (k, v))
+    return attention(torch.cat((q, q_rotary), 2), k, v, paged, scale)
 
 
 def silu_mul(x: Tensor) -> Tensor:

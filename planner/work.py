@@ -154,7 +154,8 @@ class Counted:
         groups, page_size = self.case.attn_dp_size, self.ops.page_size
         decode = tokens == sequences
         sets, stateful = len(sets_of(self.model)), len(recurrent(self.model))
-        batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups, sets, stateful)
+        expanded = not decode and self.limits.expansion is not None and self.limits.expansion.pays(0, tokens)
+        batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups, sets, stateful, expanded)
         batch = dataclasses.replace(
             batch,
             paged=tuple(paged._replace(kv_lens=(length,) * sequences) for paged in batch.paged),

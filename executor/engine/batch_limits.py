@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from executor.config.case import Case
 from executor.engine.layer_sets import layer_sets
-from models.config import ModelConfig
+from models.config import Expansion, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Limits:
     windows: tuple[int | None, ...] = (None,)  # of each set of layers (layer_sets.py): tokens that a token sees
     set_pages: int = 0  # pages that a set of recurrent states takes; 0: the model has none
     checkpoints: int = 0  # sets for which there is room beyond those of sequences
+    expansion: Expansion | None = None  # of attention over latents
 
     @property
     def per_group(self) -> int:
@@ -80,4 +81,5 @@ def limits_of(case: Case, config: ModelConfig, serving: bool = False, set_pages:
         windows=tuple(layers.window for layers in layer_sets(config.windows)),
         set_pages=set_pages,
         checkpoints=case.cache_config.state_checkpoints if serve.prefix_cache else 0,
+        expansion=config.expansion,
     )

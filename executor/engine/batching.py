@@ -3,9 +3,11 @@
 from array import array
 from collections.abc import Sequence as ListOf
 
+from torch import Tensor
+
 from executor.engine.pages import Pages, States
 from executor.engine.sequence import Sequence
-from models.batch import Batch
+from models.batch import Batch, Subset
 from ops.interface import Ops, Recurrent, tensor_of
 
 PADDING_LENGTH = 2  # not 0 or 1, which compilers treat as constants
@@ -43,8 +45,9 @@ def pack(
     # Of each set of layers: slots (T), and block tables (S, table_width).
     places: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
     size, unused = pool.page_size, array("q", bytes(8 * table_width))
-    states = StateRows(state_layers)
+    states, expanded, absorbed = StateRows(state_layers), Picked(), Picked()
     for s in sequences:
+        first = len(ids)
         computed, end = s.num_computed, s.end
         ids += s.ids[computed:end]
         positions.extend(range(computed, end))
@@ -59,6 +62,10 @@ def pack(
         for last in rows_of_it:
             lengths.append(last)
             starts.append(starts[-1] + 1 if decode else len(ids))
+        if not decode:
+            kept = max(0, min(s.expanded, end) - computed)  # the first ones
+            expanded.add(len(lengths) - 1, first, first + kept, computed + kept)
+            absorbed.add(len(lengths) - 1, first + kept, len(ids), end)
         if not all_logits:
             rows_wanted.extend(range(len(ids) - s.logit_rows, len(ids)))
         if state_layers:
@@ -72,9 +79,10 @@ def pack(
         lengths.append(PADDING_LENGTH)
         starts.append(len(ids))
         rows_wanted.append(len(ids) - 1)
+        absorbed.add(len(lengths) - 1, len(ids) - 1, len(ids), PADDING_LENGTH)
+    tables_of = [tensor_of(tables).view(len(lengths), table_width) for _, tables in places]
     paged = tuple(
-        ops.paging(slots, tensor_of(tables).view(len(lengths), table_width), starts, lengths, size)
-        for slots, tables in places
+        ops.paging(slots, tables, starts, lengths, size) for (slots, _), tables in zip(places, tables_of, strict=True)
     )
     return Batch(
         tensor_of(ids),
@@ -85,7 +93,33 @@ def pack(
         sequence_parallel=sequence_parallel,
         wanted_per_group=wanted_per_group,
         recurrent=states.recurrent(len(lengths)) if state_layers else None,
+        expanded=expanded.subset(ops, tables_of, size) if expanded.rows else None,
+        absorbed=absorbed.subset(ops, tables_of, size) if expanded.rows and absorbed.rows else None,
     )
+
+
+class Picked:
+    """Rows of a step's sequences, of which each has a run or none."""
+
+    def __init__(self) -> None:
+        self.rows: array[int] = array("q")
+        self.sequences: array[int] = array("q")
+        self.starts: array[int] = array("q", [0])
+        self.lengths: array[int] = array("q")
+
+    def add(self, sequence: int, first: int, end: int, length: int) -> None:
+        """Rows first .. end - 1 of a sequence, which then has `length` cached tokens."""
+        if first < end:
+            self.rows.extend(range(first, end))
+            self.sequences.append(sequence)
+            self.starts.append(len(self.rows))
+            self.lengths.append(length)
+
+    def subset(self, ops: Ops, tables: ListOf[Tensor], page_size: int) -> Subset:
+        """`tables` are the block tables of the step's sequences, for each set of layers."""
+        sequences, none = tensor_of(self.sequences), array("q")
+        each = (ops.paging(none, of[sequences], self.starts, self.lengths, page_size) for of in tables)
+        return Subset(tensor_of(self.rows), tuple(each))
 
 
 class StateRows:

@@ -143,7 +143,9 @@ class Scheduler:
             if self.limits.set_pages and self.limits.prefixes:
                 want_checkpoints(sequence, found.pages * self.limits.page_size, self.limits.page_size)
             if not sequence.preemptions:
-                sequence.cached_tokens = sequence.num_computed
+                sequence.cached_tokens = cached = sequence.num_computed
+                length, expansion = sequence.prompt_len, self.limits.expansion
+                sequence.expanded = length if expansion and expansion.pays(cached, length - cached) else 0
             load[group] += 1
             admitted.append(sequence)
             bisect.insort(self.running, sequence, key=lambda s: s.group)

@@ -42,6 +42,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
     published: int = 0  # number of its first pages that later prompts can find
     cached_tokens: int = 0  # prompt tokens that were in the prefix cache when it was first admitted
+    expanded: int = 0  # number of first tokens whose attention over latents is expanded: the prompt's, or none
     preemptions: int = 0
     matcher: "Matcher | None" = None  # of its grammar
     drafted: int = 0  # number of the last `ids` that are only guessed, while a step checks them

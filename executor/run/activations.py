@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.batch import Batch
+from models.batch import Batch, Subset
 from models.layers.base import layers_of
 from ops.interface import Ops, Paged, Recurrent
 from ops.parallel.groups import Group, Parallel
@@ -214,9 +214,10 @@ def batch_of(
     groups: int | None,
     sets: int = 1,
     stateful: int = 0,
+    expanded: bool = False,
 ) -> Batch:
     """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages for
-    each of `sets` sets of layers, and `stateful` layers with states.
+    each of `sets` sets of layers, and `stateful` layers with states; `expanded`: of prompts whose latents are.
     If `groups` is given, the batch says, as for a prefill, that each of `groups` data-parallel groups has `tokens`
     tokens; None: it says nothing, as in a graph."""
     one = array("q", [1])
@@ -224,19 +225,21 @@ def batch_of(
     number = partial(torch.empty, dtype=torch.int64, device="meta")
     each = tokens // sequences
     places = (torch.empty(stateful, sequences, dtype=torch.int32, device="meta") for _ in Recurrent._fields[1:])
+    paged = tuple(
+        Paged(
+            torch.empty(tokens, *slots.shape[1:], dtype=slots.dtype, device="meta"),
+            torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
+            tuple(range(0, each * sequences + 1, each)),
+            (each,) * sequences,
+        )
+        for _ in range(sets)
+    )
     return Batch(
         token_ids=number(tokens),
         positions=number(tokens),
-        paged=tuple(
-            Paged(
-                torch.empty(tokens, *slots.shape[1:], dtype=slots.dtype, device="meta"),
-                torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
-                tuple(range(0, each * sequences + 1, each)),
-                (each,) * sequences,
-            )
-            for _ in range(sets)
-        ),
+        paged=paged,
         logit_rows=number(sequences),
         tokens_per_group=None if groups is None else (tokens,) * groups,
         recurrent=Recurrent(number(sequences + 1), *places) if stateful else None,
+        expanded=Subset(number(tokens), paged) if expanded else None,
     )

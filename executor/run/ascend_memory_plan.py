@@ -159,7 +159,9 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
     limits, page_size = sketch.limits, case.cache_config.page_size
     sets, stateful = len(limits.windows), len(recurrent(sketch.model))
-    return batch_of(sketch.build.ops, tokens, sequences, limits.table_width, page_size, groups, sets, stateful)
+    expanded = groups is not None and limits.expansion is not None and limits.expansion.pays(0, tokens // sequences)
+    sizes = tokens, sequences, limits.table_width, page_size, groups, sets, stateful, expanded
+    return batch_of(sketch.build.ops, *sizes)
 
 
 def _inputs(batch: Batch) -> int:

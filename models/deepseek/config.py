@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from models.config import LARGEST_DEPTH
+from models.config import LARGEST_DEPTH, Expansion
 from models.hf_config import HfConfig, read_hf_config
 from models.moe_config import MoeConfig, check_routing, read_sizes
 from models.rope import read_rope
@@ -82,6 +82,11 @@ class LatentMoeConfig(MoeConfig):
     def _sparse(cls, hf: HfConfig, layers: int) -> tuple[bool, ...]:
         dense = hf.size("first_k_dense_replace", default=cls.dense, minimum=0, maximum=LARGEST_DEPTH)
         return tuple(layer >= dense for layer in range(layers))
+
+    @property
+    def expansion(self) -> Expansion:
+        own = self.qk_nope_head_dim + self.v_head_dim
+        return Expansion(2 * self.kv_lora_rank - own, self.kv_lora_rank * own)
 
     @property
     def shared_width(self) -> int:

@@ -1,9 +1,11 @@
 """Attention over latents: multi-head latent attention (arXiv 2405.04434).
 
 The cache has one row of each token and layer, which all heads share: a latent, of which each head's key and value are
-products, and a rotated key. The products are never made. A head's query is multiplied by its key matrix in place of the
-latents, attention takes the latents as keys and values, and its result is multiplied by the head's value matrix. So it
-is for any number of rows, so that a row's bits depend on no other row.
+products, and a rotated key. In the absorbed form the products are not made: a head's query is multiplied by its key
+matrix in place of the latents, attention takes the latents as keys and values, and its result is multiplied by the
+head's value matrix. The expanded form makes them of all tokens that a step reads, and takes less for each pair of
+tokens. `Batch.expanded` says which rows take it: those of long enough prompts (`models.config.Expansion`), whatever
+else a step computes, so that a row's bits depend on no other row.
 
 Checkpoints rotate neighbouring columns; rows of the projections are kept in an order with which `Ops.rope` rotates the
 same pairs. Under tensor parallelism ranks have their heads, and all latents.
@@ -24,7 +26,7 @@ from models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from models.layers.norm import RMSNorm
 from models.rope import RopeConfig
 from ops.format import Quantised, floats
-from ops.interface import Rows
+from ops.interface import Paged, Rows
 
 LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others
 
@@ -72,11 +74,28 @@ class PagedLatents(PagedCache):
     def caches(self) -> tuple[Tensor, ...]:
         return (self.cache,)
 
-    def forward(self, q: Tensor, q_rotary: Tensor, latents: Tensor, keys: Tensor, batch: Batch) -> Tensor:
-        """As of `Ops.latent_attention`; latents and rotated keys (T, columns) are those of the new tokens."""
+    def forward(
+        self, q: Tensor, q_rotary: Tensor, latents: Tensor, keys: Tensor, heads: "KeysAndValues", batch: Batch
+    ) -> Tensor:
+        """q (T, heads, key), q_rotary (T, heads, R); latents and rotated keys (T, columns) are those of the new tokens.
+        -> (T, heads, value)"""
         paged = batch.paged[self.layers]
         self.ops.write_latents(latents, keys, self.cache, paged.slot_mapping)
-        return self.ops.latent_attention(q, q_rotary, self.cache, paged, self.scale)
+        if not batch.expanded:
+            return self._absorbed(q, q_rotary, heads, paged)
+        if not batch.absorbed:
+            return self._expanded(q, q_rotary, heads, paged)
+        out = q.new_empty(*q.shape[:2], heads.value)
+        for of, attend in ((batch.expanded, self._expanded), (batch.absorbed, self._absorbed)):
+            out[of.rows] = attend(q[of.rows], q_rotary[of.rows], heads, of.paged[self.layers])
+        return out
+
+    def _absorbed(self, q: Tensor, q_rotary: Tensor, heads: "KeysAndValues", paged: Paged) -> Tensor:
+        sums = self.ops.latent_attention(heads.queries(q), q_rotary, self.cache, paged, self.scale)
+        return heads.results(sums)
+
+    def _expanded(self, q: Tensor, q_rotary: Tensor, heads: "KeysAndValues", paged: Paged) -> Tensor:
+        return self.ops.expanded_attention(q, q_rotary, self.cache, heads.keys, heads.values, paged, self.scale)
 
 
 class KeysAndValues(Layer):
@@ -87,7 +106,7 @@ class KeysAndValues(Layer):
         super().__init__()
         part, self.ops = build.parallel.attn_tp.part(heads), build.ops
         self.rows, self.part = heads * (key + value), slice(part.start * (key + value), part.stop * (key + value))
-        self.heads, self.latent, self.key = part.stop - part.start, latent, key
+        self.heads, self.latent, self.key, self.value = part.stop - part.start, latent, key, value
         kept = build.formats.plain, build.device
         self.keys = build.ops.head_matrices(self.heads, latent, key, *kept)
         self.values = build.ops.head_matrices(self.heads, value, latent, *kept)
@@ -147,5 +166,5 @@ class LatentAttention(nn.Module):
         still, turning = (part.unflatten(1, (self.kv_b_proj.heads, -1)) for part in q.split(self.of_queries, 1))
         turned, key = self.ops.rope(turning, keys[:, None], cos, sin)
         latents = self.kv_a_layernorm(latents)
-        sums = self.attention(self.kv_b_proj.queries(still), turned, latents, key[:, 0], batch)
-        return self.o_proj(self.kv_b_proj.results(sums).flatten(1), batch)
+        values = self.attention(still, turned, latents, key[:, 0], self.kv_b_proj, batch)
+        return self.o_proj(values.flatten(1), batch)

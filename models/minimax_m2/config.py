@@ -6,7 +6,15 @@ Keys that have no effect in any of these models are read all the same, so that a
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import LARGEST_DEPTH, check_choice, check_even_split, check_experts, check_heads, check_kv_split
+from models.config import (
+    LARGEST_DEPTH,
+    Expansion,
+    check_choice,
+    check_even_split,
+    check_experts,
+    check_heads,
+    check_kv_split,
+)
 from models.hf_config import read_hf_config
 from models.rope import RopeConfig, read_rope, read_rotary_dim
 
@@ -83,6 +91,10 @@ class MiniMaxM2Config:
     @property
     def windows(self) -> tuple[int | None, ...]:
         return (None,) * self.num_hidden_layers
+
+    @property
+    def expansion(self) -> Expansion | None:
+        return None
 
     @property
     def expert_count(self) -> int:

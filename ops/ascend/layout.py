@@ -58,7 +58,7 @@ class AscendLayout:
     def _refuse_latents(self, *_: object) -> NoReturn:
         raise UserError("kv_lora_rank: ascend has no attention over latents yet: use platform: cpu")
 
-    head_matrices = head_linear = latent_cache = write_latents = latent_attention = _refuse_latents
+    head_matrices = head_linear = latent_cache = write_latents = latent_attention = expanded_attention = _refuse_latents
 
     def paging(
         self, slot_mapping: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int

@@ -239,6 +239,12 @@ def latent_attention(q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, s
     return out
 
 
+def expanded_attention(
+    q: Tensor, q_rotary: Tensor, cache: Tensor, keys: NativeHeads, values: NativeHeads, paged: Paged, scale: float
+) -> Tensor:
+    return head_linear(latent_attention(head_linear(q, keys), q_rotary, cache, paged, scale), values)
+
+
 @traced
 def silu_mul(x: Tensor) -> Tensor:
     tokens, both = x.shape

@@ -52,6 +52,22 @@ class Latents:
         found: Tensor = self.ops.latent_attention(q, q_rotary, self.cache, paged, 0.05)
         return found
 
+    def expand(self, q: Tensor, q_rotary: Tensor, heads: tuple[Any, Any], lens: list[int], new: list[int],
+               first: int = 0) -> Tensor:  # fmt: skip
+        starts = torch.tensor([0, *itertools.accumulate(new)])
+        paged = Paged(NONE, self.tables[first : first + len(lens)], starts, torch.tensor(lens))
+        found: Tensor = self.ops.expanded_attention(q, q_rotary, self.cache, *heads, paged, 0.05)
+        return found
+
+
+def key_and_value_matrices(ops: Any, heads: int, latent: int, key: int, value: int, format: Format) -> tuple[Any, Any]:
+    torch.manual_seed(5)
+    both = ops.head_matrices(heads, latent, key, format, CPU), ops.head_matrices(heads, value, latent, format, CPU)
+    for matrices, shape in zip(both, ((latent, key), (value, latent)), strict=True):
+        for head in range(heads):
+            matrices.fill(head, torch.randn(shape) * latent**-0.5)
+    return both
+
 
 @pytest.mark.parametrize("instruction_set", VECTORS)
 @pytest.mark.parametrize("dtype", TYPES)
@@ -75,6 +91,35 @@ def test_latent_attention(
     rounded = "bf16" in instruction_set or instruction_set == "amx"  # queries and weights are
     close = 0.05 if rounded and dtype in (torch.bfloat16, torch.int8) else 2e-3 if dtype == torch.int8 else 2e-5
     torch.testing.assert_close(found, expected, atol=close, rtol=0)
+
+
+@pytest.mark.parametrize("instruction_set", VECTORS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("lens", "new", "heads", "sizes", "page_size"),
+    [
+        pytest.param([9, 1, 16], [9, 1, 16], 6, (32, 8, 24, 16), 4, id="keys wider than values"),
+        pytest.param([1100, 70], [80, 3], 2, (512, 64, 128, 128), 16, id="chunks over sections, true sizes"),
+        pytest.param([130, 40], [70, 33], 5, (48, 6, 18, 40), 5, id="values wider than keys"),
+    ],
+)
+def test_expanded_attention(
+    instruction_set: str, dtype: torch.dtype, lens: list[int], new: list[int], heads: int,
+    sizes: tuple[int, int, int, int], page_size: int,
+) -> None:  # fmt: skip
+    """The absorbed form has the same result."""
+    engine.start(2, instruction_set)
+    latent, rotary, key, value = sizes
+    ours, theirs = (Latents(ops, lens, latent, rotary, page_size, dtype) for ops in (cpu, reference))
+    format = FORMATS["float32" if dtype == torch.float32 else "bfloat16"]
+    native, plain = (key_and_value_matrices(ops, heads, latent, key, value, format) for ops in (cpu, reference))
+    q, q_rotary = torch.randn(sum(new), heads + 1, key)[:, :heads], torch.randn(sum(new), heads, rotary) * 2
+    expected = theirs.expand(q, q_rotary, plain, lens, new)
+    absorbed = theirs.attend(reference.head_linear(q, plain[0]), q_rotary, lens, new)
+    torch.testing.assert_close(reference.head_linear(absorbed, plain[1]), expected, atol=2e-5, rtol=0)
+    rounded = "bf16" in instruction_set or instruction_set == "amx"
+    close = 0.05 if rounded and dtype != torch.float32 else 2e-3 if dtype == torch.int8 else 2e-5
+    torch.testing.assert_close(ours.expand(q, q_rotary, native, lens, new), expected, atol=close, rtol=0)
 
 
 @pytest.mark.parametrize("instruction_set", VECTORS)

@@ -76,3 +76,26 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
             q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
         )
         torch.testing.assert_close(torch.cat(parts), plain.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_prompts_are_expanded_and_others_are_not() -> None:
+    """A recomputed sequence has rows of both kinds; a batch of one kind names no others."""
+    pool = PagePool(20, 4)
+    sequences = [new_sequence(i, Request(tuple(range(n)))) for i, n in enumerate((9, 6, 3))]
+    for s, computed, expanded in zip(sequences, (2, 5, 0), (7, 0, 3), strict=True):
+        s.num_computed, s.expanded = computed, expanded
+        s.held = [Holding(None)]
+        pool.extend(s.held[0], len(s.ids))
+    batch = pack(OPS, sequences, pool, (12,), 3, rows=4)
+    tables = torch.as_tensor(batch.paged[0].block_tables)
+    for subset, rows, starts, lengths, of in (
+        (batch.expanded, [0, 1, 2, 3, 4, 8, 9, 10], [0, 5, 8], [7, 3], [0, 2]),
+        (batch.absorbed, [5, 6, 7, 11], [0, 2, 3, 4], [9, 6, 2], [0, 1, 3]),
+    ):
+        assert subset
+        assert subset.rows.tolist() == rows
+        found = [torch.as_tensor(x).tolist() for x in (subset.paged[0].query_starts, subset.paged[0].kv_lens)]
+        assert found == [starts, lengths]
+        assert torch.equal(subset.paged[0].block_tables, tables[of])
+    only = pack(OPS, sequences[2:], pool, (3,), 3), pack(OPS, sequences[1:2], pool, (1,), 3)
+    assert [(b.expanded is None, b.absorbed is None) for b in only] == [(False, True), (True, True)]

@@ -18,6 +18,7 @@ from executor.engine.prefixes import extend_keys, key_of
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
+from models.config import Expansion
 from tests.fakes.drafts import FreeDrafts
 
 LONGEST = 40
@@ -206,6 +207,19 @@ def test_a_conversation_is_found_again_and_other_salts_find_nothing() -> None:
     assert run_alone(scheduler, 2, list(range(8)), 3).cached_tokens == 4  # the last token is always computed
     assert run_alone(scheduler, 3, first.ids, 3, salt=b"other").cached_tokens == 0
     assert run_alone(scheduler, 4, [9, *range(1, 10)], 3).cached_tokens == 0
+
+
+def test_prompts_are_expanded_as_decided_at_their_first_admission() -> None:
+    """Behind a cached prefix only long ones are."""
+    scheduler = Scheduler(Limits(2, 100, 4, prefixes=True, expansion=Expansion(saved=1, made=40)))
+    alone = run_alone(scheduler, 0, range(17), 1), run_alone(scheduler, 1, [9] * 15, 1)
+    behind = [run_alone(scheduler, 2 + rows, [*range(16), *[rows] * rows], 1) for rows in (17, 28)]
+    assert [(s.cached_tokens, s.expanded) for s in (*alone, *behind)] == [(0, 17), (0, 0), (16, 0), (16, 44)]
+    again = new_sequence(99, Request(tuple(range(30))))
+    again.preemptions = 1
+    scheduler.add(again)
+    assert scheduler.admit() == [again]
+    assert again.expanded == 0
 
 
 def test_a_prefix_needs_only_the_last_pages_of_a_window() -> None:
