@@ -12,6 +12,7 @@ from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
     GGMLQuantizationType,
     GGUFWriter,
     RopeScalingType,
@@ -27,6 +28,7 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE, "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "gpt_oss": MODEL_ARCH.GPT_OSS, "glm4_moe": MODEL_ARCH.GLM4_MOE, "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }  # fmt: skip
 HALVES = {
     "Q2_K": (80, 82),
@@ -103,6 +105,18 @@ def delta_net(tensors: dict[str, Tensor], config: dict[str, Any], family: str) -
             yield name, tensor + (name.endswith("norm.weight") and last != "norm.weight")
 
 
+def latent(tensors: dict[str, Tensor], config: dict[str, Any], family: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model with latents: keys and values together, as older files have them, in DeepSeek-V2."""
+    for name, tensor in tensors.items():
+        if "kv_b_proj" in name and family != "deepseek_v2":
+            sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+            key, value = tensor.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+            yield name.replace("kv_b", "k_b"), key.mT
+            yield name.replace("kv_b", "v_b"), value
+        else:
+            yield name, tensor
+
+
 def _named(which: str) -> Callable[[re.Match[str]], str]:
     return lambda found: f"{which}_proj.{'bias' if found[1] else 'weight'}"
 
@@ -114,6 +128,8 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     arch, means = ARCHITECTURES[family], path.with_name(f"means-{path.name}")
     if "linear_num_key_heads" in config:
         tensors = dict(delta_net(tensors, config, family))
+    if "kv_lora_rank" in config:
+        tensors = dict(latent(tensors, config, family))
     names = get_tensor_name_map(arch, config["num_hidden_layers"])
     writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch], split_max_tensors=split) for file in (path, means)]
     for writer in writers:
@@ -156,18 +172,21 @@ def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
 def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
     rope = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
-    predicting = int(family in ("glm4_moe", "qwen3_5_moe"))  # layers that predict further tokens
+    predicting = int(family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe"))  # layers that predict further tokens
     writer.add_block_count(config["num_hidden_layers"] + predicting)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("intermediate_size", 1))
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    if "kv_lora_rank" in config:
+        describe_latents(writer, config, family)
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     share = {"glm4_moe": 0.5, "minimax_m2": 0.5, "qwen3_next": 0.25, "qwen3_5_moe": 0.25}.get(family, 1)
-    writer.add_rope_dimension_count(int(share * config["head_dim"]))
+    writer.add_rope_dimension_count(config.get("qk_rope_head_dim") or int(share * config["head_dim"]))
     experts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     writer.add_expert_count(next(count for count in experts if count))
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -175,15 +194,17 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
     if predicting:
         writer.add_nextn_predict_layers(predicting)
         writer.add_tensor(f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight", np.zeros((2, 32), np.float32))
-    if family == "glm4_moe":
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if "n_shared_experts" in config:
+        writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        if config["norm_topk_prob"] or family == "glm4_moe":
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
     elif "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     elif family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
+    if "factor" in rope:
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
@@ -197,3 +218,30 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
         writer.add_full_attention_interval(4)
     if family == "qwen3_5_moe":
         writer.add_rope_dimension_sections([2, 1, 1, 0])
+
+
+def describe_latents(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
+    """As older files do for DeepSeek-V2, and as the first files did for GLM-4.7-Flash, without the kind of gating."""
+    turning, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    widths = config["qk_nope_head_dim"] + turning, config["v_head_dim"]
+    if family == "deepseek_v2":
+        writer.add_head_count_kv(config["num_attention_heads"])
+        writer.add_key_length(widths[0])
+        writer.add_value_length(widths[1])
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(latent + turning)
+        writer.add_value_length(latent)
+        writer.add_key_length_mla(widths[0])
+        writer.add_value_length_mla(widths[1])
+    if family == "glm4_moe_lite":
+        writer.add_tokenizer_pre("glm4")
+    if family == "deepseek_v3":
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_kv_lora_rank(latent)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    if "mscale_all_dim" in config["rope_parameters"]:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])

@@ -35,7 +35,20 @@ DEEPSEEK = (  # in turn
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     rf"{SPACES}",
 )
-LINEAR = {QWEN, GPT_4, GPT_4O, QWEN_3_5, *DEEPSEEK}
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴ"
+    "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻"
+    "𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+DEEPSEEK_LLM = (  # in turn; the original's fourth may begin within spaces, which does not change what it finds
+    r"[\r\n]",
+    rf"\s?[{CASED}]+",
+    "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"(?<!\s)\s+$",
+    "[一-龥ࠀ-一가-\ud7ff]+",
+    r"\p{N}",
+)
+LINEAR = {QWEN, GPT_4, GPT_4O, QWEN_3_5, *DEEPSEEK, *DEEPSEEK_LLM}
 
 
 def is_linear(backend: Any) -> bool:

@@ -6,53 +6,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.gguf.container import Gguf
+from models.gguf.keys import Keys
 from models.gguf.names import Names, Tiled
 from models.hf_config import HfConfig
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+# Groups of experts, and how many of them are chosen from, of DeepSeek-V2 and V3 by gating and number of experts: for
+# files that do not say them.
+OLD_GROUPS = {(SOFTMAX, 160): (8, 3), (SIGMOID, 256): (8, 4)}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of llama.cpp's. `more` are the keys of config.json that other architectures do not have."""
+    """One of llama.cpp's. `more` are the keys of config.json that other architectures do not have or have otherwise."""
 
-    family: str
+    families: tuple[str, ...]  # of which `more` says the `model_type`, unless there is one
     names: Names
-    gating: int  # the one that is implemented
-    more: "Callable[[Keys], dict[str, Any]]"
+    gatings: tuple[int, ...]  # those that are implemented
+    more: Callable[[Keys], dict[str, Any]]
     assumed: str = ""  # what no file says, for a message
     partial: bool = False  # whether part of a head may rotate
     stops: tuple[str, ...] = ()  # tokens that end an answer, beside those that do in every model
     tiled: bool = False  # whether value heads of gated DeltaNet layers are in llama.cpp's order
-
-
-class Keys:
-    """The metadata of one architecture."""
-
-    def __init__(self, gguf: Gguf, name: str):
-        self.gguf, self.name = gguf, name
-        self.all = HfConfig(gguf.metadata, str(gguf.paths[0]))
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.gguf.tensors
-
-    def size(self, key: str, **options: Any) -> int:
-        return self.all.size(f"{self.name}.{key}", **options)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number as it was before it became a float32; without a default it must be there."""
-        name = f"{self.name}.{key}"
-        if default is None and self.all.value(name) is None:
-            raise self.all.error(name, "is missing")
-        return float(f"{self.all.number(name, default=default or 1.0):.7g}")
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self.all.flag(f"{self.name}.{key}", default)
-
-    def rows(self, tensor: str, dimension: int = -2) -> int | None:
-        """The rows of a tensor, for keys that older files lack."""
-        info = self.gguf.tensors.get(tensor)
-        return info.shape[dimension] if info and len(info.shape) >= -dimension else None
+    latent: bool = False  # whether attention is over latents
 
 
 def config_of(gguf: Gguf) -> dict[str, Any]:
@@ -60,32 +37,38 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     found = architecture_of(gguf)
     keys = Keys(gguf, gguf.metadata["general.architecture"])
     keys.all.refuse("general.type", "model")
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
-    head_dim = keys.size("attention.key_length", default=max(hidden // heads, 1))
-    keys.all.refuse(f"{keys.name}.attention.value_length", head_dim)
-    keys.all.refuse(f"{keys.name}.expert_gating_func", 0, found.gating)
-    for key in ("expert_group_count", "expert_group_used_count"):
-        keys.all.refuse(f"{keys.name}.{key}", 0, 1)
-    rotating = keys.size("rope.dimension_count", default=head_dim)
-    if rotating != head_dim and not found.partial:
-        raise keys.all.error(f"{keys.name}.rope.dimension_count", f"is not the head's {head_dim}")
+    keys.all.refuse(f"{keys.name}.expert_gating_func", 0, *found.gatings)
+    more = found.more(keys)
+    if not found.latent:
+        for key in ("expert_group_count", "expert_group_used_count"):
+            keys.all.refuse(f"{keys.name}.{key}", 0, 1)
+        more |= _heads(keys, found.partial)
     return {
-        "model_type": found.family,
+        "model_type": found.families[0],
         "vocab_size": keys.rows("token_embd.weight"),
-        "hidden_size": hidden,
+        "hidden_size": keys.size("embedding_length"),
         "num_hidden_layers": predicting_layers(gguf).start,
-        "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(keys, heads),
-        "head_dim": head_dim,
+        "num_attention_heads": keys.size("attention.head_count"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.size("context_length"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _scaling(keys),
         "tie_word_embeddings": not keys.has("output.weight"),
         "num_experts_per_tok": keys.size("expert_used_count"),
-        **({"partial_rotary_factor": rotating / head_dim} if found.partial else {}),
-        **found.more(keys),
+        **more,
     }
+
+
+def _heads(keys: Keys, partial: bool) -> dict[str, Any]:
+    """The keys of attention with keys and values in heads, of which part rotates if that may be so."""
+    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    head_dim = keys.size("attention.key_length", default=max(hidden // heads, 1))
+    keys.all.refuse(f"{keys.name}.attention.value_length", head_dim)
+    rotating = keys.size("rope.dimension_count", default=head_dim)
+    if rotating != head_dim and not partial:
+        raise keys.all.error(f"{keys.name}.rope.dimension_count", f"is not the head's {head_dim}")
+    share = {"partial_rotary_factor": rotating / head_dim} if partial else {}
+    return {"num_key_value_heads": _kv_heads(keys, heads), "head_dim": head_dim, **share}
 
 
 def value_heads(gguf: Gguf) -> Tiled | None:
@@ -183,7 +166,8 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
     return config
 
 
-def _glm4(keys: Keys) -> dict[str, Any]:
+def _ungated(keys: Keys, renormalised: bool) -> dict[str, Any]:
+    """The keys of mixtures beside a shared expert, behind dense layers."""
     return {
         "n_routed_experts": keys.size("expert_count"),
         "n_shared_experts": keys.size("expert_shared_count"),
@@ -191,10 +175,53 @@ def _glm4(keys: Keys) -> dict[str, Any]:
         "moe_intermediate_size": _expert_width(keys),
         "first_k_dense_replace": keys.size("leading_dense_block_count", default=0, minimum=0),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "norm_topk_prob": keys.flag("expert_weights_norm", renormalised),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _glm4(keys: Keys) -> dict[str, Any]:
+    return {
+        **_ungated(keys, True),
         "attention_bias": keys.has("blk.0.attn_q.bias"),
         "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
-        "num_nextn_predict_layers": 0,
+    }
+
+
+def _latent(keys: Keys) -> dict[str, Any]:
+    """Older files have the lengths of heads under the names of other architectures; later ones have those of latents
+    there."""
+    keys.all.refuse(f"{keys.name}.attention.temperature_scale")  # Mistral's
+    mixture = _ungated(keys, False)
+    dense, experts = mixture["first_k_dense_replace"], mixture["n_routed_experts"]
+    gating = keys.all.value(f"{keys.name}.expert_gating_func") or (
+        SIGMOID if keys.has(f"blk.{dense}.exp_probs_b.bias") else SOFTMAX
+    )
+    groups, used = OLD_GROUPS.get((gating, experts), (1, 1))
+    groups = max(keys.size("expert_group_count", default=groups, minimum=0), 1)
+    if gating == SOFTMAX:
+        family, method = "deepseek_v2", "group_limited_greedy" if groups > 1 else "greedy"
+    else:
+        glm = str(keys.all.value("tokenizer.ggml.pre")) in ("glm4", "chatglm-bpe")
+        family, method = "glm4_moe_lite" if glm else "deepseek_v3", "noaux_tc"
+    turning = keys.size("rope.dimension_count")
+    key = keys.size("attention.key_length_mla", "attention.key_length", minimum=turning + 1)
+    scaling = _scaling(keys)
+    if scaling and keys.all.value(f"{keys.name}.{LOG_MULTIPLIER}"):
+        mscale = round(10 * keys.number(LOG_MULTIPLIER), 6)
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return {
+        **mixture,
+        "model_type": family,
+        "topk_method": method,
+        "n_group": groups,
+        "topk_group": max(keys.size("expert_group_used_count", default=used, minimum=0), 1),
+        "rope_scaling": scaling,
+        "q_lora_rank": keys.size("attention.q_lora_rank") if keys.has("blk.0.attn_q_a.weight") else None,
+        "kv_lora_rank": keys.size("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": key - turning,
+        "v_head_dim": keys.size("attention.value_length_mla", "attention.value_length"),
     }
 
 
@@ -227,36 +254,47 @@ def _expert_width(keys: Keys) -> int:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "qwen3moe": Architecture("qwen3_moe", Names(), SOFTMAX, _qwen3, "norm_topk_prob true"),
-    "qwen2moe": Architecture("qwen2_moe", Names(), SOFTMAX, _qwen2, "norm_topk_prob false"),
+    "qwen3moe": Architecture(("qwen3_moe",), Names(), (SOFTMAX,), _qwen3, "norm_topk_prob true"),
+    "qwen2moe": Architecture(("qwen2_moe",), Names(), (SOFTMAX,), _qwen2, "norm_topk_prob false"),
     "qwen3next": Architecture(
-        "qwen3_next", Names(plus_one=True), SOFTMAX, _qwen3_next, "norm_topk_prob true", partial=True
+        ("qwen3_next",), Names(plus_one=True), (SOFTMAX,), _qwen3_next, "norm_topk_prob true", partial=True
     ),
-    "qwen35moe": Architecture("qwen3_5_moe", Names(plus_one=True), SOFTMAX, _qwen3_next, partial=True, tiled=True),
+    "qwen35moe": Architecture(
+        ("qwen3_5_moe",), Names(plus_one=True), (SOFTMAX,), _qwen3_next, partial=True, tiled=True
+    ),
     "minimax-m2": Architecture(
-        "minimax_m2",
+        ("minimax_m2",),
         Names(
             "block_sparse_moe", experts=("w1", "w3", "w2"), selection_bias="block_sparse_moe.e_score_correction_bias"
         ),
-        SIGMOID,
+        (SIGMOID,),
         _minimax,
         "renormalised weights of experts",
         partial=True,
     ),
     "gpt-oss": Architecture(
-        "gpt_oss",
+        ("gpt_oss",),
         Names(router="router", fused=True),
-        SOFTMAX_OF_CHOSEN,
+        (SOFTMAX_OF_CHOSEN,),
         _gpt_oss,
         "windows in layers 0, 2, 4 ..., swiglu_alpha 1.702, swiglu_limit 7, YaRN without truncation",
     ),
     "glm4moe": Architecture(
-        "glm4_moe",
+        ("glm4_moe",),
         Names(shared="shared_experts"),
-        SIGMOID,
+        (SIGMOID,),
         _glm4,
         "<|user|> and <|observation|> end an answer",
         partial=True,
         stops=("<|user|>", "<|observation|>"),
+    ),
+    "deepseek2": Architecture(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        Names(shared="shared_experts"),
+        (SOFTMAX, SIGMOID),
+        _latent,
+        "<|user|> and <|observation|> end an answer; experts, if 160 or 256, are in 8 groups",
+        stops=("<|user|>", "<|observation|>"),
+        latent=True,
     ),
 }

@@ -23,6 +23,12 @@ MODULES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    **{f"attn_{x}_b": f"self_attn.{x}_b_proj" for x in ("kv", "k", "v")},
     **{f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")},
     **{f"ffn_{which}_shexp": f"MOE.SHARED.{which}_proj" for which in ("gate", "up", "down")},
     "ffn_gate_inp": "MOE.ROUTER",
@@ -92,13 +98,14 @@ class View:
 def views_of(
     tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str, tiled: Tiled | None = None
 ) -> dict[str, View]:
-    """The view of each weight, by the model's name. Tensors of the layers `predicting`, which predict further tokens,
-    are left out; one that is unknown keeps its name. `tiled` is the order of value heads, behind queries and keys, if
-    it is not the model's. Raises UserError, which `where` begins, for two tensors of one weight."""
+    """The view of each weight, by the model's name. Copies are left out, as are tensors of the layers `predicting`,
+    which predict further tokens; one that is unknown keeps its name. `tiled` is the order of value heads, behind
+    queries and keys, if it is not the model's. Raises UserError, which `where` begins, for two tensors of one weight.
+    """
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
         found = LAYER.fullmatch(tensor)
-        if found and int(found[1]) in predicting:
+        if found and (int(found[1]) in predicting or _is_copy(found, tensors)):
             continue
         for ours, view in _views(tensor, info.shape, names, found):
             if ours in views:
@@ -108,6 +115,12 @@ def views_of(
             _, _, last = ours.partition(".linear_attn.")
             views[ours] = in_order(tiled, last, view) if tiled and last else view
     return views
+
+
+def _is_copy(found: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether another tensor has its values: files for ik_llama.cpp have keys and values together and apart."""
+    layer, rest = found.groups()
+    return rest in ("attn_k_b.weight", "attn_v_b.weight") and f"blk.{layer}.attn_kv_b.weight" in tensors
 
 
 def in_order(tiled: Tiled, last: str, view: View) -> View:

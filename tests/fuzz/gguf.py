@@ -73,5 +73,9 @@ def gguf(folder: Path) -> Target:
     }  # fmt: skip
     yarn: dict[str, object] = {f"gpt-oss.rope.scaling.{key}": 4 for key in ("factor", "original_context_length")}
     yarn |= {"gpt-oss.rope.scaling.type": "yarn", "gpt-oss.rope.scaling.factor": 4.0}
-    seeds = [model(name) for name in ARCHITECTURES] + [model("qwen3moe", **words), model("gpt-oss", **yarn)]
-    return Target(run, [*seeds, file({}, {})], json=False)
+    heads: dict[str, object] = {
+        f"deepseek2.{key}": 2 for key in ("rope.dimension_count", "attention.kv_lora_rank", "attention.value_length")
+    }
+    heads |= {"deepseek2.attention.key_length": 4, "deepseek2.expert_gating_func": 2}
+    seeds = [model(name) for name in ARCHITECTURES if name != "deepseek2"] + [model("deepseek2", **heads)]
+    return Target(run, [*seeds, model("qwen3moe", **words), model("gpt-oss", **yarn), file({}, {})], json=False)

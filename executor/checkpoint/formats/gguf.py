@@ -1,16 +1,18 @@
 """A checkpoint in GGUF files, whose tensors each have a type of their own."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import gcd
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
 from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
+from models.gguf.container import TensorInfo
 from models.gguf.folder import Index
 from models.gguf.names import Tiled
 from models.gguf.types import BY_NAME, FLOATS, TYPES
@@ -78,6 +80,8 @@ class GgufScheme(Scheme):
         if apart := self._apart(name):
             gate, up = (self._kind(half) or "" for half in apart)
             return alternating(*apart, shape, (gate, up), linear)
+        if split := self._split(name):
+            return keys_and_values(split, shape)
         if not (kind := self._kind(name)):
             return None
         if change := CHANGES.get(self.index.views[name].change):
@@ -98,6 +102,13 @@ class GgufScheme(Scheme):
         view = self.index.views.get(name)
         heads = view.columns if view else None
         return heads if view and heads and heads.size % BY_NAME[self._kind(name) or ""].columns else None
+
+    def _split(self, name: str) -> list[tuple[str, TensorInfo]] | None:
+        """The tensors of heads' keys and of their values, if the weight `name` has both."""
+        found = [name.replace("kv_b_proj", which) for which in ("k_b_proj", "v_b_proj")]
+        if name in found or not all(half in self.index.views for half in found):
+            return None
+        return [(half, self.index.tensors[self.index.views[half].tensor]) for half in found]
 
     def _apart(self, name: str) -> tuple[str, str] | None:
         """The names of the tensors of gates and of ups, if the weight `name` has both."""
@@ -133,6 +144,27 @@ def of_heads(heads: Tiled, name: str, kind: str, fetch: Fetch, *part: slice) -> 
 
 def floats_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor:
     return floats(part_of(name, kind, fetch, *part)).reshape([cut.stop - cut.start for cut in part])
+
+
+def keys_and_values(names: Sequence[tuple[str, TensorInfo]], shape: tuple[int, ...]) -> Stored:
+    """A matrix with the key rows and value rows of each head in turn, stored as (heads, columns, key rows) and (heads,
+    value rows, columns)."""
+    (k, of_keys), (v, of_values) = names
+    rows, columns = shape
+    heads, key = of_keys.shape[0], of_keys.shape[-1]
+    each = rows // heads if rows % heads == 0 else 0
+    needed = {
+        k: Needed((heads, columns, key), (of_keys.kind,)),
+        v: Needed((heads, each - key, columns), (of_values.kind,)),
+    }
+
+    def read(fetch: Fetch, part: slice, columns: slice) -> Tensor:
+        whole = slice(part.start // each, -(-part.stop // each))
+        own = floats_of(k, of_keys.kind, fetch, whole, columns, slice(0, key)).mT
+        found = torch.cat([own, floats_of(v, of_values.kind, fetch, whole, slice(0, each - key), columns)], 1)
+        return found.flatten(0, 1)[part.start - whole.start * each : part.stop - whole.start * each]
+
+    return Stored(needed, read)
 
 
 def alternating(gates: str, ups: str, shape: tuple[int, ...], kinds: tuple[str, str], linear: bool) -> Stored:

@@ -27,6 +27,7 @@ from models.hf_config import HfConfig
 from models.layers.base import layers_of
 from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
+from models.layers.latent_attention import KeysAndValues
 from models.layers.linear import MergedLinear, RowLinear
 from models.registry import model_class
 from ops import load_ops
@@ -34,7 +35,7 @@ from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import parallel_of
 from tests.gguf_models import mostly_q4_k, save_gguf
-from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
+from tests.tiny import LATENT, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from text.tokenizer import Tokenizer
 from umbra import LLM
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
@@ -48,6 +49,11 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 THREE_VALUES = dict(linear_num_value_heads=6, linear_value_head_dim=32)  # heads that share a key head
 HYBRID = {"qwen3_next": THREE_VALUES, "qwen3_5_moe": THREE_VALUES}
+YARN = dict(rope_parameters=LATENT["rope_parameters"] | dict(mscale=0.707, mscale_all_dim=0.707))  # files have one
+OPTIONS: dict[str, dict[str, Any]] = HYBRID | {
+    "gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True}, "deepseek_v2": YARN,
+    "deepseek_v3": YARN,
+}  # fmt: skip
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
 
 
@@ -70,11 +76,12 @@ def logits(folder: Path, checkpoint: Path, family: str, **sections: Any) -> list
     return prefill_logits(runner, PROMPTS)
 
 
-@pytest.mark.parametrize("family", sorted({architecture.family for architecture in ARCHITECTURES.values()}))
+@pytest.mark.parametrize(
+    "family", sorted({family for architecture in ARCHITECTURES.values() for family in architecture.families})
+)
 def test_a_family_means_the_same(tmp_path: Path, family: str) -> None:
     """Within what the logarithm of a state's rates costs."""
-    options: dict[str, dict[str, Any]] = {"gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True}}
-    save(tmp_path / "model", family, **(options | HYBRID).get(family, {}))
+    save(tmp_path / "model", family, **OPTIONS.get(family, {}))
     save_gguf(tmp_path / "model", tmp_path / "model.gguf", family)
     found, expected = (logits(tmp_path, tmp_path / name, family) for name in ("model.gguf", "model"))
     for ours, theirs in zip(found, expected, strict=True):
@@ -108,6 +115,8 @@ KEPT = [
     ("qwen3_next", "Q4_K Q4_K Q8_0 Q6_K", "q4_k q4_k q8 q6_k"),
     ("qwen3_5_moe", "Q4_K Q6_K Q4_K Q6_K", "q4_k q6_k q4_k q6_k"),
     ("qwen3_5_moe", "Q5_K Q5_K Q5_0 IQ4_XS", "q5_k q5_k q5_k iq4"),
+    ("deepseek_v3", "Q4_K Q6_K Q6_K Q8_0", "q4_k q6_k q6_k q8"),
+    ("deepseek_v2", "Q4_0 Q8_0 Q5_K Q5_0", "q4 q8 q5_k q5_k"),
 ]
 
 
@@ -119,12 +128,14 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
     def kinds(name: str) -> str:
         if "_exps.weight" in name:
             return down if "down" in name else wide
-        kind = values if any(word in name for word in ("attn_v", "ssm_out", "output.")) else attention
+        kind = values if any(word in name for word in ("attn_v", "k_b", "kv_a", "ssm_out", "output.")) else attention
         kind = kind if "attn_" in name or "ssm_out" in name or name in ("output.weight", "token_embd.weight") else "F32"
         return "F32" if any(word in name for word in ("norm", "sinks", "bias")) else kind
 
     wide_heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 128, "num_hidden_layers": 4}
-    save(tmp_path / "model", family, **SIZES | (wide_heads if family in HYBRID else {"swiglu_limit": 7.0}))
+    latents = dict(kv_lora_rank=256, q_lora_rank=256, qk_nope_head_dim=64, v_head_dim=32, head_dim=None)
+    more = wide_heads if family in HYBRID else YARN | latents if "deepseek" in family else {"swiglu_limit": 7.0}
+    save(tmp_path / "model", family, **SIZES | more)
     means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", family, kinds)
     for rank in range(ranks):
         found, expected = (built(tmp_path, path, family, rank, ranks) for path in (tmp_path / "model.gguf", means))
@@ -134,6 +145,11 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
                 assert [a.w13.format.kind, a.w2.format.kind] == kept.split()[:2]
                 for expert, which in itertools.product(range(ours.experts), ("gate", "up", "down")):
                     assert torch.equal(a.dequantised(expert, which), b.dequantised(expert, which))
+            elif isinstance(ours, KeysAndValues):
+                queries = torch.randn(3, ours.heads, ours.key)
+                assert torch.equal(*(cast(KeysAndValues, layer).queries(queries) for layer in (ours, theirs)))
+                sums = torch.randn(3, ours.heads, ours.latent)
+                assert torch.equal(*(cast(KeysAndValues, layer).results(sums) for layer in (ours, theirs)))
             elif isinstance(ours, VocabEmbedding):
                 ids = torch.arange(ours.part.start, ours.part.stop)
                 tables = (cast(Any, layer).table for layer in (ours, theirs))
@@ -180,7 +196,7 @@ def test_the_tokenizer_is_the_original(demo: Path) -> None:
     assert stop_ids(folder, ()) == stop_ids(DEMO, ())
 
 
-@pytest.mark.parametrize("pre", ["gpt-4o", "llama-bpe", "qwen2", "qwen35", "deepseek-v3"])
+@pytest.mark.parametrize("pre", ["gpt-4o", "llama-bpe", "qwen2", "qwen35", "deepseek-v3", "deepseek-llm"])
 def test_each_pre_splits_as_its_models(pre: str) -> None:
     tokens = [*"abc 123", "12", "<eos>", "<bos>", "[PAD0]"]
     tokens[3] = "\u0120"  # a space in the byte alphabet
@@ -191,7 +207,7 @@ def test_each_pre_splits_as_its_models(pre: str) -> None:
     words = Vocabulary(HfConfig({f"tokenizer.ggml.{key}": value for key, value in data.items()}, "x.gguf"))
     backend = Backend.from_str(json.dumps(words.tokenizer()))
     ids = backend.encode("ab 123<eos>").ids
-    digits = [4, 5, 6] if pre.startswith("qwen") else [7, 6]  # one by one, or three together
+    digits = [4, 5, 6] if pre in ("qwen2", "qwen35", "deepseek-llm") else [7, 6]  # one by one, or three together
     assert ids == [*([9] if pre == "llama-bpe" else []), 0, 1, 3, *digits, 8]
 
 
@@ -252,6 +268,24 @@ def test_a_wrong_file_is_refused(tmp_path: Path, edit: Callable[[bytes], bytes],
     path.write_bytes(edit(path.read_bytes()))
     with pytest.raises(UserError, match=complaint) as error:
         logits(tmp_path, path, "qwen3_moe")
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("length_mla", "length_mlx", r"v_b_proj.weight has shape \[8, 16, 48\], expected \[8, 72, 48\]"),
+        ("attn_k_b", "attn_x_b", "2 tensors missing: model.layers.0.self_attn.kv_b_proj.weight"),
+        ("rope.dimension_count", "rope.dimension_counx", "key 'deepseek2.rope.dimension_count' is missing"),
+    ],
+)
+def test_latents_that_do_not_fit_are_refused(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+    path = tmp_path / "model.gguf"
+    save(tmp_path / "model", "deepseek_v3", **YARN)
+    save_gguf(tmp_path / "model", path, "deepseek_v3")
+    path.write_bytes(renamed(old, new)(path.read_bytes()))
+    with pytest.raises(UserError, match=complaint) as error:
+        logits(tmp_path, path, "deepseek_v3")
     assert str(path) in str(error.value)
 
 
