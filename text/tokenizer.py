@@ -10,7 +10,8 @@ from typing import NamedTuple
 from text.chat import Chat, for_harmony
 from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
 from text.template import Renderer, failed, variables_of
-from text.tokenizer_file import TOKENIZER_FILES, check_tokenizer, no_template, read_template
+from text.tiktoken_file import converted
+from text.tokenizer_file import check_tokenizer, has_tokenizer, no_template, read_template
 from text.tokenizer_sandbox import Encoder, is_linear
 from umbra.errors import UserError
 
@@ -45,8 +46,8 @@ class Tokenizer:
         logging.set_verbosity_error()
         check_tokenizer(folder)
         given = read_template(template) if template else ""
-        with self._failures("not readable"):
-            self.hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with converted(folder) as read, self._failures("not readable"):
+            self.hf = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False)
             self.backend = self.hf.backend_tokenizer
             if template:
                 self.hf.chat_template = given
@@ -235,6 +236,6 @@ class Detokenizer:
 
 def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None, template: str = "") -> Tokenizer | None:
     """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
-    if needed or all((folder / name).is_file() for name in TOKENIZER_FILES):
+    if needed or has_tokenizer(folder):
         return Tokenizer(folder, vocabulary, template)
     return None

@@ -17,7 +17,8 @@ from umbra.files import check_pointer, read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-OTHER_FILES = ("tokenizer.model", "tiktoken.model")  # SentencePiece's and tiktoken's
+TIKTOKEN_FILE = "tiktoken.model"
+SENTENCE_FILE = "tokenizer.model"  # SentencePiece's
 LARGEST = 32 << 20  # bytes of tokenizer.json
 LARGEST_BESIDE = 1 << 20  # bytes of each of the other files
 BESIDE = re.compile(r"(tokenizer_config|special_tokens_map|added_tokens|chat_template)\.(json|jinja)")
@@ -59,13 +60,23 @@ def check_tokenizer(folder: Path) -> None:
             raise UserError(f"{path}: tokenizer not readable: larger than {LARGEST_BESIDE >> 20} MB")
     if (folder / TOKENIZER_FILES[0]).is_file():
         _checked(folder / TOKENIZER_FILES[0])
-    elif not (folder / "vocab.json").is_file():
-        others = [name for name in OTHER_FILES if (folder / name).is_file()]
+    elif not tiktoken_only(folder) and not (folder / "vocab.json").is_file():
+        alone = f" ({SENTENCE_FILE} alone is not read)" if (folder / SENTENCE_FILE).is_file() else ""
         raise UserError(
-            f"{folder}: has no {TOKENIZER_FILES[0]}{f' ({others[0]} alone is not read)' if others else ''}: copy it "
+            f"{folder}: has no {TOKENIZER_FILES[0]}{alone}: copy it "
             "from the checkpoint that this one was made of, or have transformers write it: "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the files of a tokenizer are in `folder`."""
+    return tiktoken_only(folder) or all((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def tiktoken_only(folder: Path) -> bool:
+    """Whether text/tiktoken_file.py reads the tokenizer in `folder`."""
+    return (folder / TIKTOKEN_FILE).is_file() and not (folder / TOKENIZER_FILES[0]).is_file()
 
 
 def has_chat_template(folder: Path) -> bool:

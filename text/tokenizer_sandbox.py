@@ -48,7 +48,12 @@ DEEPSEEK_LLM = (  # in turn; the original's fourth may begin within spaces, whic
     "[一-龥ࠀ-一가-\ud7ff]+",
     r"\p{N}",
 )
-LINEAR = {QWEN, GPT_4, GPT_4O, QWEN_3_5, *DEEPSEEK, *DEEPSEEK_LLM}
+NO_HAN = tuple(rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (UPPER, LOWER))
+KIMI = (
+    rf"[\p{{Han}}]+|{WORD}{NO_HAN[0]}*{NO_HAN[1]}+{ENGLISH}?|{WORD}{NO_HAN[0]}+{NO_HAN[1]}*{ENGLISH}?"
+    rf"|\p{{N}}{{1,3}}|{OTHER}[\r\n]*{SPACES}"
+)
+LINEAR = {QWEN, GPT_4, GPT_4O, QWEN_3_5, KIMI, *DEEPSEEK, *DEEPSEEK_LLM}
 
 
 def is_linear(backend: Any) -> bool:

@@ -1,0 +1,133 @@
+"""Tokenizers that ship as tiktoken.model, the ranks of byte strings, without a tokenizer.json.
+
+What splits a text stands in a program beside that file, which is not run: the expression that Kimi and Moonlight
+publish is known here. tiktoken joins the two neighbours whose bytes together have the lowest rank. So does a BPE of the
+tokenizers library with each way to cut a token in two as a merge, in the order of ranks: of several ways only one can
+come up, since what has been joined within a stretch of text depends on that stretch alone.
+"""
+
+import base64
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from text.tokenizer_file import BESIDE, TIKTOKEN_FILE, TOKENIZER_FILES, tiktoken_only
+from text.tokenizer_sandbox import KIMI
+from umbra.errors import UserError, short
+from umbra.files import check_pointer, read_json, write_json
+
+LARGEST = 4 << 20  # bytes of the file; Kimi's has 2.8 million
+LONGEST = 256  # bytes of a token
+MOST_MERGES = 1 << 20
+MOST_ADDED = 1024  # ids behind those of the file
+CLASSES = ("TikTokenTokenizer",)  # of transformers; their expression is KIMI
+LIBRARY_CLASS = "PreTrainedTokenizerFast"
+SHOWN = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that stand for themselves; for others, letters
+LETTERS = {byte: 256 + i for i, byte in enumerate(sorted({*range(256)} - SHOWN))}
+
+
+class Added(msgspec.Struct):
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+@contextlib.contextmanager
+def converted(folder: Path) -> Iterator[Path]:
+    """A folder with the tokenizer in `folder` as transformers reads it: that one, or one made for the time being if
+    there are only ranks. Raises UserError for files that are wrong, or of another kind."""
+    if not tiktoken_only(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as made:
+        for path in folder.iterdir():
+            if BESIDE.fullmatch(path.name):
+                shutil.copy(path, made)
+        settings = Path(made, TOKENIZER_FILES[1])
+        write_json(settings, _made(folder, Path(made, TOKENIZER_FILES[0])))
+        yield Path(made)
+
+
+def _made(folder: Path, file: Path) -> dict[str, Any]:
+    """Writes the tokenizer in `folder` as `file`. -> the settings beside it"""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    path = folder / TOKENIZER_FILES[1]
+    try:
+        settings = read_json(path)
+        kind = settings.get("tokenizer_class")
+        if kind not in CLASSES:
+            raise ValueError(
+                f"tokenizer_class {short(kind)}: how it splits texts is not known, only of {', '.join(CLASSES)}: write "
+                f"a {TOKENIZER_FILES[0]} with the checkpoint's own program"
+            )
+        given = msgspec.convert(settings.get("added_tokens_decoder"), dict[int, Added], strict=False)
+        path = folder / TIKTOKEN_FILE
+        vocabulary = _ranks(path)
+        merges = _merges(vocabulary)
+        path = folder / TOKENIZER_FILES[1]
+        added = _added(given, vocabulary)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise UserError(f"{path}: tokenizer not readable: {error}") from None
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(KIMI), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(**msgspec.structs.asdict(token)) for token in added])
+    tokenizer.save(str(file), pretty=False)
+    return {key: value for key, value in settings.items() if key != "auto_map"} | {"tokenizer_class": LIBRARY_CLASS}
+
+
+def _ranks(path: Path) -> dict[str, int]:
+    """The tokens of the file, in the letters that stand for bytes, with their ids."""
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"larger than {LARGEST >> 20} MB")
+    written = path.read_bytes()
+    check_pointer(path, written)
+    ranks: dict[str, int] = {}
+    for number, line in enumerate(written.split(b"\n"), 1):
+        if not line:
+            continue
+        token, _, rank = line.partition(b" ")
+        text = base64.b64decode(token, validate=True).decode("latin-1").translate(LETTERS)
+        if not 0 < len(text) <= LONGEST or text in ranks or rank.strip() != b"%d" % len(ranks):
+            raise ValueError(f"line {number} must have 1 to {LONGEST} new bytes in base64 and their rank, {len(ranks)}")
+        ranks[text] = len(ranks)
+    if missing := [byte for byte in range(256) if chr(byte).translate(LETTERS) not in ranks]:
+        raise ValueError(f"has no token of the byte {missing[0]}")
+    return ranks
+
+
+def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for token in ranks:
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        if len(merges) > MOST_MERGES:
+            raise ValueError(f"its tokens can be made of others in more than {MOST_MERGES} ways")
+    return merges
+
+
+def _added(given: dict[int, Added], vocabulary: dict[str, int]) -> list[Added]:
+    """The tokens behind those of `vocabulary`, which gets their ids; those that have no name get one."""
+    first = len(vocabulary)
+    wrong = next((id for id in given if not first <= id < first + MOST_ADDED), None)
+    if wrong is not None:
+        raise ValueError(f"added_tokens_decoder: {wrong} must be from {first} to {first + MOST_ADDED - 1}")
+    tokens = []
+    for id in range(first, max(given, default=-1) + 1):
+        token = given.get(id) or Added(f"<|reserved_token_{id}|>", special=True)
+        if not token.content or vocabulary.setdefault(token.content, id) != id:
+            raise ValueError(f"added_tokens_decoder: {id}: {short(token.content)} is empty or stands twice")
+        tokens.append(token)
+    return tokens
