@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ops.interface import Heads, Ops
+from ops.interface import Heads, LatentCache, LatentNorm, Ops
 
 
 def norm_rope_write(
@@ -13,4 +13,13 @@ def norm_rope_write(
     q, k = ops.rms_norm(q, heads.q_weight, heads.eps), ops.rms_norm(k, heads.k_weight, heads.eps)
     q, k = ops.rope(q, k, heads.cos, heads.sin)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def rope_write_latents(
+    ops: Ops, q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor
+) -> Tensor:
+    latents, keys = rows.split([len(norm.weight), rows.shape[1] - len(norm.weight)], 1)
+    q, key = ops.rope(q, keys[:, None], norm.cos, norm.sin)
+    ops.write_latents(ops.rms_norm(latents, norm.weight, norm.eps), key[:, 0], cache, slot_mapping)
     return q

@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import SILU_EXPERTS, Groups, Heads, Paged, Recurrent, Rounded, RoundingNorm, Slots
+from ops.interface import (
+    SILU_EXPERTS,
+    Groups,
+    Heads,
+    LatentCache,
+    LatentNorm,
+    Paged,
+    Recurrent,
+    Rounded,
+    RoundingNorm,
+    Slots,
+)
 
 CHUNK, CHUNKS = 64, 64  # rows of a chunk of the gated delta rule, and chunks that are prepared at once
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
@@ -257,21 +268,28 @@ class CountedOps:
             pairs += whole * (all_seen - new) + whole * (whole + 1) / 2 + (new - whole) * (window or 0)
         return read, pairs
 
-    def write_latents(self, latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-        self.note("write_latents", latents, latents, keys, keys)
+    def rope_write_latents(
+        self, q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor
+    ) -> Tensor:
+        self.note("rope_write_latents", q, q, rows, rows)
+        return self.made("rotated queries", q, *q.shape)
 
-    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    def _token(self, cache: LatentCache) -> float:
+        """The bytes of a cached token."""
+        return sum(part.nbytes / (len(part) * self.page_size) for part in cache)
+
+    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
         read, pairs = self._seen(paged, None)
-        columns, token = 2 * q.shape[2] + q_rotary.shape[2], cache.nbytes / (len(cache) * self.page_size)
+        token, columns = self._token(cache), 2 * q.shape[2] + q_rotary.shape[2]
         self.note("latent_attention", q, q_rotary, q, cached=token * read, macs=pairs * q.shape[1] * columns)
         return self.made("latent attention", q, *q.shape)
 
     def expanded_attention(
-        self, q: Tensor, q_rotary: Tensor, cache: Tensor, keys: Any, values: Any, paged: Paged, scale: float
+        self, q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: Any, values: Any, paged: Paged, scale: float
     ) -> Tensor:
         """Keys and values are made once of each token that is read, in memory that is not counted."""
         read, pairs = self._seen(paged, None)
-        token = cache.nbytes / (len(cache) * self.page_size)
+        token = self._token(cache)
         out = self.made("expanded attention", q, *q.shape[:2], values.rows)
         columns, own = q.shape[2] + q_rotary.shape[2] + values.rows, q.shape[2] + values.rows
         weights = sum(t.nbytes for bank in (keys, values) for t in bank.storages)

@@ -172,6 +172,18 @@ class Heads(NamedTuple):
     sin: Tensor  # (T, D)
 
 
+LatentCache = tuple[Tensor, ...]  # the parts of a layer's cache of latents, whose pages have the same numbers
+
+
+class LatentNorm(NamedTuple):
+    """The norm of latents of N columns, and the rotation of queries and keys of R columns."""
+
+    eps: float
+    weight: Tensor  # (N), as of `Ops.rms_norm`
+    cos: Tensor  # (T, R), as of `Ops.rope`
+    sin: Tensor  # (T, R)
+
+
 @dataclass(frozen=True)
 class Scores:
     """A router's scores (T, E) of which the largest have not been chosen yet. `choose` returns weights and ids of given
@@ -197,6 +209,9 @@ Routed = tuple[Tensor, Tensor] | Scores
 
 
 class Ops(Protocol):
+    latent_parts: int  # the number of tensors of a cache of latents
+    keys_in_pairs: bool  # whether `rope_write_latents` takes keys of which neighbouring columns rotate
+
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
         """The type of norm weights, biases and rotary angles used with matrices of `dtype`."""
 
@@ -304,15 +319,22 @@ class Ops(Protocol):
         """
 
     def latent_cache(
-        self, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+        self, part: int, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A zeroed cache of one layer for latents of `width` and rotated keys of `rotary` columns, in the
+        """A zeroed part of a layer's cache for latents of `width` and rotated keys of `rotary` columns, in the
         implementation's own layout. int8: each token has its own scale, max / 127."""
 
-    def write_latents(self, latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_latents(self, latents: Tensor, keys: Tensor, cache: LatentCache, slot_mapping: Tensor) -> None:
         """Writes latents (T, N) and keys (T, R) into the cache, as `write_kv`. Rows may lie further apart."""
 
-    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    def rope_write_latents(
+        self, q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor
+    ) -> Tensor:
+        """rows (T, N + R) hold latents and keys side by side, and may lie further apart. Latents are normalised by
+        `rms_norm`, keys and q (T, heads, R) rotated by `rope`; latents and keys are written by `write_latents`.
+        -> q, rotated"""
+
+    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
         """Causal attention of packed queries over paged latents, which all heads share: a token's key is its latent
         with its rotated key, and its value is the latent. q (T, heads, N), q_rotary (T, heads, R). -> (T, heads, N)"""
 
@@ -320,7 +342,7 @@ class Ops(Protocol):
         self,
         q: Tensor,
         q_rotary: Tensor,
-        cache: Tensor,
+        cache: LatentCache,
         keys: HeadMatrices,
         values: HeadMatrices,
         paged: Paged,

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from ops import recurrent, sampling
 from ops.format import Format, Quantised, floats
-from ops.interface import SILU_EXPERTS, ExpertKind, Groups, Heads, Matrix, Numbers, Paged, tensor_of
+from ops.interface import (
+    SILU_EXPERTS,
+    ExpertKind,
+    Groups,
+    Heads,
+    LatentCache,
+    LatentNorm,
+    Matrix,
+    Numbers,
+    Paged,
+    tensor_of,
+)
 
 
 class DenseMatrix:
@@ -77,6 +88,7 @@ class DenseHeads:
 
 
 matrix, head_matrices = DenseMatrix, DenseHeads
+latent_parts, keys_in_pairs = 1, False
 
 
 def stack(parts: Sequence[tuple[int, Format]], columns: int, device: torch.device) -> DenseMatrix:
@@ -232,29 +244,37 @@ def attention(
 
 
 def latent_cache(
-    pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+    part: int, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return kv_cache(pages, page_size, 1, width + rotary, dtype, device)
 
 
-def write_latents(latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    _write(torch.cat((latents, keys), 1)[:, None], cache, slot_mapping)
+def write_latents(latents: Tensor, keys: Tensor, cache: LatentCache, slot_mapping: Tensor) -> None:
+    _write(torch.cat((latents, keys), 1)[:, None], cache[0], slot_mapping)
 
 
-def latent_attention(q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+def rope_write_latents(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor) -> Tensor:
+    latents, keys = rows.split([len(norm.weight), rows.shape[1] - len(norm.weight)], 1)
+    q, key = rope(q, keys[:, None], norm.cos, norm.sin)
+    write_latents(rms_norm(latents, norm.weight, norm.eps), key[:, 0], cache, slot_mapping)
+    return q
+
+
+def latent_attention(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
     rows = torch.cat((q, q_rotary), 2)
-    return attention(rows, cache, cache, paged, scale)[:, :, : q.shape[2]]
+    return attention(rows, cache[0], cache[0], paged, scale)[:, :, : q.shape[2]]
 
 
 def expanded_attention(
-    q: Tensor, q_rotary: Tensor, cache: Tensor, keys: DenseHeads, values: DenseHeads, paged: Paged, scale: float
+    q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: DenseHeads, values: DenseHeads, paged: Paged, scale: float
 ) -> Tensor:
-    tokens = _cached(cache, torch.arange(len(cache), device=cache.device), cache.shape[0] * cache.shape[1])
+    pages = cache[0]
+    tokens = _cached(pages, torch.arange(len(pages), device=pages.device), pages.shape[0] * pages.shape[1])
     latents, turned = tokens[:, 0].split([keys.data.shape[1], q_rotary.shape[2]], 1)
     own = torch.einsum("tn,hnk->thk", latents, keys.data.float())
     k = torch.cat((own, turned[:, None].expand(-1, q.shape[1], -1)), 2)
     v = torch.einsum("tn,hvn->thv", latents, values.data.float())
-    k, v = (x.unflatten(0, cache.shape[:2]) for x in (k, v))
+    k, v = (x.unflatten(0, pages.shape[:2]) for x in (k, v))
     return attention(torch.cat((q, q_rotary), 2), k, v, paged, scale)
 
 

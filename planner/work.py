@@ -111,7 +111,8 @@ class Counted:
         )
         self.model: CausalLM = model_class(case.model_name)(config, build)
         bind_caches(self.model, case, build, 2)
-        self.units, self.page_bytes = frame_of(self.model, case, build, self.config.windows)
+        frame = frame_of(self.model, case, build, self.config.windows)
+        self.units, self.page_bytes = frame.units, frame.nbytes + frame.beside
         stateful = sum(self._multiple(path) for path, m in self.model.named_modules() if isinstance(m, RecurrentStates))
         self.states = state_sizes(self.model, self.page_bytes // self.units, stateful)
         self.limits = limits_of(case, self.config, True, self.states.frames(self.page_bytes, 0))

@@ -24,10 +24,20 @@ is out of the tables. So the next tenant may write at once.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from umbra.errors import UserError
 
 LOST = 8  # at most 1 / LOST of an extent of slots, or of states, should be lost because sizes do not divide
+
+
+class Frame(NamedTuple):
+    """One frame of the arena. It holds one page of all layers of a set: a unit for each cache of each layer that has
+    the size of the first, such as its keys and its values."""
+
+    units: int
+    nbytes: int
+    beside: int  # bytes of its pages of caches of other sizes, which lie beside the arena
 
 
 @dataclass(frozen=True)

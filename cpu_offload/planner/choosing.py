@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cpu_offload.manager import layer_number
-from cpu_offload.memory.arena import StateSizes
+from cpu_offload.memory.arena import Frame, StateSizes
 from cpu_offload.planner.choices import (  # fmt: skip
     Choice,
     Choices,
@@ -81,7 +81,7 @@ class ShadowSizes:
     blocks: ExpertBlocks
     slot_bytes: int  # bytes of one expert on the device
     alignment: int  # alignment of slots in bytes
-    frame: tuple[int, int]  # units and bytes of a frame
+    frame: Frame
     split: Split
     pages: int  # KV pages that sequences may hold
     least: int  # those of one sequence at its longest

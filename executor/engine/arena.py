@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from cpu_offload.manager import ShadowExperts
-from cpu_offload.memory.arena import NO_STATES, Arena, StateSizes, extent_of
+from cpu_offload.memory.arena import NO_STATES, Arena, Frame, StateSizes, extent_of
 from executor.config.case import Case
 from executor.config.units import MB
 from executor.engine.batch_limits import Limits
@@ -19,18 +19,19 @@ def open_arena(
 ) -> Pages:
     """Binds the KV caches and states of `model`, and the slots of experts that have shadows, to one buffer. -> the
     pages that sequences take. `padding_states`: the buffer has a last place, of the states of padding rows."""
-    units, frame_bytes = frame_of(model, case, build)
+    frame = frame_of(model, case, build)
     slots = (shadows.slot_bytes, shadows.most_slots, shadows.device.alignment) if shadows else (0, 0, 64)
-    states = state_sizes(model, frame_bytes // units)
+    states = state_sizes(model, frame.nbytes // frame.units)
     least = limits.pages_of(limits.max_sequence_length)
-    arena, pinned = make_arena(case, units, frame_bytes, *slots[:2], limits.pages, least, slots[2], states)
-    spare, unit = shadows.device.spare(slots[0]) if shadows else 0, frame_bytes // units
+    arena, pinned = make_arena(case, frame, *slots[:2], limits.pages, least, slots[2], states)
+    spare, unit = shadows.device.spare(slots[0]) if shadows else 0, frame.nbytes // frame.units
     spare = -(-spare // unit) * unit + (states.nbytes if padding_states else 0)
-    memory = bind_arena(model, case, build, arena.frames, spare)
-    frames = memory[: arena.frames * arena.units].view(arena.frames, -1)
+    memory, *beside = bind_arena(model, case, build, arena.frames, spare)
+    frames = [part[: arena.frames * arena.units].view(arena.frames, -1) for part in (memory, *beside)]
 
     def copy(old: int, new: int) -> None:
-        frames[new // arena.units].copy_(frames[old // arena.units])
+        for part in frames:
+            part[new // arena.units].copy_(part[old // arena.units])
 
     make_room = shadows.make_room if shadows else lambda frames: None
     pages = ElasticPages(arena, case.cache_config.page_size, pinned, make_room, copy)
@@ -46,14 +47,15 @@ def open_arena(
         )
     if states.layers:
         line += f"; a sequence's states take {arena.set_frames}"
+    if frame.beside:
+        line += f"; {arena.frames * frame.beside / 1e6:.1f} MB beside it are rotated keys of all frames"
     print(f"arena: {memory.nbytes / 1e6:.1f} MB that {tenants} share, {line}")
     return pages
 
 
 def make_arena(
     case: Case,
-    units: int,
-    frame_bytes: int,
+    frame: Frame,
     slot_bytes: int,
     most_slots: int,
     longest: int,
@@ -64,13 +66,13 @@ def make_arena(
     """Returns the arena's bookkeeping, and the number of frames of experts that may not be evicted. `most_slots` is the
     most experts that may be resident at once, `longest` the number of pages of all sequences at their longest, `least`
     that of one."""
-    experts = expert_frames(frame_bytes, slot_bytes, most_slots, states)
-    frames = frames_of(case, frame_bytes, experts, longest)
-    arena = Arena(frames, frame_bytes, slot_bytes, units, alignment, states)
+    experts = expert_frames(frame.nbytes, slot_bytes, most_slots, states)
+    frames = frames_of(case, frame, experts, longest)
+    arena = Arena(frames, frame.nbytes, slot_bytes, frame.units, alignment, states)
     pinned = 0 if case.offload_config.mode == "elastic" else experts
     if frames - pinned - 1 < least:
         raise UserError(
-            f"case {case.name}: offload_config.arena_mb: {frames} pages of {frame_bytes} bytes, of which experts keep "
+            f"case {case.name}: offload_config.arena_mb: {frames} pages of {frame.nbytes} bytes, of which experts keep "
             f"{pinned}, have no room for one sequence of {least} pages: raise it, or lower input_max_len"
         )
     return arena, pinned
@@ -84,13 +86,14 @@ def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int, states: St
     return -(-most_slots // slots_each) * frames_each
 
 
-def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
-    """Number of frames of the arena. If the case leaves its size open, it has `experts` frames for expert slots,
-    `longest` for KV pages, and one for the page that padding rows are written to."""
-    return int((case.offload_config.arena_mb or 0) * MB) // frame_bytes or experts + longest + 1
+def frames_of(case: Case, frame: Frame, experts: int, longest: int) -> int:
+    """Number of frames of the arena, of which the case gives the size with what lies beside it. If it leaves that open,
+    there are `experts` frames for expert slots, `longest` for KV pages, and one for the page that padding rows are
+    written to."""
+    return int((case.offload_config.arena_mb or 0) * MB) // (frame.nbytes + frame.beside) or experts + longest + 1
 
 
 def set_pages_of(model: nn.Module, case: Case, build: Build, slot_bytes: int = 0, alignment: int = 1) -> int:
     """The pages that a set of recurrent states of `model` takes, in an arena with slots of so many bytes."""
-    units, frame_bytes = frame_of(model, case, build)
-    return state_sizes(model, frame_bytes // units).frames(frame_bytes, -(-slot_bytes // alignment) * alignment)
+    frame = frame_of(model, case, build)
+    return state_sizes(model, frame.nbytes // frame.units).frames(frame.nbytes, -(-slot_bytes // alignment) * alignment)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpu_offload.memory.arena import NO_STATES, StateSizes
+from cpu_offload.memory.arena import NO_STATES, Frame, StateSizes
 from executor.config.case import Case
 from executor.engine.layer_sets import LayerSet, layer_sets
 from models.build import Build
@@ -28,7 +28,7 @@ def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
     for layers in sharing(model):
         first = _alike(layers, case)
         shape = (pages + 1, case.cache_config.page_size)
-        caches = [first.new_cache(*shape, dtype, build.device) for _ in range(first.tensors)]
+        caches = [first.new_cache(part, *shape, dtype, build.device) for part in range(first.tensors)]
         for number, layer in enumerate(layers):
             layer.bind(*map(apart, caches), layers=number)
     _bind_states(model, torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device))
@@ -76,35 +76,41 @@ def sharing(model: nn.Module) -> list[list[PagedCache]]:
     return [[layers[of.layers[place]] for of in sets if place < len(of.layers)] for place in range(places)]
 
 
-def frame_of(
-    model: nn.Module, case: Case, build: Build, windows: Sequence[int | None] | None = None
-) -> tuple[int, int]:
-    """(units, bytes) of one frame of the arena. A frame holds one page of all layers of a set: a unit for each cache of
-    each layer, such as its keys and its values. `windows` are those of all layers, if `model` has only some of them."""
+def frame_of(model: nn.Module, case: Case, build: Build, windows: Sequence[int | None] | None = None) -> Frame:
+    """`windows` are those of all layers, if `model` has only some of them."""
     sets = sets_of(model) if windows is None else layer_sets(windows)
-    units = attentions(model)[0].tensors * max(len(of.layers) for of in sets)
-    return units, units * _units(model, case, build, 1).nbytes
+    inside, others = _pages(model, case, build)
+    layers = max(len(of.layers) for of in sets)
+    sizes = (sum(page.nbytes for page in pages) for pages in (inside, others))
+    return Frame(len(inside) * layers, *(layers * size for size in sizes))
 
 
-def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> Tensor:
+def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> list[Tensor]:
     """Give all layers their caches in one buffer, and return it as a tensor (units, *shape of a page). It holds an
-    arena of `frames` frames, and `spare` bytes after it.
+    arena of `frames` frames, and `spare` bytes after it. Tensors of the caches beside the arena follow it, (units,
+    *shape) too, in which a frame has as many units.
 
     The caches are views of the buffer, each of which starts one unit after the one before: where layers have keys and
     values, page u of the keys at place l is unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first
-    unit of a frame, taken as a page number, addresses the caches of all layers of a set.
+    unit of a frame, taken as a page number, addresses the caches of all layers of a set. Caches of another size cannot
+    be units of the buffer: page numbers would have to be multiples of both sizes' ratio.
     """
-    shared, each = sharing(model), attentions(model)[0].tensors
-    units = each * len(shared)
-    arena = _units(model, case, build, frames * units - -spare // _units(model, case, build, 1).nbytes)
+    shared, (inside, _) = sharing(model), _pages(model, case, build)
+    first, dtype, page_size = _alike(attentions(model), case), cache_type(case, build), case.cache_config.page_size
+    each, units = len(inside), len(inside) * len(shared)
+    counts = {0: frames * units - -spare // inside[0].nbytes} | dict.fromkeys(
+        range(each, first.tensors), frames * units
+    )
+    buffers = [first.new_cache(part, count, page_size, dtype, build.device) for part, count in counts.items()]
     for index, layers in enumerate(shared):
-        first, end = each * index, (frames - 1) * units + 1
-        caches = [arena[begin : begin + end] for begin in range(first, first + each)]
+        starts, end = [*range(each * index, each * (index + 1))], (frames - 1) * units + 1
+        caches = [buffers[0][begin : begin + end] for begin in starts]
+        caches += [buffer[starts[0] : starts[0] + end] for buffer in buffers[1:]]
         for number, layer in enumerate(layers):
             layer.bind(*map(apart, caches), layers=number)
     if recurrent(model):
-        _bind_states(model, arena.view(len(arena), -1).view(torch.float32))
-    return arena
+        _bind_states(model, buffers[0].view(len(buffers[0]), -1).view(torch.float32))
+    return buffers
 
 
 def apart(cache: Tensor) -> nn.Parameter:
@@ -115,9 +121,12 @@ def apart(cache: Tensor) -> nn.Parameter:
     return fixed(torch.utils.dlpack.from_dlpack(cache))  # by its whole name: torch_npu puts its own there
 
 
-def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:
-    page_size, dtype = case.cache_config.page_size, cache_type(case, build)
-    return _alike(attentions(model), case).new_cache(count, page_size, dtype, build.device)
+def _pages(model: nn.Module, case: Case, build: Build) -> tuple[list[Tensor], list[Tensor]]:
+    """A page of each cache of a layer: of those with the size of the first, and of others."""
+    layer, dtype = _alike(attentions(model), case), cache_type(case, build)
+    pages = [layer.new_cache(i, 1, case.cache_config.page_size, dtype, build.device) for i in range(layer.tensors)]
+    alike = [page for page in pages if page.shape == pages[0].shape]
+    return alike, pages[len(alike) :]
 
 
 def _alike(layers: list[PagedCache], case: Case) -> PagedCache:

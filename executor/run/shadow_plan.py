@@ -66,14 +66,14 @@ def sizes_of(case: Case) -> ShadowSizes:
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
     slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, kind, sketch.build.dtype)
     experts = shape.layers * count
-    states = state_sizes(sketch.model, frame[1] // frame[0])
+    states = state_sizes(sketch.model, frame.nbytes // frame.units)
     set_pages = set_pages_of(sketch.model, case, sketch.build, slot_bytes, alignment)
     limits = limits_of(case, config, True, set_pages)
     pages, least = limits.pages, limits.pages_of(limits.max_sequence_length)
     each = (pages - limits.checkpoints * set_pages) // batch
     split = Split(
-        frames_of(case, frame[1], expert_frames(frame[1], slot_bytes, experts, states), pages) - 1,
-        *extent_of(frame[1], slot_bytes, states.nbytes), each, batch, experts,
+        frames_of(case, frame, expert_frames(frame.nbytes, slot_bytes, experts, states), pages) - 1,
+        *extent_of(frame.nbytes, slot_bytes, states.nbytes), each, batch, experts,
     )  # fmt: skip
     weights = weights_of(sketch.model)
     unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
@@ -95,11 +95,11 @@ def show_offload_plan(case: Case) -> None:
     planner, choices = choose(wanted_of(case), sizes, (ranks.local_rank, ranks.local_world_size))
     longest, experts, most_slots = sizes.pages, sizes.split.experts, choices.slots.value
     arena, pinned = make_arena(
-        case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.least, sizes.alignment, sizes.states
+        case, sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.least, sizes.alignment, sizes.states
     )
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
-    total = sizes.fixed_bytes + arena.frames * arena.frame_bytes
+    total = sizes.fixed_bytes + arena.frames * (arena.frame_bytes + sizes.frame.beside)
     print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")
     pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
     print(

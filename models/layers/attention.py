@@ -26,15 +26,16 @@ def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:
 
 
 class PagedCache(nn.Module):
-    """A layer that keeps something of every token in pages: `tensors` caches, as `new_cache` makes them. The engine
-    makes them, for layers of all sets whose `sizes` are the same, and passes them to `bind`."""
+    """A layer that keeps something of every token in pages: `tensors` caches, as `new_cache` makes them, whose pages
+    have the same numbers. The engine makes them, for layers of all sets whose `sizes` are the same, and passes them to
+    `bind`."""
 
     tensors: int
     sizes: tuple[int, int]
     window: int | None  # tokens, up to itself, that a token sees; None: all
     layers: int  # number of the set of layers that this one is in, whose pages `Batch.paged` has
 
-    def new_cache(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def new_cache(self, part: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         raise NotImplementedError
 
     def bind(self, *caches: nn.Parameter, layers: int = 0) -> None:
@@ -57,7 +58,7 @@ class PagedAttention(PagedCache):
         self.ops, self.heads, self.head_dim = build.ops, heads, head_dim
         self.kv_heads, self.sizes, self.window = kv_heads, (kv_heads, head_dim), window
 
-    def new_cache(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def new_cache(self, part: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.ops.kv_cache(pages, page_size, *self.sizes, dtype, device)
 
     def bind(self, *caches: nn.Parameter, layers: int = 0) -> None:

@@ -8,7 +8,8 @@ tokens. `Batch.expanded` says which rows take it: those of long enough prompts (
 else a step computes, so that a row's bits depend on no other row.
 
 Checkpoints rotate neighbouring columns; rows of the projections are kept in an order with which `Ops.rope` rotates the
-same pairs. Under tensor parallelism ranks have their heads, and all latents.
+same pairs, but for those of keys where `Ops.keys_in_pairs`. Under tensor parallelism ranks have their heads, and all
+latents.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from models.layers.norm import RMSNorm
 from models.rope import RopeConfig
 from ops.format import Quantised, floats
-from ops.interface import Paged, Rows
+from ops.interface import LatentCache, LatentNorm, Paged, Rows
 
 LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others
 
@@ -57,30 +58,30 @@ class LatentConfig(Protocol):
 class PagedLatents(PagedCache):
     """Attention over the paged cache of latents."""
 
-    tensors, window = 1, None
-    cache: Tensor  # ops.latent_cache(...)
+    window = None
 
     def __init__(self, build: Build, width: int, rotary: int, scale: float):
         super().__init__()
-        self.ops, self.sizes, self.scale = build.ops, (width, rotary), scale
+        self.ops, self.sizes, self.scale, self.tensors = build.ops, (width, rotary), scale, build.ops.latent_parts
 
-    def new_cache(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.ops.latent_cache(pages, page_size, *self.sizes, dtype, device)
+    def new_cache(self, part: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.ops.latent_cache(part, pages, page_size, *self.sizes, dtype, device)
 
     def bind(self, *caches: nn.Parameter, layers: int = 0) -> None:
-        (self.cache,), self.layers = caches, layers
+        for i, cache in enumerate(caches):
+            self.register_parameter(f"cache_{i}", cache)
+        self.layers = layers
 
     @property
-    def caches(self) -> tuple[Tensor, ...]:
-        return (self.cache,)
+    def caches(self) -> LatentCache:
+        return tuple(getattr(self, f"cache_{i}") for i in range(self.tensors))
 
     def forward(
-        self, q: Tensor, q_rotary: Tensor, latents: Tensor, keys: Tensor, heads: "KeysAndValues", batch: Batch
+        self, q: Tensor, q_rotary: Tensor, rows: Tensor, norm: LatentNorm, heads: "KeysAndValues", batch: Batch
     ) -> Tensor:
-        """q (T, heads, key), q_rotary (T, heads, R); latents and rotated keys (T, columns) are those of the new tokens.
-        -> (T, heads, value)"""
+        """q (T, heads, key); the others, of the new tokens, as of `Ops.rope_write_latents`. -> (T, heads, value)"""
         paged = batch.paged[self.layers]
-        self.ops.write_latents(latents, keys, self.cache, paged.slot_mapping)
+        q_rotary = self.ops.rope_write_latents(q_rotary, rows, norm, self.caches, paged.slot_mapping)
         if not batch.expanded:
             return self._absorbed(q, q_rotary, heads, paged)
         if not batch.absorbed:
@@ -91,11 +92,11 @@ class PagedLatents(PagedCache):
         return out
 
     def _absorbed(self, q: Tensor, q_rotary: Tensor, heads: "KeysAndValues", paged: Paged) -> Tensor:
-        sums = self.ops.latent_attention(heads.queries(q), q_rotary, self.cache, paged, self.scale)
+        sums = self.ops.latent_attention(heads.queries(q), q_rotary, self.caches, paged, self.scale)
         return heads.results(sums)
 
     def _expanded(self, q: Tensor, q_rotary: Tensor, heads: "KeysAndValues", paged: Paged) -> Tensor:
-        return self.ops.expanded_attention(q, q_rotary, self.cache, heads.keys, heads.values, paged, self.scale)
+        return self.ops.expanded_attention(q, q_rotary, self.caches, heads.keys, heads.values, paged, self.scale)
 
 
 class KeysAndValues(Layer):
@@ -144,11 +145,11 @@ class LatentAttention(nn.Module):
         both = latent + turning
         latents = [
             Source("kv_a_proj_with_mqa", both, slice(0, latent)),
-            Source("kv_a_proj_with_mqa", both, slice(latent, both), order),
+            Source("kv_a_proj_with_mqa", both, slice(latent, both), None if build.ops.keys_in_pairs else order),
         ]
         self.ops, self.compressed = build.ops, rank > 0
         self.qkv_proj = MergedLinear(build, config.hidden_size, [*first, *latents])
-        self.sizes = [sum(source.kept for source in first), latent, turning]
+        self.sizes = [sum(source.kept for source in first), both]
         self.of_queries = [sum(source.kept for source in of) for of in (plain, turned)]
         if rank:
             self.q_a_layernorm = RMSNorm(build.at("q_a_layernorm"), rank, LATENT_EPS)
@@ -160,11 +161,10 @@ class LatentAttention(nn.Module):
         self.o_proj = RowLinear(build, "o_proj", heads * config.v_head_dim, config.hidden_size)
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
-        q, latents, keys = self.qkv_proj(x, batch).split(self.sizes, 1)
+        q, rows = self.qkv_proj(x, batch).split(self.sizes, 1)
         if self.compressed:
             q = self.q_b_proj.of_all_rows(self.q_a_layernorm(q))
         still, turning = (part.unflatten(1, (self.kv_b_proj.heads, -1)) for part in q.split(self.of_queries, 1))
-        turned, key = self.ops.rope(turning, keys[:, None], cos, sin)
-        latents = self.kv_a_layernorm(latents)
-        values = self.attention(still, turned, latents, key[:, 0], self.kv_b_proj, batch)
+        norm = LatentNorm(self.kv_a_layernorm.eps, self.kv_a_layernorm.weight, cos, sin)
+        values = self.attention(still, turning, rows, norm, self.kv_b_proj, batch)
         return self.o_proj(values.flatten(1), batch)

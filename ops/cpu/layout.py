@@ -25,6 +25,7 @@ class CpuLayout:
     stack = NativeStack
     expert_matrices = NativeExperts
     head_matrices = NativeHeads
+    latent_parts, keys_in_pairs = 1, False
     table, fill_table = staticmethod(table), staticmethod(fill_table)
 
     def __init__(self, dtype: torch.dtype):
@@ -36,6 +37,6 @@ class CpuLayout:
         return torch.zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype=dtype, device=device)
 
     def latent_cache(
-        self, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+        self, part: int, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.zeros(latent_shape(pages, page_size, width, rotary, dtype), dtype=dtype, device=device)

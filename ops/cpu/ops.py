@@ -22,7 +22,7 @@ from ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack
 from ops.cpu.matrix import fill_table as fill_table
 from ops.cpu.memory import table as table
 from ops.cpu.memory import zeros
-from ops.interface import Groups, Heads, Paged
+from ops.interface import Groups, Heads, LatentCache, LatentNorm, Paged
 from ops.sampling import Choice
 from umbra.errors import UserError
 
@@ -31,6 +31,7 @@ matrix = NativeMatrix
 stack = NativeStack
 expert_matrices = NativeExperts
 head_matrices = NativeHeads
+latent_parts, keys_in_pairs = 1, False
 INT = torch.int64
 ALL_EXPERTS = Groups(1, 1, 1)
 P = ParamSpec("P")
@@ -205,7 +206,7 @@ def _lengths(paged: Paged) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def latent_cache(
-    pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+    part: int, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     if width > native.most_latent or rotary > native.most_rotary:
         raise UserError(
@@ -218,29 +219,36 @@ def latent_cache(
 
 
 @traced
-def write_latents(latents: Tensor, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def write_latents(latents: Tensor, keys: Tensor, cache: LatentCache, slot_mapping: Tensor) -> None:
     tokens, width = latents.shape
+    (rows,) = cache
     native.write_latents(
-        strided(latents[:, None]), strided(keys[:, None]), pointer(cache, cache.dtype), pointer(slot_mapping, INT),
-        tokens, width, keys.shape[1], cache.shape[2], latents.stride(0), keys.stride(0), TYPES[cache.dtype],
+        strided(latents[:, None]), strided(keys[:, None]), pointer(rows, rows.dtype), pointer(slot_mapping, INT),
+        tokens, width, keys.shape[1], rows.shape[2], latents.stride(0), keys.stride(0), TYPES[rows.dtype],
     )  # fmt: skip
 
 
+def rope_write_latents(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor) -> Tensor:
+    own: Any = sys.modules[__name__]
+    return composed.rope_write_latents(own, q, rows, norm, cache, slot_mapping)
+
+
 @traced
-def latent_attention(q: Tensor, q_rotary: Tensor, cache: Tensor, paged: Paged, scale: float) -> Tensor:
+def latent_attention(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
     block_tables, query_starts, kv_lens = _lengths(paged)
+    (rows,) = cache
     out = torch.empty(q.shape)
     tokens, heads, width = q.shape
     native.latent_attention(
-        pointer(q), pointer(q_rotary), pointer(cache, cache.dtype), pointer(block_tables, INT),
+        pointer(q), pointer(q_rotary), pointer(rows, rows.dtype), pointer(block_tables, INT),
         pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), len(kv_lens), heads, width, q_rotary.shape[2],
-        cache.shape[2], block_tables.shape[1], tokens, scale, TYPES[cache.dtype],
+        rows.shape[2], block_tables.shape[1], tokens, scale, TYPES[rows.dtype],
     )  # fmt: skip
     return out
 
 
 def expanded_attention(
-    q: Tensor, q_rotary: Tensor, cache: Tensor, keys: NativeHeads, values: NativeHeads, paged: Paged, scale: float
+    q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: NativeHeads, values: NativeHeads, paged: Paged, scale: float
 ) -> Tensor:
     return head_linear(latent_attention(head_linear(q, keys), q_rotary, cache, paged, scale), values)
 

@@ -111,7 +111,7 @@ def write_case(folder: Path, model: str, scarce: bool) -> Path:
         data["offload_config"] = {"mode": "resident", "arena_mb": 0, "shadow_threads": 1}
         write_whole(path, lambda file: file.write(yaml.safe_dump(data).encode()))
         sizes = sizes_of(load_case(str(path)))
-        frame = sizes.frame[1]
+        frame = sizes.frame.nbytes
         experts = expert_frames(frame, sizes.slot_bytes, sizes.split.experts)
         page = load_case(str(path)).cache_config.page_size
         longest = -(-(LONGEST + NEW) // page)

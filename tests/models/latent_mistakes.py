@@ -4,7 +4,7 @@ import pytest
 
 from models.layers.latent_attention import LatentAttention
 from models.rope import RopeConfig
-from ops import reference
+from ops import composed, reference
 from ops.cpu import ops as cpu
 from tests.models.family_mistakes import Mistake, routing, without_experts_that_all_take, yarn_with
 from tests.models.hybrid_mistakes import rewritten
@@ -19,8 +19,8 @@ def choice(change: tuple[str, str]) -> Mistake:
     return mistake
 
 
-def forward(change: tuple[str, str]) -> Mistake:
-    return rewritten(LatentAttention, "forward", change)
+def write(change: tuple[str, str]) -> Mistake:
+    return rewritten(composed, "rope_write_latents", change)
 
 
 def eps_of_other_norms(patch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ LATENT_MISTAKES: list[tuple[str, str, Mistake]] = [
     ("deepseek_v3", "tiny", eps_of_other_norms),
     ("deepseek_v3", "tiny", HALVES),
     ("glm4_moe_lite", "tiny", HALVES),
-    ("deepseek_v3", "tiny", forward(("keys[:, None]", "self.ops.rms_norm(keys, cos[0] * 0 + 1, 1e-6)[:, None]"))),
-    ("deepseek_v3", "tiny", forward(("self.kv_a_layernorm(latents)", "latents"))),
+    ("deepseek_v3", "tiny", write(("keys[:, None]", "ops.rms_norm(keys, norm.cos[0] * 0 + 1, 1e-6)[:, None]"))),
+    ("deepseek_v3", "tiny", write(("ops.rms_norm(latents, norm.weight, norm.eps)", "latents"))),
     ("deepseek_v3", "tiny", without_experts_that_all_take),
 ]  # fmt: skip

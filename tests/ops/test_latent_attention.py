@@ -41,7 +41,7 @@ class Latents:
         for s, count in enumerate(counts):
             self.tables[s, :count] = torch.tensor([order.pop() for _ in range(count)])
             slots += [int(self.tables[s, i // page_size]) * page_size + i % page_size for i in range(lens[s])]
-        self.cache = ops.latent_cache(sum(counts), page_size, width, rotary, dtype, CPU)
+        self.cache = (ops.latent_cache(0, sum(counts), page_size, width, rotary, dtype, CPU),)
         rows = torch.randn(sum(lens), width + rotary + 3)  # columns of a wider product
         rows[:, width:] *= 2
         ops.write_latents(rows[:, :width], rows[:, width : width + rotary], self.cache, torch.tensor(slots))
@@ -157,4 +157,4 @@ def test_each_head_has_its_own_matrix(format: Format) -> None:
 
 def test_latents_that_are_too_wide_are_named() -> None:
     with pytest.raises(UserError, match=r"kv_lora_rank: 514, .* at most 512 and 64 columns"):
-        cpu.latent_cache(1, 16, 514, 64, torch.float32, CPU)
+        cpu.latent_cache(0, 1, 16, 514, 64, torch.float32, CPU)

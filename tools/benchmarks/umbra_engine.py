@@ -111,10 +111,10 @@ class Umbra:
                     k, v = torch.randn(2, len(slot_mapping), kv_heads, self.config.head_dim)
                     layer.ops.write_kv(k, v, layer.k_cache, layer.v_cache, slot_mapping)
             elif isinstance(layer, PagedLatents):
-                pages, _, page_size = layer.cache.shape
+                pages, _, page_size = layer.caches[0].shape
                 for slot_mapping in torch.arange(pages * page_size).split(1 << 14):
                     latents, keys = (torch.randn(len(slot_mapping), width) for width in layer.sizes)
-                    layer.ops.write_latents(latents, keys, layer.cache, slot_mapping)
+                    layer.ops.write_latents(latents, keys, layer.caches, slot_mapping)
         # States of sequences that end leave pages with anything.
         self.filled = not any(isinstance(layer, RecurrentStates) for layer in self.model.modules())
 
@@ -169,8 +169,8 @@ def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, exper
             total += layer.nbytes
     for attention in model.modules():
         if isinstance(attention, PagedCache):
-            seen, cache = min(cached, attention.window or cached), attention.caches[0]  # (pages, ..., page size)
-            total += attention.tensors * sequences * seen * cache[0].nbytes / cache.shape[-1]
+            seen = min(cached, attention.window or cached)
+            total += sum(sequences * seen * cache[0].nbytes / cache.shape[-1] for cache in attention.caches)
         elif isinstance(attention, RecurrentStates):
             total += 2 * sequences * attention.elements * 4  # float32
     return total

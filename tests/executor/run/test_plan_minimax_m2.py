@@ -77,7 +77,7 @@ def test_the_arena_of_the_offload_case() -> None:
     sizes = sizes_of(load_case(OFFLOAD))
     slot = EXPERT // 2 * 9 // 16  # 4 bits, and 16 for every 32: 7.963 MB over two ranks
     assert (sizes.slot_bytes, sizes.blocks.block_bytes, round(2 * slot / 1e6, 3)) == (slot, slot, 7.963)
-    assert sizes.frame == (2 * LAYERS, PAGE * 4 * 31_744)
+    assert sizes.frame == (2 * LAYERS, PAGE * 4 * 31_744, 0)
     assert (sizes.shape.layers, sizes.shape.experts, sizes.shape.top_k) == (30, EXPERTS, TOP_K)
     assert (sizes.split.experts, sizes.split.extent_frames, sizes.split.extent_slots) == (30 * EXPERTS, 1, 4)
     assert (sizes.split.frames, sizes.split.sequences) == (22_000 * MIB // sizes.frame[1] - 1, 4)
