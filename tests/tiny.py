@@ -262,7 +262,8 @@ def save_tiny_of(folder: Path, family: str, **options: Any) -> PreTrainedModel:
     Everything that transformers starts at zero or one is random."""
     torch.manual_seed(5)
     config, kind, settings = TINY_OF[family]
-    sizes = {name: value for name, value in (TINY | settings | options).items() if value is not None}
+    given = (TINY | settings | options).items()
+    sizes = {name: value for name, value in given if value is not None or name == "q_lora_rank"}  # which may be none
     model: PreTrainedModel = kind(config(**sizes)).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -51,7 +51,7 @@ THREE_VALUES = dict(linear_num_value_heads=6, linear_value_head_dim=32)  # heads
 HYBRID = {"qwen3_next": THREE_VALUES, "qwen3_5_moe": THREE_VALUES}
 YARN = dict(rope_parameters=LATENT["rope_parameters"] | dict(mscale=0.707, mscale_all_dim=0.707))  # files have one
 OPTIONS: dict[str, dict[str, Any]] = HYBRID | {
-    "gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True}, "deepseek_v2": YARN,
+    "gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True}, "deepseek_v2": YARN | {"q_lora_rank": None},
     "deepseek_v3": YARN,
 }  # fmt: skip
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
