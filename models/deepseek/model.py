@@ -16,12 +16,16 @@ from models.layers.sparse_block import UngatedMoeBlock
 from ops.interface import Groups
 
 
+def groups_of(config: LatentMoeConfig) -> Groups | None:
+    best = 1 if config.scoring == "softmax" else 2
+    return Groups(config.n_group, config.topk_group, best) if config.n_group > 1 else None
+
+
 def decoder_layer(config: LatentMoeConfig, build: Build, sparse: bool) -> DecoderLayer:
     hidden, inside = config.hidden_size, build.at("mlp")
     softmax = config.scoring == "softmax"
-    groups = Groups(config.n_group, config.topk_group, 1 if softmax else 2) if config.n_group > 1 else None
     if sparse:
-        mlp: nn.Module = UngatedMoeBlock(config, inside, config.routed_scaling_factor, groups, softmax)
+        mlp: nn.Module = UngatedMoeBlock(config, inside, config.routed_scaling_factor, groups_of(config), softmax)
     else:
         mlp = GatedMLP(inside, hidden, config.intermediate_size)
     attention = LatentAttention(config, build.at("self_attn"))

@@ -4,7 +4,7 @@ from typing import Any
 
 from models.hf_config import HfConfig
 from text.formats import CALL, END, RETURN
-from text.tokenizer_sandbox import DEEPSEEK, DEEPSEEK_LLM, GPT_4, GPT_4O, QWEN, QWEN_3_5
+from text.tokenizer_sandbox import DEEPSEEK, DEEPSEEK_LLM, GPT_4, GPT_4O, KIMI, QWEN, QWEN_3_5
 from umbra.errors import UserError, short
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
@@ -25,6 +25,7 @@ SPLITS = {
     "llama-bpe": ((GPT_4,), True),
     "deepseek-v3": (DEEPSEEK, False),
     "deepseek-llm": (DEEPSEEK_LLM, False),
+    "kimi-k2": ((KIMI,), True),
 }
 COMPOSED = ("qwen2", "qwen35")  # whose models compose characters (NFC) first; llama.cpp does not
 ADDS_BOS = ("llama-bpe",)  # unless the file says otherwise

@@ -32,6 +32,12 @@ from ops.interface import LatentCache, LatentNorm, Paged, Rows
 LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others
 
 
+def pairs_of(columns: int) -> tuple[int, ...]:
+    """The order in which columns that rotate in pairs of neighbours are kept: the first ones of all pairs, then the
+    second ones."""
+    return (*range(0, columns, 2), *range(1, columns, 2))
+
+
 class LatentConfig(Protocol):
     """What attention over latents reads of a family's config."""
 
@@ -137,7 +143,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         heads, tp, rank = config.num_attention_heads, build.parallel.attn_tp, config.q_lora_rank
         latent, still, turning = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-        order = (*range(0, turning, 2), *range(1, turning, 2))
+        order = pairs_of(turning)
         parts = [(heads * width, tp.part(heads * width)) for width in (still, turning)]
         plain, turned = grouped("q_b_proj" if rank else "q_proj", parts, heads)
         queries = [*plain, *(dataclasses.replace(source, order=order) for source in turned)]

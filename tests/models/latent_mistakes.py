@@ -32,9 +32,7 @@ def scores_not_scaled(patch: pytest.MonkeyPatch) -> None:
 
 
 BEST = "min(groups.best, each.shape[-1])"
-HALVES = rewritten(
-    LatentAttention, "__init__", ("(*range(0, turning, 2), *range(1, turning, 2))", "tuple(range(turning))")
-)
+HALVES = rewritten(LatentAttention, "__init__", ("pairs_of(turning)", "tuple(range(turning))"))
 LATENT_MISTAKES: list[tuple[str, str, Mistake]] = [
     ("deepseek_v3", "tiny", choice((BEST, "1"))),
     ("deepseek_v3", "tiny", choice(('float("-inf")', "0.0"))),

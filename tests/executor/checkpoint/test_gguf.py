@@ -51,8 +51,8 @@ THREE_VALUES = dict(linear_num_value_heads=6, linear_value_head_dim=32)  # heads
 HYBRID = {"qwen3_next": THREE_VALUES, "qwen3_5_moe": THREE_VALUES}
 YARN = dict(rope_parameters=LATENT["rope_parameters"] | dict(mscale=0.707, mscale_all_dim=0.707))  # files have one
 OPTIONS: dict[str, dict[str, Any]] = HYBRID | {
-    "gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True}, "deepseek_v2": YARN | {"q_lora_rank": None},
-    "deepseek_v3": YARN,
+    "gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True},
+    "deepseek_v2": YARN | {"q_lora_rank": None}, "deepseek_v3": YARN,
 }  # fmt: skip
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
 
@@ -196,7 +196,7 @@ def test_the_tokenizer_is_the_original(demo: Path) -> None:
     assert stop_ids(folder, ()) == stop_ids(DEMO, ())
 
 
-@pytest.mark.parametrize("pre", ["gpt-4o", "llama-bpe", "qwen2", "qwen35", "deepseek-v3", "deepseek-llm"])
+@pytest.mark.parametrize("pre", ["gpt-4o", "llama-bpe", "qwen2", "qwen35", "deepseek-v3", "deepseek-llm", "kimi-k2"])
 def test_each_pre_splits_as_its_models(pre: str) -> None:
     tokens = [*"abc 123", "12", "<eos>", "<bos>", "[PAD0]"]
     tokens[3] = "\u0120"  # a space in the byte alphabet

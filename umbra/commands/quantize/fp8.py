@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from executor.checkpoint.formats.fp8 import BLOCK
@@ -19,12 +20,15 @@ SMALLEST = torch.finfo(torch.float32).tiny  # scales below it have lost bits
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round weights (out, in) to the nearest e4m3, ties to even. -> (e4m3 (out, in), scales (out / 128, in / 128))"""
-    blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (out / 128, 128, in / 128, 128)
+    """Round weights (out, in) to the nearest e4m3, ties to even. -> (e4m3 (out, in), scales (out / 128, in / 128)); the
+    last blocks may be smaller"""
+    rows, columns = weight.shape
+    whole = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (out / 128, 128, in / 128, 128)
     scales = blocks.abs().amax((1, 3)) / LARGEST
     scales = torch.where(scales < SMALLEST, 1, scales)  # all weights become zero: any scale but zero is right
     quants = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-    return quants.flatten(2).flatten(0, 1), scales
+    return quants.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,6 @@ class Fp8Target(Target):
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": self.source.family.not_fp8(self.source.config),
         }
-
-    def check_sizes(self, rows: int, columns: int) -> str:
-        whole = rows % BLOCK == 0 and columns % BLOCK == 0
-        return "" if whole else f"{rows} x {columns} weights are no whole blocks of {BLOCK} x {BLOCK}"
 
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
         quants, scales = quantise(weight)

@@ -21,6 +21,7 @@ from ops.format import FORMATS, Alternating, floats
 from ops.parallel.groups import Parallel
 from umbra.commands.quantize.glm4_moe import Glm4MoeLayer
 from umbra.commands.quantize.hybrid import HybridLayer
+from umbra.commands.quantize.latent import LatentLayer
 from umbra.commands.quantize.layer import LayerConfig, LayerMath
 from umbra.commands.quantize.minimax_m2 import MiniMaxM2Layer
 from umbra.commands.quantize.qwen2_moe import Qwen2MoeLayer
@@ -38,6 +39,7 @@ COMPANIONS = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tiktoken.model",
     "chat_template.jinja",
 )
 FAMILIES: dict[str, type[LayerMath[Any]]] = {
@@ -47,6 +49,7 @@ FAMILIES: dict[str, type[LayerMath[Any]]] = {
     "minimax_m2": MiniMaxM2Layer,
     "qwen3_next": HybridLayer,
     "qwen3_5_moe": HybridLayer,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LatentLayer),
 }
 PLAIN = FORMATS["float32"]
 

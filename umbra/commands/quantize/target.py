@@ -34,9 +34,9 @@ class Target(ABC):
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
         """The tensors that store the weight (out, in) of a module."""
 
-    @abstractmethod
     def check_sizes(self, rows: int, columns: int) -> str:
         """Returns what is wrong with the sizes of a matrix; empty if it can be written."""
+        return ""
 
     def file(self, number: int, layers: int) -> str:
         """The name of the file of layer `number`, or for `layers` of the file of all else."""

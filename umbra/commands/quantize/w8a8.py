@@ -44,9 +44,6 @@ class W8a8Target(Target):
             raise UserError("--format w8a8: is not for tensors of all experts, as gpt-oss has: mxfp4")
         super().check()
 
-    def check_sizes(self, rows: int, columns: int) -> str:
-        return ""
-
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
         if not weight.isfinite().all():
             raise UserError(f"{module}.weight: holds values that are not finite: check the checkpoint")

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 GROUP = 32
 WIDE = dict(moe_intermediate_size=32, intermediate_size=64)  # multiples of the group
 BOTH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4}
-KINDS: dict[str, dict[str, Any]] = {"qwen3_next": BOTH, "qwen3_5_moe": BOTH}
+KINDS: dict[str, dict[str, Any]] = {"qwen3_next": BOTH, "qwen3_5_moe": BOTH, "deepseek_v2": {"q_lora_rank": None}}
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6
 
 
@@ -174,6 +174,21 @@ def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: s
     case = tiny_case(tmp_path, tmp_path / "out", model_name=family, quantization={"method": "none"})
     ours = torch.from_numpy(collect_logits(make_runner(case, tmp_path), ids.tolist(), 0)["prefill_1"])
     torch.testing.assert_close(ours, oracle_logits(dequantised, ids[1].tolist()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("target", [Fp8Target, W8a8Target])
+def test_heads_matrices_and_routers_stay_floats(tmp_path: Path, target: type[Fp8Target | W8a8Target]) -> None:
+    """Also where no block of FP8 is whole."""
+    oracle = save_tiny_of(tmp_path / "model", "deepseek_v3", **WIDE, initializer_range=0.1)
+    convert(tmp_path / "out", target(Source(tmp_path / "model"), ()))
+    tensors, ids = tensors_of(tmp_path / "out"), list(range(40))
+    kept = [name for name in tensors if f"{name}_scale" not in tensors and f"{name}_scale_inv" not in tensors]
+    assert {name for name in kept if "_proj" in name and name.endswith("weight")} == {
+        f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in range(2)
+    }
+    expected, case = oracle_logits(oracle, ids), tiny_case(tmp_path, tmp_path / "out", model_name="deepseek_v3")
+    ours = torch.from_numpy(collect_logits(make_runner(case, tmp_path), [ids], 0)["prefill_0"])
+    assert 0 < (ours - expected).norm() < 0.1 * expected.norm()
 
 
 def test_a_model_that_sees_pictures_becomes_one_that_reads(tmp_path: Path) -> None:
