@@ -74,6 +74,11 @@ class HfConfig:
             raise self.error(name, "must be a mapping")
         return HfConfig(value, f"{self.where}: {name}")
 
+    @property
+    def text(self) -> "HfConfig":
+        """Access to what reads text in a model that may also see pictures."""
+        return self if self.value("text_config") is None else self.inner("text_config")
+
     def one_or_more(self, name: str) -> tuple[int, ...]:
         """The sizes under a key that holds one number, a list of them, or nothing."""
         value = self.value(name, default=[])

@@ -24,6 +24,7 @@ class Family:
     config: str  # a models.config.ModelConfig
     model: str  # a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
     old_types: tuple[str, ...] = ()  # `model_type` in early checkpoints, if `architectures` names the model
+    pictured: tuple[str, ...] = ()  # `model_type` of models that also see pictures
     # Parts of tensors' names that some files have, each with the model's.
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -42,7 +43,11 @@ FAMILIES = {
     ),
     "deepseek_v2": Family("models.deepseek.config:DeepseekV2Config", "models.deepseek.model:DeepseekV2ForCausalLM"),
     "deepseek_v3": Family(
-        "models.deepseek.config:DeepseekV3Config", "models.deepseek.model:DeepseekV3ForCausalLM", ("kimi_k2",)
+        "models.deepseek.config:DeepseekV3Config",
+        "models.deepseek.model:DeepseekV3ForCausalLM",
+        ("kimi_k2",),
+        pictured=("kimi_k25",),
+        aliases={"language_model.model": "model", "language_model.lm_head": "lm_head"},
     ),
     "glm4_moe_lite": Family("models.deepseek.config:Glm4MoeLiteConfig", "models.deepseek.model:Glm4MoeLiteForCausalLM"),
     "minimax_m2": Family(
@@ -63,7 +68,8 @@ def family_of(config: Mapping[str, Any]) -> str | None:
     """The family that the contents of a config.json belong to; None: it is not supported."""
     kind, architectures = config.get("model_type"), config.get("architectures")
     for name, family in FAMILIES.items():
-        if kind == name or (kind in family.old_types and architectures == [family.model.partition(":")[2]]):
+        known = kind == name or kind in family.pictured
+        if known or (kind in family.old_types and architectures == [family.model.partition(":")[2]]):
             return name
     return None
 

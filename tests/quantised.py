@@ -168,7 +168,7 @@ def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, 
 
 
 def is_quantised(name: str) -> bool:
-    return ".layers." in name and (name.endswith("_proj.weight") or ".experts." in name)
+    return ".layers." in name and (name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or ".experts." in name)
 
 
 def quantise_tiny(

@@ -1,5 +1,5 @@
-"""The config.json of models with attention over latents, checked: DeepSeek-V2 and V2-Lite; DeepSeek-V3, V3.1
-and R1, Kimi-K2 and Moonlight; GLM-4.7-Flash."""
+"""The config.json of models with attention over latents, checked: DeepSeek-V2 and V2-Lite; DeepSeek-V3, V3.1 and R1,
+Kimi-K2, what reads text in Kimi-K2.5, and Moonlight; GLM-4.7-Flash."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ class LatentMoeConfig(MoeConfig):
 
     @classmethod
     def from_folder(cls: type[Own], folder: Path) -> Own:
-        hf = read_hf_config(folder)
+        hf = read_hf_config(folder).text
         hf.refuse("hidden_act", "silu")
         hf.refuse("scoring_func", cls.scoring)
         hf.refuse("attention_bias", False)

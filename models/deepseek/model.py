@@ -40,6 +40,10 @@ class LatentMoeForCausalLM(CausalLM):
         )
         super().__init__(config, build, layers, config.num_nextn_predict_layers)
 
+    def ignores(self, name: str) -> bool:
+        """Also what sees pictures."""
+        return super().ignores(name) or name.startswith(("vision_tower.", "mm_projector."))
+
 
 class DeepseekV2ForCausalLM(LatentMoeForCausalLM):
     pass

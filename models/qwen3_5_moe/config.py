@@ -17,7 +17,7 @@ class Qwen3_5MoeConfig(HybridConfig):
     @classmethod
     def from_folder(cls, folder: Path) -> "Qwen3_5MoeConfig":
         whole = read_hf_config(folder)
-        hf = whole if whole.value("text_config") is None else whole.inner("text_config")
+        hf = whole.text
         if whole.flag(TIED, False) != hf.flag(TIED, whole.flag(TIED, False)):
             raise whole.error(TIED, "does not agree with text_config's")
         hf.refuse("norm_topk_prob", True)

@@ -3,6 +3,7 @@ what known mistakes would do to them; and what is refused (of splits: tests/exec
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from ops.parallel.groups import Parallel
 from tests.models.family_mistakes import MISTAKES, Mistake
 from tests.models.hybrid_mistakes import HYBRID_MISTAKES
 from tests.models.latent_mistakes import LATENT_MISTAKES
-from tests.quantised import quantise_tiny
+from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
+from umbra.commands.inspect_checkpoint import inspect_checkpoint
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -134,16 +136,48 @@ def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, m
     assert np.abs(found - expected).mean() < most * np.abs(expected).mean()
 
 
-@pytest.mark.parametrize("format", ["fp8", "awq"])
+@pytest.mark.parametrize("format", ["fp8", "awq", "gptq"])
 def test_heads_matrices_are_dequantised(tmp_path: Path, format: str) -> None:
-    """Also where blocks of a scale have rows of several heads, and rows are kept in another order."""
-    widths = dict(hidden_size=256, intermediate_size=160, moe_intermediate_size=128, kv_lora_rank=64, v_head_dim=24)
+    """Also where blocks of a scale have rows of several heads, as of GLM-4.7-Flash, the last are smaller, and rows are
+    kept in another order. AutoAWQ leaves one module of DeepSeek's in floats."""
+    widths = dict(hidden_size=256, intermediate_size=160, moe_intermediate_size=128, kv_lora_rank=64, v_head_dim=32)
     save_tiny_of(tmp_path / "model", "deepseek_v3", **widths, qk_nope_head_dim=40, initializer_range=0.1)
-    floats = quantise_tiny(tmp_path / "model", tmp_path / "quantised", format)
+    left, path = "kv_a_proj_with_mqa" if format == "awq" else "none", tmp_path / "quantised"
+    more: dict[str, Any] = {"modules_to_not_convert": ["mlp.gate", left]} if format == "awq" else {}
+    chosen = lambda name: is_quantised(name) and left not in name  # noqa: E731
+    floats = quantise_tiny(tmp_path / "model", path, format, quantised=chosen, **more)
     theirs = logits_of(floats, "deepseek_v3", 0)
-    ours = logits_of(tmp_path / "quantised", "deepseek_v3", 0, quantization={"method": "none"})
+    for method, most in (("none", 1e-5), ("auto", 0.1)):  # products with what is kept have activations of 8 bits
+        ours = logits_of(path, "deepseek_v3", 0, quantization={"method": method, "keep_packed": False})
+        for name, expected in theirs.items():
+            assert np.abs(ours[name] - expected).sum() <= most * np.abs(expected).sum()
+
+
+@pytest.mark.parametrize("official", ["Kimi-K2-Thinking", "Kimi-K2.5"])
+def test_kimis_experts_are_kept_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str], official: str) -> None:
+    """The official config with a small model's sizes; K2.5 also sees pictures."""
+    widths = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, initializer_range=0.1)
+    save_tiny_of(tmp_path / "model", "deepseek_v3", **widths, n_group=1, topk_group=1)
+    path, experts = tmp_path / "kimi", lambda name: ".experts." in name
+    floats = quantise_tiny(tmp_path / "model", path, "pack-quantized", 32, 4, True, quantised=experts)
+    tensors = load_file(path / "model.safetensors")
+    config, sizes = (json.loads((at / "config.json").read_text()) for at in (ROOT / "checkpoints" / official, floats))
+    text = config.get("text_config", config)
+    text |= {key: value for key, value in sizes.items() if key in text and key not in ("model_type", "architectures")}
+    text["rope_scaling"] = sizes["rope_parameters"]
+    if text is not config:
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        tensors |= {"vision_tower.patch_embed.proj.weight": torch.ones(3), "mm_projector.proj.0.weight": torch.ones(3)}
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    theirs = logits_of(floats, "deepseek_v3", 0)
+    ours = logits_of(path, "deepseek_v3", 0, quantization={"method": "none"})
     for name, expected in theirs.items():
         np.testing.assert_allclose(ours[name], expected, atol=1e-4)
+    inspect_checkpoint(path, None, [], None)
+    said = capsys.readouterr().out
+    assert "24 modules in pack-quantized" in said
+    assert "warning" not in said
 
 
 @pytest.mark.parametrize(
@@ -158,12 +192,16 @@ def test_heads_matrices_are_dequantised(tmp_path: Path, format: str) -> None:
         ("DeepSeek-V2-Lite", "deepseek_v2", 15.7, RopeConfig(1e4, 64, LITE_YARN), 64),
         ("Moonlight-16B-A3B", "deepseek_v3", 15.96, RopeConfig(5e4, 64, None), 64),
         ("GLM-4.7-Flash", "glm4_moe_lite", 29.94, RopeConfig(1e6, 64, None), 64),
-        ("DeepSeek-V3", "deepseek_v3", 671.0, RopeConfig(1e4, 64, V3_YARN), 64),
+        ("DeepSeek-V2", "deepseek_v2", 235.7, RopeConfig(1e4, 64, LITE_YARN), 64),
+        *((name, "deepseek_v3", 671.0, RopeConfig(1e4, 64, V3_YARN), 64)
+          for name in ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1")),
         ("Kimi-K2-Instruct", "deepseek_v3", 1026.4, RopeConfig(5e4, 64, K2_YARN), 64),
+        *((name, "deepseek_v3", 1026.4, RopeConfig(5e4, 64, replace(K2_YARN, factor=64.0)), 64)
+          for name in ("Kimi-K2-Instruct-0905", "Kimi-K2-Thinking", "Kimi-K2.5")),
         ("gpt-oss-20b", "gpt_oss", 20.9, RopeConfig(150000, 64, OSS_YARN), 64),
         ("gpt-oss-120b", "gpt_oss", 116.8, RopeConfig(150000, 64, OSS_YARN), 64),
     ],
-)
+)  # fmt: skip
 def test_official_configs_are_models_of_their_size(
     folder: str, family: str, billions: float, rope: RopeConfig, width: int
 ) -> None:

@@ -1,5 +1,6 @@
 """Finds out the format of a checkpoint from its config.json and the names of its tensors."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,9 +46,9 @@ def read_scheme(folder: Path) -> Scheme:
 
 
 def _said(config: HfConfig) -> Scheme:
-    for key in ("quantization_config", "compression_config"):
-        if config.value(key) is not None:
-            inner = config.inner(key)
+    for holder, key in itertools.product((config, config.text), ("quantization_config", "compression_config")):
+        if holder.value(key) is not None:
+            inner = holder.inner(key)
             method = inner.one_of("quant_method", allowed=tuple(SCHEMES))
             return SCHEMES[method](inner)
     return Unquantised()
