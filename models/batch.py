@@ -49,6 +49,8 @@ class Batch:
     # are other rows, `absorbed` has those.
     expanded: Subset | None = None
     absorbed: Subset | None = None
+    # Of a step that guesses tokens: the hidden states (T, H) of the tokens before `token_ids`, after the final norm.
+    hidden: Tensor | None = None
 
     def rows(self, parallel: Parallel) -> GroupRows:
         """The rows of the step that a rank with this position in the splits holds outside attention and experts."""
@@ -70,7 +72,8 @@ class Batch:
         rows, counts = self.logit_rows, self.wanted_per_group
         if rows is None or counts is None:
             return x, residual, self
-        return x[rows], residual[rows], dataclasses.replace(self, tokens_per_group=counts)
+        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        return x, residual, dataclasses.replace(self, tokens_per_group=counts)
 
     def fields(self) -> dict[str, Any]:
         """All fields by name, also those of `paged`, which have the number of their set in their names after the

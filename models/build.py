@@ -60,6 +60,7 @@ class Build:
     device: torch.device
     max_positions: int  # tokens of the longest sequence that the case allows
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step
+    mtp: bool = False  # whether the model's own layer that predicts further tokens is made
     shadows: Shadows | None = None
     exchange: Exchange | None = None  # over all ranks, where a rank has its own tokens and whole experts
     path: str = ""  # path of the module that is being made, as in the checkpoint

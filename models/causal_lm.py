@@ -1,16 +1,20 @@
 """A decoder-only language model: embedding, a family's decoder layers, output head."""
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from models.batch import Batch
 from models.build import Build
+from models.layers.decoder_layer import DecoderLayer
 from models.layers.embedding import HEAD, LMHead, VocabEmbedding
+from models.layers.mtp import DEEPSEEK_MTP, MtpNames, MultiTokenPrediction, add_at
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryTable
 from models.rope import RopeConfig
+from umbra.errors import UserError
 
 
 class DecoderConfig(Protocol):
@@ -31,9 +35,9 @@ class DecoderConfig(Protocol):
 
 
 class Decoder(nn.Module):
-    """The hidden states of those of a step's tokens whose logits are wanted. Each of `layers` takes
-    (x, residual, cos, sin, batch), where x + residual is its input and residual is None before the first, and returns
-    (x, residual) for the next."""
+    """The hidden states of a step's tokens; if `wanted_per_group` is set, of those whose logits are wanted. Each of
+    `layers` takes (x, residual, cos, sin, batch), where x + residual is its input and residual is None before the
+    first, and returns (x, residual) for the next."""
 
     def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module]):
         super().__init__()
@@ -41,36 +45,79 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.layers = nn.ModuleList(layers)
+        self.depth = len(self.layers)  # a layer that predicts further tokens may follow
         self.norm = RMSNorm(build.at("model.norm"), config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
         rows = batch.rows(self.parallel)
         x, residual = rows.own(self.embed_tokens(batch.token_ids)), None  # (T, H)
         cos, sin = self.rotary(batch.positions)
-        *layers, last = self.layers
+        *layers, last = self.layers[: self.depth]
         for layer in layers:
             x, residual = layer(x, residual, cos, sin, batch.with_all_rows)
         x, residual = last(x, residual, cos, sin, batch)
-        x = rows.gather(self.norm.add(x, residual)[0])
-        return x if batch.logit_rows is None or batch.wanted_per_group is not None else x[batch.logit_rows]
+        return rows.gather(self.norm.add(x, residual)[0])
+
+
+def wanted(x: Tensor, batch: Batch) -> Tensor:
+    """Those rows of hidden states whose logits are wanted."""
+    rows = batch.logit_rows
+    return x if rows is None or batch.wanted_per_group is not None else x.index_select(0, rows)
 
 
 class CausalLM(nn.Module):
     """A family's model; the family's own class takes (config, build). The weights of a new model are undefined until
     they are filled, and its attention layers need their caches. `mtp_layers` layers that predict further tokens may
-    follow in a checkpoint; they are not used."""
+    follow in a checkpoint; with `build.mtp` the first of them is made, with the decoder layer that `mtp_layer` makes of
+    a Build at its path."""
 
-    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module], mtp_layers: int = 0):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        build: Build,
+        layers: Iterable[nn.Module],
+        mtp_layers: int = 0,
+        mtp_layer: Callable[[Build], DecoderLayer] | None = None,
+        mtp_path: str = "model.layers.{}",
+        mtp_names: MtpNames = DEEPSEEK_MTP,
+    ):
         super().__init__()
         self.model = Decoder(config, build, layers)
         source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
-        depth = len(self.model.layers)
-        self.mtp_layers = tuple(f"model.layers.{depth + i}." for i in range(mtp_layers))
+        paths = [mtp_path.format(self.model.depth + i) for i in range(mtp_layers)]
+        self.mtp_layers = tuple(f"{path}." for path in paths)
+        self.mtp_at = ""  # the path of the one that is made
+        if build.mtp and mtp_layer and paths:
+            # Its experts stay in the device's memory: they are those of one layer.
+            own = dataclasses.replace(build, shadows=None, exchange=None).at(paths[0])
+            layer = mtp_layer(own.at(mtp_names.layer) if mtp_names.layer else own)
+            self.mtp_at = paths[0]
+            add_at(
+                self, self.mtp_at,
+                MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, mtp_names),
+            )  # fmt: skip
+        elif build.mtp:
+            raise UserError("draft_config.method: mtp: the model has no layers that predict further tokens")
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
 
     def forward(self, batch: Batch) -> Tensor:
         """Runs a step's tokens; of decode steps graphs are captured. -> logits (rows wanted, vocabulary)"""
-        return self.lm_head(self.model(batch))
+        return self.lm_head(wanted(self.model(batch), batch))
+
+    def with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same, of a batch without `wanted_per_group`. -> logits, and the hidden states (T, H) of all rows"""
+        hidden = self.model(batch)
+        return self.lm_head(wanted(hidden, batch)), hidden
+
+    def guess(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Caches what its further layer keeps of a step's tokens, which follow those of `batch.hidden`. -> for each row
+        wanted, the token that follows most likely, and the hidden state from which the next guess goes on"""
+        if batch.hidden is None:
+            raise AssertionError("guesses are made from hidden states")
+        model = self.model
+        embedded, angles = model.embed_tokens(batch.token_ids), model.rotary(batch.positions)
+        hidden = wanted(self.get_submodule(self.mtp_at)(embedded, batch.hidden, *angles, batch), batch)
+        return self.lm_head.ops.argmax(self.lm_head(hidden)), hidden
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold the tensor `name` although the model does not use it, such as the output head

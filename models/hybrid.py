@@ -8,7 +8,10 @@ from models.hybrid_config import HybridConfig
 from models.layers.attention import GroupedAttention
 from models.layers.decoder_layer import DecoderLayer
 from models.layers.delta_net import DeltaNet
+from models.layers.mtp import MtpNames
 from models.layers.sparse_block import SparseMoeBlock
+
+MTP = MtpNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
 
 
 def decoder_layer(config: HybridConfig, build: Build, linear: bool, fused: bool) -> DecoderLayer:
@@ -34,7 +37,10 @@ class HybridForCausalLM(CausalLM):
             decoder_layer(config, build.at(f"model.layers.{i}"), linear, self.fused)
             for i, linear in enumerate(config.linear_layers)
         )
-        super().__init__(config, build, layers)
+        super().__init__(
+            config, build, layers, config.mtp_num_hidden_layers,
+            lambda own: decoder_layer(config, own, linear=False, fused=False), "mtp", MTP,
+        )  # fmt: skip
 
     def ignores(self, name: str) -> bool:
         """Also layers that predict further tokens, and what sees pictures."""

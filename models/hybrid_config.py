@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import check_even_split, check_kv_split
+from models.config import LARGEST_DEPTH, check_even_split, check_kv_split
 from models.hf_config import HfConfig
 from models.moe_config import MoeConfig, read_sizes
 from models.rope import read_rope, read_rotary_dim
@@ -26,6 +26,7 @@ class HybridConfig(MoeConfig):
     linear_value_head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
+    mtp_num_hidden_layers: int  # layers that predict further tokens
     linear_layers: tuple[bool, ...]  # for each layer whether it has a state in place of cached keys and values
 
     @property
@@ -68,5 +69,6 @@ def read_hybrid(hf: HfConfig, defaults: Mapping[str, int]) -> dict[str, Any]:
         "rms_norm_eps": hf.number("rms_norm_eps", default=1e-6),
         "rope": read_rope(hf, read_rotary_dim(hf, dim, default=0.25), sizes["max_position_embeddings"]),
         "sparse_layers": (True,) * layers,
+        "mtp_num_hidden_layers": hf.size("mtp_num_hidden_layers", default=1, minimum=0, maximum=LARGEST_DEPTH),
         "linear_layers": tuple(kind == LINEAR for kind in kinds),
     }

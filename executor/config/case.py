@@ -20,6 +20,7 @@ EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in
 
 
 MOST_DRAFTING = 16  # sequences of a data-parallel group that get drafts; steps of more read most weights anyway
+LOOKUP_TOKENS, MTP_TOKENS = 7, 3  # guessed tokens of a sequence in a step, unless the case says how many
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,28 @@ class DataSettings:
         256, "the same for a step in which other sequences decode; a smaller limit slows them down less while a long "
         "prompt is prefilled; 0: no limit", means=OPEN, minimum=0,
     )  # fmt: skip
-    draft_tokens: int = key(
-        0, "most tokens of a sequence that a decode step guesses from what followed the same tokens before, in the "
-        "prompt or the answer, and checks; the tokens stay the same. Steps guess only as much as is measured to pay, "
-        "which is much where answers quote their prompts, while at most 16 sequences of a group decode",
-        minimum=0, maximum=15,
-    )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    method: str = key(
+        "none", "how a decode step guesses further tokens of each sequence, which the next step checks, so that the "
+        "tokens stay the same. lookup: those that followed the same tokens before, in the prompt or the answer; mtp: "
+        "those that the model's own layer for it predicts, or where the same tokens came before, what followed them",
+        choices=("none", "lookup", "mtp"), elsewhere=("speculative_algorithm",),
+    )  # fmt: skip
+    tokens: int | None = key(
+        None, "most guessed tokens of a sequence in a step, which has only as many as are measured to pay, while at "
+        f"most {MOST_DRAFTING} sequences of a group decode; auto: {LOOKUP_TOKENS}, or {MTP_TOKENS} with mtp",
+        means={"auto": None}, minimum=1, maximum=15, elsewhere=("num_speculative_tokens",),
+    )  # fmt: skip
+
+    @property
+    def most(self) -> int:
+        """Most guessed tokens of a sequence in a step; 0: none are."""
+        default = {"none": 0, "lookup": LOOKUP_TOKENS, "mtp": MTP_TOKENS}[self.method]
+        return default and (self.tokens or default)
 
 
 @dataclass(frozen=True)
@@ -427,6 +443,7 @@ class Case:
     )  # fmt: skip
     model_config: ModelSettings = section(ModelSettings)
     data_config: DataSettings = section(DataSettings)
+    draft_config: DraftSettings = section(DraftSettings)
     sampling_config: SamplingSettings = section(SamplingSettings)
     parallel_config: ParallelSettings = section(ParallelSettings)
     quantization: QuantizationSettings = section(QuantizationSettings)
@@ -445,7 +462,7 @@ class Case:
         """Most rows of a decode step, in all data-parallel groups: one for each sequence and each drafted token."""
         groups, data = self.attn_dp_size, self.data_config
         sequences = data.batch_size // groups
-        return groups * max(sequences, min(sequences, MOST_DRAFTING) * (1 + data.draft_tokens))
+        return groups * max(sequences, min(sequences, MOST_DRAFTING) * (1 + self.draft_config.most))
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

@@ -27,7 +27,7 @@ class Leaf:
     choices: tuple[str, ...]
     minimum: float | None
     maximum: float | None
-    means: Mapping[int, int | None]
+    means: Mapping[Any, int | None]
     elsewhere: tuple[str, ...]
 
     @property
@@ -41,7 +41,8 @@ class Leaf:
 
     @property
     def type_name(self) -> str:
-        return type_name(typing.get_args(self.type)[0] if self.means else self.type)
+        name = type_name(typing.get_args(self.type)[0] if self.means else self.type)
+        return " or ".join((name, *(word for word in self.means if isinstance(word, str))))
 
 
 def key(
@@ -51,11 +52,11 @@ def key(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
-    means: Mapping[int, int | None] = types.MappingProxyType({}),
+    means: Mapping[Any, int | None] = types.MappingProxyType({}),
     elsewhere: Sequence[str] = (),
 ) -> Any:
-    """A leaf. `means` has the numbers that stand for something else in a file, and the values that they become:
-    `{0: None, -1: 0}` for "0: chosen for you, -1: none". `elsewhere` has the names that other engines give the
+    """A leaf. `means` has the numbers and words that stand for something else in a file, and the values that they
+    become: `{0: None, -1: 0}` for "0: chosen for you, -1: none". `elsewhere` has the names that other engines give the
     key, which the command line and `LLM` take as well; in a file they are errors that name the key."""
     return dataclasses.field(
         default=default,
@@ -135,6 +136,8 @@ def _read(kind: type[T], data: object, where: str, prefix: str, docs: str) -> T:
 def _leaf(leaf: Leaf, value: object, where: str) -> object:
     if isinstance(value, bool) and "on" in leaf.choices:  # what YAML makes of `on` and `off`
         value = "on" if value else "off"
+    if isinstance(value, str) and value in leaf.means:
+        return leaf.means[value]
     try:
         converted = _convert(leaf.type, value)
     except UnicodeEncodeError:

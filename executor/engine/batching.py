@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence as ListOf
 
+import torch
 from torch import Tensor
 
 from executor.engine.pages import Pages, States
@@ -120,6 +121,34 @@ class Picked:
         sequences, none = tensor_of(self.sequences), array("q")
         each = (ops.paging(none, of[sequences], self.starts, self.lengths, page_size) for of in tables)
         return Subset(tensor_of(self.rows), tuple(each))
+
+
+def pack_rows(
+    ops: Ops,
+    rows: ListOf[tuple[Sequence, int] | None],
+    pool: Pages,
+    tokens_per_group: tuple[int, ...],
+    table_width: int,
+    sets: int = 1,
+) -> Batch:
+    """The batch of one token of each of `rows`, (sequence, position), whose pages are reserved, without its ids. None
+    is a padding row."""
+    size = pool.page_size
+    positions = array("q", (row[1] if row else 0 for row in rows))
+    starts, lengths = array("q", range(len(rows) + 1)), array("q", (r[1] + 1 if r else PADDING_LENGTH for r in rows))
+    paged = []
+    for number in range(sets):
+        tables, slots = [], array("q")
+        for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
+            table = row[0].held[number].pages(pool) if row else array("q", [pool.padding])
+            slots.append(
+                table[position // size] * size + position % size if row else pool.padding * size + index % size
+            )
+            tables.append(torch.nn.functional.pad(tensor_of(table), (0, table_width - len(table))))
+        stacked = torch.stack(tables) if tables else torch.empty(0, table_width, dtype=torch.int64)
+        paged.append(ops.paging(slots, stacked, starts, lengths, size))
+    ids = torch.zeros(len(rows), dtype=torch.int64)
+    return Batch(ids, tensor_of(positions), tuple(paged), logit_rows=None, tokens_per_group=tokens_per_group)
 
 
 class StateRows:

@@ -1,23 +1,32 @@
-"""Speculative decoding by prompt lookup: guesses the next tokens of sequences, so that one decode step checks several.
+"""Speculative decoding: guesses the next tokens of sequences, so that one decode step checks several.
 
-A draft is what followed the last tokens of a sequence where they occurred before, in its prompt or its answer. A step
-computes the drafted tokens as further rows. The token of each row is chosen as it always is, from the row's logits and
-its position's random number; a draft counts as far as it is what was chosen. So the tokens are those of a run without
-drafts, sampled ones as well.
+A draft is what followed the last tokens of a sequence where they occurred before, in its prompt or its answer (prompt
+lookup), or what a part of the model that predicts further tokens has guessed after the last step (mtp_drafts.py),
+whichever is likelier to come true. A step computes the drafted tokens as further rows. The token of each row is chosen
+as it always is, from the row's logits and its position's random number; a draft counts as far as it is what was chosen.
+So the tokens are those of a run without drafts, sampled ones as well.
 
 A step has drafts only where that pays: for each number of rows, the tokens that can be expected are divided by the
-seconds that steps of so many rows have taken. How often drafts come true is learned from all sequences, also from those
-without drafts, whose next token shows whether the draft would have been right.
+seconds that steps of so many rows have taken. How often drafts come true is learned from each sequence, also where a
+draft was not tried, whose next token shows whether it would have been right; of guesses for each position of a draft.
+How many tokens are guessed is chosen in the same way, with the seconds that guessing takes.
 """
 
 import bisect
+import itertools
+import operator
+from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
+from executor.config.case import MOST_DRAFTING
 from executor.engine.sequence import Sequence
 
 MARGIN = 1.03  # how much better a step with drafts must be expected to be
 ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows
 FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured again
+RETRY_STEPS = 32  # where guessing does not pay, one token is guessed again after so many steps
+LEARNING = 0.05  # weight of the newest outcome in how often a sequence's guesses come true
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of rows of steps with drafts
 
 
@@ -31,6 +40,8 @@ class Drafts:
         self._measured: dict[int, int] = {}  # the step in which it was last measured
         self._captured: set[int] = set()  # numbers of rows that a step had before; the first one takes longer
         self._steps = 0
+        self._guessing: dict[int, float] = {}  # seconds of one guess for each of so many sequences
+        self._idle = 0  # steps without guesses, one after another
 
     def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
         """Appends drafts to `sequences`, which take one token each in the next step; room[i] is the largest number of
@@ -40,12 +51,16 @@ class Drafts:
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence, most in zip(sequences, room, strict=True):
-            ngrams = sequence.ngrams
-            if most < 1 or len(sequence.ids) < ngrams.pause or sequence.matcher:
+            ngrams, most = sequence.ngrams, min(most, self.most)
+            if most < 1 or sequence.matcher:
                 continue
-            draft, chance = ngrams.look_up(sequence.ids, min(most, self.most)), 1.0
-            for token in draft:
-                chance *= ngrams.rate
+            draft = array("q") if len(sequence.ids) < ngrams.pause else ngrams.look_up(sequence.ids, most)
+            likely = [ngrams.rate ** (i + 1) for i in range(len(draft))]
+            guessed = list(itertools.accumulate(sequence.rates[: len(sequence.guesses[:most])], operator.mul))
+            sequence.looked_up = sum(likely) >= sum(guessed)
+            if not sequence.looked_up:
+                draft, likely = sequence.guesses[:most], guessed
+            for token, chance in zip(draft, likely, strict=True):
                 chances.append((-chance, len(found)))
                 found.append((sequence, token))
         chances.sort()
@@ -112,9 +127,42 @@ class Drafts:
         kept, first = 0, len(ids) - drafted
         while kept < drafted and chosen[kept] == ids[first + kept]:
             kept += 1
-            ngrams.learn(True)
-        if kept < drafted:
-            ngrams.learn(False)
+        for right in [True] * kept + [False] * (kept < drafted) if sequence.looked_up else ():
+            ngrams.learn(right)
         del ids[first:]
         sequence.drafted, ngrams.expected = 0, None
         return chosen[: kept + 1]
+
+    def check(self, sequence: Sequence, tokens: ListOf[int]) -> None:
+        """Learns from the guesses of a sequence, tried or not, whose next tokens are `tokens`."""
+        for place, (guess, token) in enumerate(zip(sequence.guesses, tokens, strict=False)):
+            sequence.rates[place] += ((guess == token) - sequence.rates[place]) * LEARNING
+            if guess != token:
+                break
+        sequence.guesses = array("q")
+
+    def depth(self, sequences: ListOf[Sequence]) -> int:
+        """How many tokens to guess for each of `sequences` after a step."""
+        count = len(sequences)
+        if not count or count > MOST_DRAFTING or self._rows:
+            return 0
+        expected, best, found = float(count), count / self._cost(count) * MARGIN, 0
+        each = self._guessing.get(count, 0.0)
+        for depth, chance in enumerate(self._chances(sequences), 1):
+            expected += chance
+            if (worth := expected / (self._cost(count * (1 + depth)) + depth * each)) > best:
+                best, found = worth, depth
+        self._idle = 0 if found else self._idle + 1
+        return found or int(self._idle % RETRY_STEPS == 1)
+
+    def _chances(self, sequences: ListOf[Sequence]) -> Iterator[float]:
+        """For each position of a draft, how many guesses for `sequences` can be expected to come true."""
+        running = [1.0] * len(sequences)
+        for place in range(self.most):
+            running = [chance * s.rates[place] for chance, s in zip(running, sequences, strict=True)]
+            yield sum(running)
+
+    def guessed(self, sequences: int, depth: int, seconds: float) -> None:
+        """Learns that guessing `depth` tokens of each of so many sequences took `seconds`."""
+        before = self._guessing.get(sequences, seconds / depth)
+        self._guessing[sequences] = before + (seconds / depth - before) * (0.3 if seconds / depth < before else 0.1)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from executor.engine.arena import open_arena, set_pages_of
 from executor.engine.batch_limits import limits_of
 from executor.engine.batching import pack
 from executor.engine.kv_caches import bind_caches, recurrent
+from executor.engine.mtp_drafts import MtpDrafter
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
 from executor.engine.rebalancing import Rebalancing
@@ -38,7 +39,7 @@ from text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from executor.engine.grammar import Grammars
 
-ForwardStep = Callable[[Batch], Tensor]
+ForwardStep = Callable[[Batch], Any]  # -> logits or, of a model that guesses tokens, logits and hidden states
 
 
 class Engine:
@@ -79,17 +80,22 @@ class Engine:
             self.pages = PagePool(limits.pages, limits.page_size)
         balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None
+        self.drafter = MtpDrafter(self) if self.model.mtp_at else None
         self.decode_step: ForwardStep = self.eager_step
         size = sum(layer.nbytes for _, layer in layers_of(self.model))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
-    def eager_step(self, batch: Batch) -> Tensor:
+    @property
+    def _step(self) -> ForwardStep:
+        return self.model.with_hidden if self.drafter else self.model.forward
+
+    def eager_step(self, batch: Batch) -> Any:
         """Runs a step op by op."""
-        return self.model(batch.to(self.platform.device))
+        return self._step(batch.to(self.platform.device))
 
     def graph_step(self) -> ForwardStep:
         """Returns a decode step that runs as static graphs, one for each number of sequences, as `exe_mode` says."""
-        return self.platform.compile(self.model.forward, self.config)
+        return self.platform.compile(self._step, self.config)
 
     def pack(self, groups: ListOf[ListOf[Sequence]], decode: bool, all_logits: bool = False) -> Batch:
         """Returns the batch of this rank's group. `groups` are the sequences of a step in each data-parallel group, all
@@ -106,7 +112,8 @@ class Engine:
             rows = len(mine) + tokens[group] - live[group]
         whole = all_logits or decode
         # The experts' shadows and shares of rows are made for all tokens of a step.
-        narrow = not (whole or shared or self.shadows)
+        # The layer that guesses tokens takes the hidden states of all rows.
+        narrow = not (whole or shared or self.shadows or self.drafter)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
@@ -122,7 +129,11 @@ class Engine:
         """Returns the logits of this rank's data-parallel group. The device may still be computing them; reading the
         chosen tokens waits for it."""
         with self.profiler.step("decode" if decode else "prefill"):
-            return self.decode_step(batch) if decode else self.eager_step(batch)
+            found = self.decode_step(batch) if decode else self.eager_step(batch)
+        if self.drafter:
+            found, self.drafter.hidden = found
+        logits: Tensor = found
+        return logits
 
     def choose(self, logits: Tensor, groups: ListOf[ListOf[Sequence]]) -> list[int]:
         """Returns the tokens chosen after the newest and each drafted token of each sequence of `groups`, the

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from array import array
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from executor.engine.batch_limits import limits_of
 from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
+from executor.engine.mtp_drafts import Computed, MtpDrafter
 from executor.engine.request import Event, Request, TokenLogprob
 from executor.engine.sampling import token_logprob
 from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
+from models.batch import Batch
 from umbra.errors import UserError
 
 SHARED_STEPS = 16  # decode steps whose times rank 0 shares at once
@@ -32,7 +35,7 @@ class Loop:
         self._group = engine.parallel.attn_dp.rank
         self._ids = itertools.count()
         self._aborted: list[Event] = []
-        self._steps: list[tuple[int, float]] = []  # rows and seconds of decode steps that drafts have not learned from
+        self._steps: list[tuple[int, float, int, int, float]] = []  # decode steps that drafts have not learned from
         self._admitted: dict[int, float] = {}  # id -> time of admission in seconds, of sequences without a first token
 
     @property
@@ -76,23 +79,27 @@ class Loop:
         for sequence in prompts:
             if not sequence.num_computed:
                 self._admitted[sequence.id] = start
+        guessing = 0, 0, 0.0
         with self.engine.step(decode):
             self.scheduler.reserve(step.sequences)
+            computed = [(s, s.num_computed, s.end) for s in step.sequences if s.group == self._group]
             batch = self.engine.pack(self.scheduler.by_group(step.sequences), decode)
             logits = self.engine.forward(batch, decode)
             if prompts:
                 self._score(logits, step.sequences)
                 logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
             tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
-        rows = [1 + s.drafted for s in finished]
-        events = self.scheduler.commit(step, tokens)
+            rows, chosen = [1 + s.drafted for s in finished], time.perf_counter()
+            events = self.scheduler.commit(step, tokens)
+            if self.engine.drafter and self.scheduler.drafts:
+                guessing = self._guess(self.engine.drafter, self.scheduler.drafts, step, batch, computed)
         if any(s.request.sampling.logprobs is not None for s in finished):
             events = self._with_logprobs(logits, finished, rows, events)
         now = time.perf_counter()
         decoded = sum(len(e.tokens) for e, s in zip(events, finished, strict=True) if s not in prompts)
         self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), decoded, sum(rows) - len(rows), now - start)
         if decode and (drafts := self.scheduler.drafts):
-            self._took(drafts, sum(rows), now - start)
+            self._took(drafts, (sum(rows), chosen - start, *guessing))
         if self._admitted:
             self._first_tokens(events, finished, now)
         return aborted + events
@@ -105,19 +112,38 @@ class Loop:
             if sequence.prompt_logprobs and len(sequence.generated) == 1:
                 events[index] = events[index]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
 
-    def _took(self, drafts: Drafts, rows: int, seconds: float) -> None:
-        """Lets `drafts` learn what a decode step with so many rows costs. All ranks learn the times of rank 0, a few
-        steps later where there are several ranks."""
+    def _guess(
+        self, drafter: MtpDrafter, drafts: Drafts, step: Step, batch: Batch, computed: list[Computed]
+    ) -> tuple[int, int, float]:
+        """Guesses the next tokens of the sequences of `step`, which has just run. -> how many sequences got how many
+        guesses, and the seconds that this took"""
+        start, finished = time.perf_counter(), step.finished_prompts
+        depth = drafts.depth([s for s in finished if not s.finish_reason])
+        room = {s.id: self.scheduler.room_for_guesses(s, depth) for s in finished}
+        with torch.inference_mode():
+            found = drafter.guess(batch, computed, self.scheduler.by_group(finished), room, step.decode)
+        for sequence, guesses in zip(finished, found, strict=True):
+            sequence.guesses = array("q", guesses[: room[sequence.id]])
+        return len(finished), max(room.values(), default=0), time.perf_counter() - start
+
+    def _took(self, drafts: Drafts, step: tuple[int, float, int, int, float]) -> None:
+        """Lets `drafts` learn what a decode step costs: (rows, seconds, then as of `_guess`). All ranks learn the times
+        of rank 0, a few steps later where there are several ranks."""
         world = self.engine.parallel.world
+        self._steps.append(step)
         if world.size == 1:
-            return drafts.took(rows, seconds)
-        self._steps.append((rows, seconds))
-        if len(self._steps) == SHARED_STEPS:
-            times = torch.tensor([seconds for _, seconds in self._steps], device=self.engine.platform.device)
-            shared = world.gather_rows(times, None)[: len(self._steps)]
-            for (rows, _), seconds in zip(self._steps, shared.tolist(), strict=True):
-                drafts.took(rows, seconds)
-            self._steps.clear()
+            shared = [(seconds, guessing) for _, seconds, _, _, guessing in self._steps]
+        elif len(self._steps) == SHARED_STEPS:
+            mine = [[seconds, guessing] for _, seconds, _, _, guessing in self._steps]
+            times = torch.tensor(mine, device=self.engine.platform.device)
+            shared = world.gather_rows(times, None)[: len(self._steps)].tolist()
+        else:
+            return
+        for (rows, _, sequences, depth, _), (seconds, guessing) in zip(self._steps, shared, strict=True):
+            drafts.took(rows, seconds)
+            if depth:
+                drafts.guessed(sequences, depth, guessing)
+        self._steps.clear()
 
     def _with_logprobs(
         self, logits: Tensor, sequences: ListOf[Sequence], rows: ListOf[int], events: ListOf[Event]

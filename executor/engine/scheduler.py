@@ -211,6 +211,15 @@ class Scheduler:
             self.drafts.propose(step, [self._room(s) for s in step])
         return next_step
 
+    def room_for_guesses(self, sequence: Sequence, depth: int) -> int:
+        """Number of guesses, up to `depth`, that a running sequence may have in its next step; it gets the pages of
+        these."""
+        room = 0 if sequence.finish_reason else max(0, min(depth, self._room(sequence)))
+        for held in sequence.held if room else ():
+            if len(sequence.ids) + room > held.end * self.limits.page_size:
+                self.caches[sequence.group].extend(held, len(sequence.ids) + room)
+        return room
+
     def grow(self, sequences: ListOf[Sequence]) -> None:
         """Promise running sequences the pages of their next step. Those that have to wait for it are in `preempted`."""
         for sequence in sorted((s for s in sequences if s.end > s.covered), key=_seniority):
@@ -301,6 +310,8 @@ class Scheduler:
             if sequence.drafted and self.drafts:
                 new = self.drafts.accept(sequence, new)
             new = self._append(sequence, new)
+            if sequence.guesses and self.drafts:
+                self.drafts.check(sequence, new)
             if new:
                 sequence.num_computed = len(sequence.ids) - 1
             events.append(Event(sequence.id, tuple(new), sequence.finish_reason, sequence.cached_tokens))

@@ -69,7 +69,8 @@ def build_of(
         dtype=getattr(torch, case.model_config.dtype),
         device=device,
         max_positions=case.max_sequence_length,
-        draft_tokens=case.data_config.draft_tokens,
+        draft_tokens=case.draft_config.most,
+        mtp=case.draft_config.method == "mtp",
         shadows=shadows,
         exchange=exchange,
         biased=scheme.biased,
@@ -83,6 +84,7 @@ def packed_facts(case: Case) -> dict[str, Any]:
         "dtype": case.model_config.dtype,
         "parallel": dataclasses.asdict(case.parallel_sizes),
         "quantization": dataclasses.asdict(case.quantization),
+        "mtp": case.draft_config.method == "mtp",
         "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
         "order": native.order(),  # each of ARM's instruction sets has its own
     }

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cpu_offload.device import Device
 from executor.config.env import RankEnv
@@ -16,7 +16,7 @@ from models.batch import Batch
 from models.config import ModelConfig
 from ops.interface import Exchange, Ops
 
-Step = Callable[[Batch], Tensor]
+Step = Callable[[Batch], Any]  # -> logits, or several tensors
 
 
 class Platform(ABC):

@@ -6,7 +6,7 @@ the collectives are host nodes between the native ops.
 
 import os
 import resource
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,37 +77,37 @@ class CpuPlatform(Platform):
 
 
 class DecodeGraph:
-    """One captured decode step. Its inputs and its logits have fixed addresses; `replay` overwrites both in place."""
+    """One captured step. Its inputs and its outputs have fixed addresses; `replay` overwrites both in place."""
 
     def __init__(self, step: Step, batch: Batch):
         self.inputs = {name: t.clone() for name, t in batch.tensors().items()}
         fixed = batch.having(self.inputs)
         self.tape = Tape()
         with self.tape.capture():
-            self.logits = step(fixed)
+            self.found = step(fixed)
 
-    def replay(self, batch: Batch) -> Tensor:
+    def replay(self, batch: Batch) -> Any:
         fields = batch.fields()
         for name, tensor in self.inputs.items():
             tensor.copy_(fields[name])
         self.tape.replay()
-        return self.logits
+        return self.found
 
 
 class GraphStep:
-    """The decode step as graphs, one for each number of sequences in each data-parallel group.
+    """A decode step as graphs, one for each number of rows in each data-parallel group, and of those wanted of them.
 
-    Capturing also computes, so the first step of a size costs one eager step. The logits are overwritten by the next
-    call with as many sequences.
+    Capturing also computes, so the first step of a size costs one eager step. What it returns is overwritten by the
+    next call of the same size.
     """
 
     def __init__(self, step: Step):
         self.step = step
-        self.graphs: dict[tuple[int, ...], DecodeGraph] = {}
+        self.graphs: dict[Any, DecodeGraph] = {}
 
-    def __call__(self, batch: Batch) -> Tensor:
-        size = batch.tokens_per_group or ()  # the same on every rank, so all capture together
+    def __call__(self, batch: Batch) -> Any:
+        size = batch.tokens_per_group, batch.wanted_per_group  # the same on every rank, so all capture together
         if size not in self.graphs:
             self.graphs[size] = DecodeGraph(self.step, batch)
-            return self.graphs[size].logits
+            return self.graphs[size].found
         return self.graphs[size].replay(batch)

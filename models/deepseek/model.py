@@ -38,7 +38,9 @@ class LatentMoeForCausalLM(CausalLM):
             decoder_layer(config, build.at(f"model.layers.{i}"), sparse)
             for i, sparse in enumerate(config.sparse_layers)
         )
-        super().__init__(config, build, layers, config.num_nextn_predict_layers)
+        super().__init__(
+            config, build, layers, config.num_nextn_predict_layers, lambda own: decoder_layer(config, own, sparse=True)
+        )
 
     def ignores(self, name: str) -> bool:
         """Also what sees pictures."""

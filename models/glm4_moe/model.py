@@ -28,4 +28,6 @@ class Glm4MoeForCausalLM(CausalLM):
             decoder_layer(config, build.at(f"model.layers.{i}"), sparse)
             for i, sparse in enumerate(config.sparse_layers)
         )
-        super().__init__(config, build, layers, config.num_nextn_predict_layers)
+        super().__init__(
+            config, build, layers, config.num_nextn_predict_layers, lambda own: decoder_layer(config, own, sparse=True)
+        )

@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
     each replay calls. Any other computation would be missing from replays and is refused."""
 
     ROOM = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
-    COPIES = ("aten::new_zeros", "aten::copy_", "aten::cat", "aten::clone", "aten::flatten")
+    COPIES = "aten::new_zeros", "aten::copy_", "aten::cat", "aten::clone", "aten::flatten", "aten::index_select"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -137,7 +137,9 @@ def answers(rank: int, folder: Path, mode: str) -> tuple[list[list[int]], int, i
     computing.start()
     more = f"exe_mode={mode}", "strict=true", "max_new_tokens=24"
     plain = generate(ascend_runner(ascend_case(folder, *more, family=HYBRID), folder))
-    runner = ascend_runner(ascend_case(folder, *more, "draft_tokens=3", family=HYBRID), folder)
+    runner = ascend_runner(
+        ascend_case(folder, *more, "draft_config.method=lookup", "draft_config.tokens=3", family=HYBRID), folder
+    )
     texts = [prompt + s.generated for prompt, s in zip(PROMPTS, plain, strict=True)]
     guesses = runner.loop.scheduler.drafts = Guesses(3, texts)
     assert [s.generated for s in generate(runner)] == [s.generated for s in plain]
@@ -156,7 +158,14 @@ def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
 def test_a_graph_copies_no_states_whole(tmp_path: Path, mode: str) -> None:
     """A step reads and writes each state in strips; how many kernels that takes is in docs/ascend.md."""
     torch._dynamo.reset()
-    case = ascend_case(tmp_path, f"exe_mode={mode}", "strict=true", "draft_tokens=3", family=HYBRID)
+    case = ascend_case(
+        tmp_path,
+        f"exe_mode={mode}",
+        "strict=true",
+        "draft_config.method=lookup",
+        "draft_config.tokens=3",
+        family=HYBRID,
+    )
     runner = ascend_runner(case, tmp_path)
     prefilled(runner)
     with ge_programs() as programs, device_log() as log:

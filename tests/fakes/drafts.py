@@ -1,6 +1,13 @@
 """Drafts whose choice does not depend on how fast this machine is."""
 
+from typing import Any
+
 from executor.engine.drafts import Drafts
+
+
+def lookup(most: int) -> dict[str, Any]:
+    """draft_config with at most so many tokens of prompt lookup."""
+    return {"method": "lookup", "tokens": most} if most else {}
 
 
 class FreeDrafts(Drafts):

@@ -35,7 +35,8 @@ from umbra.errors import collect_seldom
 PLAIN = ["batch_size=1", "prefix_cache=false", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}"]
 HARD = [
     f"input_max_len={LONGEST}", f"max_new_tokens={NEW}", "batch_size=8", "max_queue=16", "restarts=9", "mode=elastic",
-    "arena_mb=8", "prefix_floor=256", "reserve=16", "draft_tokens=4", "prefill_pause_ms=2",
+    "arena_mb=8", "prefix_floor=256", "reserve=16", "draft_config.method=lookup",
+    "draft_config.tokens=4", "prefill_pause_ms=2",
 ]  # fmt: skip
 CLIENTS = {"whole": 72, "vanishes": 12, "slow": 3, "wrong": 13}  # in a hundred
 STREAMED = 0.7

@@ -149,7 +149,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--answers", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--drafts", type=int, default=7, help="data_config.draft_tokens")
+    parser.add_argument("--drafts", type=int, default=7, help="draft_config.tokens")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -157,10 +157,13 @@ def main(argv: list[str]) -> None:
     def rows_of(batch: int) -> Iterator[Row]:
         changes = dict(
             with_ckpt="false", threads=args.threads, instruction_set=args.instruction_set, batch_size=2 * batch,
-            draft_tokens=args.drafts, input_max_len=PROMPT, max_new_tokens=ANSWER,
+            input_max_len=PROMPT, max_new_tokens=ANSWER,
         )  # fmt: skip
+        drafts = ["draft_config.method=lookup", f"draft_config.tokens={args.drafts}"]
         runner = make_runner(
-            load_case(args.case, [f"{key}={value}" for key, value in changes.items()]), Path("results"), rank_env()
+            load_case(args.case, [f"{key}={value}" for key, value in changes.items()] + drafts),
+            Path("results"),
+            rank_env(),
         )
         if args.layers is not None:
             runner.config = with_experts(runner.config, args.layers)

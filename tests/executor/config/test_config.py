@@ -187,10 +187,13 @@ def test_the_rows_of_a_decode_step() -> None:
     def rows(*overrides: str) -> int:
         return load_case("demo", ["exe_mode=eager", *overrides]).decode_rows
 
-    assert rows("batch_size=4") == 4
-    assert rows("batch_size=4", "draft_tokens=3") == 16
-    assert rows("batch_size=20", "draft_tokens=1") == 32  # only so many sequences get drafts
-    assert rows("batch_size=8", "draft_tokens=1", "world_size=4", "attn_tp_size=2") == 16
+    def drafts(most: int) -> tuple[str, str]:
+        return "draft_config.method=lookup", f"draft_config.tokens={most}"
+
+    assert rows("batch_size=4") == rows("batch_size=4", "draft_config.tokens=3") == 4
+    assert rows("batch_size=4", *drafts(3)) == 16
+    assert rows("batch_size=20", *drafts(1)) == 32  # only so many sequences get drafts
+    assert rows("batch_size=8", *drafts(1), "world_size=4", "attn_tp_size=2") == 16
 
 
 def test_settings_come_before_overrides_and_sizes_are_filled_in() -> None:

@@ -10,6 +10,7 @@ from executor.engine.kv_caches import recurrent
 from executor.engine.loop import Loop
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence
+from tests.fakes.drafts import lookup
 from tests.tiny import make_runner, save_tiny_of, tiny_case
 
 PAGE = 16
@@ -49,9 +50,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loop_of(model: Path, checkpoints: int, drafts: int = 0) -> Loop:
-    data = {"batch_size": 4, "input_max_len": 600, "max_new_tokens": 40, "draft_tokens": drafts}
+    data = {"batch_size": 4, "input_max_len": 600, "max_new_tokens": 40}
     case = tiny_case(
         model.parent, model, model_name="qwen3_next", exe_mode="graph", data_config=data,
+        draft_config=lookup(drafts),
         cache_config={"page_size": PAGE, "state_checkpoints": checkpoints},
     )  # fmt: skip
     engine = make_runner(case, model.parent).engine

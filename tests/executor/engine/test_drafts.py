@@ -17,7 +17,7 @@ from executor.engine.ngrams import MATCH, NgramIndex
 from executor.engine.request import Event, Request, SamplingParams
 from executor.engine.sequence import Sequence, new_sequence
 from models.registry import family_in
-from tests.fakes.drafts import FreeDrafts
+from tests.fakes.drafts import FreeDrafts, lookup
 from tests.quantised import mxfp4_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 
@@ -46,8 +46,10 @@ def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loop_of(model: Path, draft_tokens: int, exe_mode: str, **options: Any) -> Loop:
-    data = {"batch_size": 3, "max_new_tokens": 64, "draft_tokens": draft_tokens}
-    case = tiny_case(model.parent, model, exe_mode=exe_mode, data_config=data, **options)
+    data = {"batch_size": 3, "max_new_tokens": 64}
+    case = tiny_case(
+        model.parent, model, exe_mode=exe_mode, data_config=data, draft_config=lookup(draft_tokens), **options
+    )
     loop = make_runner(case, model.parent).loop
     if draft_tokens:
         loop.scheduler.drafts = FreeDrafts(draft_tokens)

@@ -27,6 +27,7 @@ def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, 
     """Runs `steps` steps and returns what they did."""
     from executor.engine.loop import Loop
     from executor.engine.request import Request, SamplingParams
+    from tests.fakes.drafts import lookup
     from tests.tiny import make_runner, tiny_case
 
     shadow: dict[str, dict[str, Any]] = {
@@ -36,7 +37,8 @@ def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, 
     }
     case = tiny_case(
         folder, folder / "model", exe_mode=exe_mode, threads=2,
-        data_config={"batch_size": 5, "max_new_tokens": 24, "draft_tokens": drafts, "chunked_prefill_size": 16},
+        data_config={"batch_size": 5, "max_new_tokens": 24, "chunked_prefill_size": 16},
+        draft_config=lookup(drafts),
         offload_config={"mode": offload, "measure_s": 0.01, "shadow_threads": 2} | shadow[offload]
         if offload != "none" else {"mode": "none"},
         serve_config={"reserve": 0, "prefix_floor": 4},

@@ -17,7 +17,7 @@ from tests.tiny import save_tiny, save_tiny_of, write_case
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 DATA = {
-    "input_max_len": 40, "max_new_tokens": 16, "batch_size": 8, "chunked_prefill_size": 24, "draft_tokens": 3,
+    "input_max_len": 40, "max_new_tokens": 16, "batch_size": 8, "chunked_prefill_size": 24,
 }  # fmt: skip
 ARENA_KB = 60  # of a rank: too few for experts and all pages
 FEW = {"preemptions": 3, "moved": 1, "hits": 1, "drafted": 0, "whole": 2}
@@ -57,7 +57,8 @@ def check_traffic(
         save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     case = write_case(
         folder / "case.yaml", folder / "model", exe_mode="graph", world_size=world, parallel_config=sizes,
-        data_config=DATA, serve_config={"reserve": 2, "prefix_floor": 280 if family else 16},
+        data_config=DATA, draft_config={"method": "lookup", "tokens": 3},
+        serve_config={"reserve": 2, "prefix_floor": 280 if family else 16},
         offload_config={"mode": "elastic", "arena_mb": kb / 1024, "max_swaps": 2, "measure_s": 0.05},
         model_name=family or "qwen3_moe",
     )  # fmt: skip
