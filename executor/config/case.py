@@ -104,7 +104,7 @@ class DraftSettings:
         "none", "how a decode step guesses further tokens of each sequence, which the next step checks, so that the "
         "tokens stay the same. lookup: those that followed the same tokens before, in the prompt or the answer; mtp: "
         "those that the model's own layer for it predicts, or where the same tokens came before, what followed them",
-        choices=("none", "lookup", "mtp"), elsewhere=("speculative_algorithm",),
+        choices=("none", "lookup", "mtp"), elsewhere=("speculative_algorithm",), bare=False,
     )  # fmt: skip
     tokens: int | None = key(
         None, "most guessed tokens of a sequence in a step, which has only as many as are measured to pay, while at "

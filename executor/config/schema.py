@@ -29,6 +29,7 @@ class Leaf:
     maximum: float | None
     means: Mapping[Any, int | None]
     elsewhere: tuple[str, ...]
+    bare: bool
 
     @property
     def name(self) -> str:
@@ -54,14 +55,22 @@ def key(
     maximum: float | None = None,
     means: Mapping[Any, int | None] = types.MappingProxyType({}),
     elsewhere: Sequence[str] = (),
+    bare: bool = True,
 ) -> Any:
     """A leaf. `means` has the numbers and words that stand for something else in a file, and the values that they
     become: `{0: None, -1: 0}` for "0: chosen for you, -1: none". `elsewhere` has the names that other engines give the
-    key, which the command line and `LLM` take as well; in a file they are errors that name the key."""
+    key, which the command line and `LLM` take as well; in a file they are errors that name the key. If not
+    `bare`, the name alone is the key of another section."""
     return dataclasses.field(
         default=default,
         metadata=dict(
-            doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum, means=means, elsewhere=tuple(elsewhere)
+            doc=doc,
+            choices=tuple(choices),
+            minimum=minimum,
+            maximum=maximum,
+            means=means,
+            elsewhere=tuple(elsewhere),
+            bare=bare,
         ),
     )
 
@@ -95,7 +104,7 @@ def override(
     keys = list(leaves(kind))
     paths = [leaf.path for leaf in keys]
     if name not in paths:
-        named = [p for p in paths if p.rpartition(".")[2] == name]
+        named = [leaf.path for leaf in keys if leaf.name == name and leaf.bare]
         if len(named) > 1:
             raise UserError(f"{flag}{name}: ambiguous, give one of {', '.join(named)}")
         if not named:

@@ -103,10 +103,11 @@ class GraphStep:
 
     def __init__(self, step: Step):
         self.step = step
-        self.graphs: dict[Any, DecodeGraph] = {}
+        self.graphs: dict[tuple[int, ...], DecodeGraph] = {}
 
     def __call__(self, batch: Batch) -> Any:
-        size = batch.tokens_per_group, batch.wanted_per_group  # the same on every rank, so all capture together
+        # The same on every rank, so all capture together.
+        size = (*(batch.tokens_per_group or ()), *(batch.wanted_per_group or ()))
         if size not in self.graphs:
             self.graphs[size] = DecodeGraph(self.step, batch)
             return self.graphs[size].found

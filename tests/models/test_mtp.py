@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
+from executor.engine.loop import Loop
 from executor.engine.request import Request, SamplingParams
 from models.batch import Batch
 from models.hybrid import MTP
@@ -78,6 +79,11 @@ class Oracle:
         return found
 
 
+def finish(loop: Loop) -> None:
+    while not loop.idle:
+        loop.step()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_guesses_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """Some drafts come true: after guesses of the layer those that the model chooses."""
@@ -99,8 +105,7 @@ def test_guesses_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     drafter.run = run
     # Twice the same answer: the second time with the right guesses in place of half of those that are made.
     first = [loop.submit(Request(tuple(prompt), SamplingParams(max_tokens=12))) for prompt in PROMPTS]
-    while not loop.idle:
-        loop.step()
+    finish(loop)
     right = {tuple(s.ids[: s.prompt_len]): s.ids.tolist() for s in first}
     again = [loop.submit(Request(tuple(prompt), SamplingParams(max_tokens=12))) for prompt in PROMPTS]
     steps = checked = 0

@@ -2,6 +2,7 @@
 every sequence ends with the same tokens, whatever the free memory contains, and nothing is captured again."""
 
 import random
+from collections.abc import Sequence as ListOf
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,18 @@ class Watch:
         assert runner.engine.shadows
         self.runner, self.shadows = runner, runner.engine.shadows
         self.end, self.shadows.end = self.shadows.end, self.ended  # type: ignore[method-assign]
-        self.sizes: set[int] = set()  # of decode batches
+        self.start, self.shadows.started = self.shadows.started, self.starts  # type: ignore[method-assign]
+        self.size, self.sizes = 0, set[int]()  # of the last batch, and of those that decoded
         self.captured: dict[int, object] = {}  # every graph that there ever was
+
+    def starts(self, tokens: ListOf[int], live: ListOf[int]) -> None:
+        self.size = live[0]
+        self.start(tokens, live)
 
     def ended(self, decode: bool) -> None:
         arena = self.shadows.arena
         before = arena.slot_frames
-        self.sizes |= {len(self.runner.loop.scheduler.running)} if decode else set()
+        self.sizes |= {self.size} if decode else set()
         self.end(decode)
         if arena.slot_frames > before:
             assert arena.free_frames >= self.shadows.balance.high
