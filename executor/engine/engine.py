@@ -19,7 +19,6 @@ from executor.engine.arena import open_arena, set_pages_of
 from executor.engine.batch_limits import limits_of
 from executor.engine.batching import pack
 from executor.engine.kv_caches import bind_caches, recurrent
-from executor.engine.mtp_drafts import MtpDrafter
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
 from executor.engine.rebalancing import Rebalancing
@@ -80,14 +79,14 @@ class Engine:
             self.pages = PagePool(limits.pages, limits.page_size)
         balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None
-        self.drafter = MtpDrafter(self) if self.model.mtp_at else None
+        self.hidden: Tensor | None = None  # hidden states of the last step's rows, of a model that guesses tokens
         self.decode_step: ForwardStep = self.eager_step
         size = sum(layer.nbytes for _, layer in layers_of(self.model))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
     @property
     def _step(self) -> ForwardStep:
-        return self.model.with_hidden if self.drafter else self.model.forward
+        return self.model.with_hidden if self.model.mtp_at else self.model.forward
 
     def eager_step(self, batch: Batch) -> Any:
         """Runs a step op by op."""
@@ -113,7 +112,7 @@ class Engine:
         whole = all_logits or decode
         # The experts' shadows and shares of rows are made for all tokens of a step.
         # The layer that guesses tokens takes the hidden states of all rows.
-        narrow = not (whole or shared or self.shadows or self.drafter)
+        narrow = not (whole or shared or self.shadows or self.model.mtp_at)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
@@ -130,8 +129,8 @@ class Engine:
         chosen tokens waits for it."""
         with self.profiler.step("decode" if decode else "prefill"):
             found = self.decode_step(batch) if decode else self.eager_step(batch)
-        if self.drafter:
-            found, self.drafter.hidden = found
+        if self.model.mtp_at:
+            found, self.hidden = found
         logits: Tensor = found
         return logits
 

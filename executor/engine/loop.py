@@ -31,6 +31,7 @@ class Loop:
         self.engine, self.stop_ids = engine, stop_ids
         limits = limits_of(engine.case, engine.config, serving, engine.pages.set_pages)
         self.scheduler = Scheduler(limits, stop_ids, engine.pages, engine.parallel.attn_dp.rank)
+        self.drafter = MtpDrafter(engine) if engine.model.mtp_at else None
         self.timings = Timings()
         self._group = engine.parallel.attn_dp.rank
         self._ids = itertools.count()
@@ -91,8 +92,8 @@ class Loop:
             tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
             rows, chosen = [1 + s.drafted for s in finished], time.perf_counter()
             events = self.scheduler.commit(step, tokens)
-            if self.engine.drafter and self.scheduler.drafts:
-                guessing = self._guess(self.engine.drafter, self.scheduler.drafts, step, batch, computed)
+            if self.drafter and self.scheduler.drafts:
+                guessing = self._guess(self.drafter, self.scheduler.drafts, step, batch, computed)
         if any(s.request.sampling.logprobs is not None for s in finished):
             events = self._with_logprobs(logits, finished, rows, events)
         now = time.perf_counter()

@@ -9,26 +9,21 @@ the tokens are known; nothing but guesses reads it.
 import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from executor.engine.batching import pack_rows
+from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from models.batch import Batch
 from ops.interface import tensor_of
-
-if TYPE_CHECKING:
-    from executor.engine.engine import Engine
 
 Computed = tuple[Sequence, int, int]  # a sequence, and the first and the last position, plus one, that a step computed
 
 
 class MtpDrafter:
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: Engine):
         self.engine = engine
-        self.hidden: Tensor | None = None  # the hidden states of all rows of the last step
         model, platform = engine.model, engine.platform
         self.run = lambda batch: model.guess(batch.to(platform.device))
         if engine.case.exe_mode != "eager":
@@ -69,7 +64,7 @@ class MtpDrafter:
             last[sequence.id] = row + max(len(sequence.ids) - 2 - begin, 0)
             row += end - begin
         return dataclasses.replace(
-            batch, token_ids=next_ids, hidden=self.hidden, recurrent=None,
+            batch, token_ids=next_ids, hidden=self.engine.hidden, recurrent=None,
             logit_rows=torch.tensor([last[s.id] for s in wanted], dtype=torch.int64),
             wanted_per_group=None if batch.sequence_parallel else counts,
         )  # fmt: skip

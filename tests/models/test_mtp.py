@@ -94,7 +94,7 @@ def test_guesses_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     )  # fmt: skip
     loop = make_runner(case, tmp_path).loop
     loop.scheduler.drafts = FreeDrafts(3)
-    drafter, model, seen = loop.engine.drafter, loop.engine.model, list[Tensor]()
+    drafter, model, seen = loop.drafter, loop.engine.model, list[Tensor]()
     assert drafter
 
     def run(batch: Batch) -> tuple[Tensor, Tensor]:
