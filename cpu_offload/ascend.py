@@ -2,7 +2,7 @@
 each resident expert.
 
     decode    shadow_submit | residents' sums, from their slots | shadow_join            ops/ascend/shadow.py
-    prefill   a bank of all experts: residents gathered from their slots, the others streamed from the host
+    prefill   banks of all experts, in parts: residents gathered from their slots, the others streamed from the host
 
 The host keeps two copies of every expert: blocks for its own kernels and, in pinned memory, the device's layout, from
 which experts are copied to slots. Nothing here was run on an NPU.
@@ -27,9 +27,9 @@ from ops.ascend.host_memory import pinned
 from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes
-from ops.ascend.slots import ArenaSlots
+from ops.ascend.slots import ArenaSlots, SlotBank
 from ops.ascend.vector_core import calls
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
 from ops.ascend.weights import AscendExperts, Stored, in_levels
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.format import Format, Quantised
@@ -59,6 +59,7 @@ class NpuExperts(ShadowedExperts):
         self.image = AscendExperts(self.count, inner, hidden, plain, dtype, HOST, room, in_planes, kind=kind)
         in_planes = self.image.w13.planes is not None
         self.layout = BlockLayout.of(inner, hidden, format, dtype, in_planes, kind.biased)
+        self.parts = parts_of(self.count, self.slot_bytes)
         self.storages = [*self.storages, *self.image.storages]
         self.format = plain
 
@@ -102,7 +103,7 @@ class NpuExperts(ShadowedExperts):
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         if self.device.streams(len(x)):
-            return self._streamed(x, weights, ids, first_expert)
+            return self._of_all(x, weights, ids, first_expert, streamed=True)
         nodes = self.device.nodes.number
         sums = torch.ops.umbra.shadow_submit(x, ids, weights, self.number, nodes)
         own = self._own(x, weights, ids, first_expert)
@@ -110,25 +111,37 @@ class NpuExperts(ShadowedExperts):
 
     def _own(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
         """The weighted sums of the resident experts. The vector cores read them from their slots, other kernels from a
-        gathered bank, which has one expert for each pair of token and expert or, if these are more, all experts."""
+        gathered bank, which has one expert for each pair of token and expert or, if these are more, from banks of all
+        experts."""
         device, ops = self.device, self.device.ops
         if ops.few(len(x), self):
             here = device.here[self.index]
             return calls.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.float_sums)
-        rows = device.rows[self.index]
         if not device.by_pair(len(x), self.count):
-            return ops.moe(x, weights, ids, device.slots.bank(rows), first)
+            return self._of_all(x, weights, ids, first, streamed=False)
         if first is not None:
             weights, ids = resident(weights, ids, first, self.count)
-        bank = device.slots.bank(rows.index_select(0, ids.flatten()))
+        bank = device.slots.bank(device.rows[self.index].index_select(0, ids.flatten()))
         return ops.moe(x, weights, device.orders[len(x)], bank, None)
 
-    def _streamed(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
-        bank = self.device.slots.bank(self.device.rows[self.index])
-        for expert in (self.layer.device == 0).nonzero().flatten().tolist():
-            for name, plane in self.planes(expert).items():
-                bank.planes[name][expert].copy_(plane, non_blocking=True)
-        return self.device.ops.moe(x, weights, ids, bank, first)
+    def _of_all(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None, *, streamed: bool) -> Tensor:
+        """The weighted sums of banks of all experts, part by part. If not `streamed`, those that are not resident are
+        zeros."""
+        total: Tensor | None = None
+        for part in self.parts:
+            bank = self.device.slots.bank(self.device.rows[self.index][part])
+            if streamed:
+                self._stream(bank, part)
+            begin = first if len(self.parts) == 1 else (first or 0) + part.start
+            sums = self.device.ops.moe(x, weights, ids, bank, begin)
+            total = sums if total is None else total + sums
+        assert total is not None
+        return total
+
+    def _stream(self, bank: SlotBank, part: slice) -> None:
+        for place in (self.layer.device[part] == 0).nonzero().flatten().tolist():
+            for name, plane in self.planes(part.start + place).items():
+                bank.planes[name][place].copy_(plane, non_blocking=True)
 
 
 class AscendDevice(Device):
@@ -176,14 +189,20 @@ class AscendDevice(Device):
         atexit.register(self.close)  # keeps memory that callbacks use alive until none can be called
 
     @property
+    def most_at_once(self) -> int:
+        """Experts of the largest bank."""
+        return max(part.stop - part.start for part in self.layers[0].parts)
+
+    @property
     def staging_bytes(self) -> int:
-        return self.layers[0].count * self.layers[0].slot_bytes  # bytes of a bank that holds all experts of one layer
+        return self.most_at_once * self.layers[0].slot_bytes
 
     def streams(self, tokens: int) -> bool:
         return tokens > self.most
 
     def by_pair(self, tokens: int, count: int) -> bool:
-        return 2 <= tokens * self.top_k < count  # a bank has two experts at least
+        pairs = tokens * self.top_k
+        return 2 <= pairs < count and pairs <= self.most_at_once  # a bank has two experts at least
 
     def copy(self, id: ExpertId, start: int) -> int:
         layer, ticket, event = self.layers[id[0]], next(self.tickets), torch_npu.npu.Event()
@@ -224,7 +243,7 @@ class AscendDevice(Device):
             self.changed = False
         total = sum(tokens)
         if self.streams(total):
-            self.slots.prepare(self.layers[0].count)
+            self._prepare_all()
         else:
             self._prepare(total)
             rows = [
@@ -243,8 +262,14 @@ class AscendDevice(Device):
         self.nodes.prepare(tokens)
         for layer in self.layers:
             self.worker.layer(layer.layer, tokens, self.top_k, self.ops.dtype)
-        count = self.layers[0].count
-        self.slots.prepare(pairs if self.by_pair(tokens, count) else count)
+        if self.by_pair(tokens, self.layers[0].count):
+            self.slots.prepare(pairs)
+        else:
+            self._prepare_all()
+
+    def _prepare_all(self) -> None:
+        for part in self.layers[0].parts:
+            self.slots.prepare(part.stop - part.start)
 
     def finish(self) -> None:
         self.nodes.finish()

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from cpu_offload.ascend import NpuExperts
+from cpu_offload.ascend import AscendDevice, NpuExperts
 from executor.config.env import RankEnv
 from executor.model_runner import ModelRunner, make_runner
+from ops.ascend.vector_core import blocks
 from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, Family
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -79,6 +80,20 @@ def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], famil
     assert told == 2 * 3 * 3 * 5  # layers, experts a token, sequences, steps: padding is not counted
     assert missed == {"resident": 0}.get(offload["mode"], missed)
     assert missed > 0 or offload["mode"] == "resident"
+
+
+def test_large_banks_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight experts in three parts, for prompts and for steps of more pairs than a part has experts."""
+    save(QWEN3, tmp_path, **WIDE)
+    expected = collect_logits(runner_of(tmp_path), IDS, steps=5)
+    monkeypatch.setattr(blocks, "LARGEST_BANK", 3 * 3 * 128 * 64 * 4)
+    runner = runner_of(tmp_path, offload_config=FIVE)
+    ours = collect_logits(runner, IDS, steps=5)
+    assert runner.engine.shadows
+    device = cast(AscendDevice, runner.engine.shadows.device)
+    assert sorted(device.slots.indices) == [2, 3]
+    for name, array in expected.items():
+        np.testing.assert_allclose(ours[name], array, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(("offload", "gemv_tokens"), [(ELASTIC, 0), (FIVE, 8)], ids=["elastic", "5 slots"])

@@ -27,6 +27,7 @@ from ops.interface import ExpertKind
 
 PLACE = 512  # bytes of a place
 WORD = 8  # number of nibbles in an int32
+LARGEST_BANK = 2 << 30  # bytes of experts that are gathered at once, of which products may unpack four times as many
 
 Plane = tuple[tuple[int, ...], torch.dtype]
 
@@ -110,6 +111,13 @@ def expert_slot(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype
     which take as much as rows or more: without their kernels, a slot may be smaller."""
     in_planes = not unfit(format, hidden, inner, kind)
     return BlockLayout.of(inner, hidden, format, dtype, in_planes, kind.biased).block_bytes, PLACE
+
+
+def parts_of(count: int, block_bytes: int) -> list[slice]:
+    """`count` experts in as few parts, about as large, as have at most LARGEST_BANK bytes and two experts or more."""
+    parts = min(-(-count * block_bytes // LARGEST_BANK), count // 2) or 1
+    ends = [count * part // parts for part in range(parts + 1)]
+    return list(map(slice, ends[:-1], ends[1:]))
 
 
 def _bytes(plane: Plane) -> int:
