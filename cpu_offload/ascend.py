@@ -12,7 +12,7 @@ import atexit
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import ClassVar
 
 import torch
@@ -127,16 +127,15 @@ class NpuExperts(ShadowedExperts):
     def _of_all(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None, *, streamed: bool) -> Tensor:
         """The weighted sums of banks of all experts, part by part. If not `streamed`, those that are not resident are
         zeros."""
-        total: Tensor | None = None
-        for part in self.parts:
+
+        def of(part: slice) -> Tensor:
             bank = self.device.slots.bank(self.device.rows[self.index][part])
             if streamed:
                 self._stream(bank, part)
             begin = first if len(self.parts) == 1 else (first or 0) + part.start
-            sums = self.device.ops.moe(x, weights, ids, bank, begin)
-            total = sums if total is None else total + sums
-        assert total is not None
-        return total
+            return self.device.ops.moe(x, weights, ids, bank, begin)
+
+        return reduce(torch.add, map(of, self.parts))
 
     def _stream(self, bank: SlotBank, part: slice) -> None:
         for place in (self.layer.device[part] == 0).nonzero().flatten().tolist():

@@ -6,6 +6,7 @@ Splits of a model are even (`check_parallel`), or the first ranks hold a little 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,19 +23,20 @@ from executor.platform.ascend.exchange import check_slots, most_rows, why_gather
 from executor.platform.ascend.hccl import buffer_mb
 from executor.platform.base import graph_rows
 from executor.run.activations import Ledger, Part, batch_of, product, sampling, shorten
+from executor.run.counted_shadows import CountedShadow, CountedShadows
 from executor.run.model_sketch import EXPERTS, ROWS, Sketch, cache_of, sketch_of, weights_of
 from models.batch import Batch
 from models.config import ModelConfig
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
-from ops.ascend.weights import NIBBLES, AscendExperts
+from ops.ascend.weights import AscendExperts
 from ops.counted import CountedExchange, CountedOps
 from ops.interface import Exchange, Ops
 from ops.parallel.partitions import ParallelSizes, partitions
 
-WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
-    "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
+WEIGHTS, CACHE, ARENA, PREFILL, GRAPHS, HCCL, REST = (
+    "weights", "KV cache", "arena", "prefill step", "decode graphs", "HCCL buffers", "allowance",
 )  # fmt: skip
 # A tenth of 64 GB, rounded down: serving engines usually leave as much free.
 ALLOWANCE = Part(
@@ -72,8 +74,9 @@ class Plan:
         return sum(part.nbytes for part in self.sections[section])
 
 
-def make_plan(case: Case) -> Plan:
-    """The plan of an Ascend case."""
+def make_plan(case: Case, arena: Sequence[Part] = ()) -> Plan:
+    """The plan of an Ascend case. `arena` has the parts of the buffer that experts with shadows share with the KV
+    cache."""
     ledger = Ledger()
     settings, config = platform_settings(case), load_model_config(case)
     ops = counted_ops(case, config, ledger)
@@ -81,19 +84,22 @@ def make_plan(case: Case) -> Plan:
     check_slots(settings, why)
     exchanged = 0 if why else most_rows(settings)
     exchange = cast(Exchange, CountedExchange(ops, case.world_size, exchanged)) if exchanged else None
-    sketch = sketch_of(case, ops=cast(Ops, ops), exchange=exchange)
+    shadows = CountedShadows(case, ops, config.experts_per_token) if arena else None
+    sketch = sketch_of(case, shadows, ops=cast(Ops, ops), exchange=exchange)
     weights, cache = weights_of(sketch.model), cache_of(sketch)
+    held = {ARENA: [*arena, *shadows.tables(_rows(case))]} if shadows else {CACHE: [cache]}
     shorten(sketch.model)
     sections = {
         WEIGHTS: weights,
-        CACHE: [cache],
+        **held,
         PREFILL: _prefill(case, sketch, ledger),
         GRAPHS: _graphs(case, sketch, ledger),
         HCCL: _hccl(case) + _window(exchanged, config, case.parallel_sizes),
         REST: [ALLOWANCE, *_moving(case, sketch.model)],
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
-    return Plan(case, sections, page_nbytes, sketch.limits, _decode(case, sketch, weights, page_nbytes))
+    experts = sum(part.nbytes for part in weights if part.name in EXPERTS) + (shadows.nbytes if shadows else 0)
+    return Plan(case, sections, page_nbytes, sketch.limits, _decode(case, sketch, weights, experts, page_nbytes))
 
 
 def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
@@ -124,36 +130,41 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 def _unpacked(sketch: Sketch) -> list[Part]:
     """The values of a layer's 4-bit experts: npu_grouped_matmul unpacks all of them to its workspace before it
-    multiplies by them. Where the vector cores' kernels are used, they are in the banks of ops/ascend/tiles.py."""
-    banks = [layer.weights for _, layer in layers_of(sketch.model) if isinstance(layer, Experts)]
-    quantised = [bank for bank in banks if isinstance(bank, AscendExperts) and bank.w13.format.kind == "q4"]
-    parts = []
-    for name in ("w13", "w2") if quantised else ():
-        experts, rows, words = max((getattr(bank, name).data.shape for bank in quantised), key=math.prod)
-        columns = words * NIBBLES
-        parts.append(
-            product(
-                f"{name} of a layer, unpacked",
-                experts=experts,
-                rows=rows,
-                columns=columns,
-                B=sketch.build.dtype.itemsize,
-            )
-        )
-    return parts
+    multiplies by them. Where the vector cores' kernels are used, they are in the banks of ops/ascend/tiles.py. Of
+    experts with shadows they are those of a part."""
+    sizes = []
+    for layer in (layer for _, layer in layers_of(sketch.model) if isinstance(layer, Experts)):
+        weights: object = layer.weights
+        if isinstance(weights, CountedShadow) and weights.format.kind == "q4":
+            sizes.append((max(weights.parts), layer.hidden, weights.inner))
+        if isinstance(weights, AscendExperts) and weights.w13.format.kind == "q4":
+            sizes.append((weights.count, layer.hidden, weights.inner))
+    if not sizes:
+        return []
+    experts, hidden, inner = max(sizes, key=math.prod)
+    each = dict(experts=experts, B=sketch.build.dtype.itemsize)
+    return [
+        product("w13 of a layer, unpacked", rows=hidden, columns=2 * inner, **each),
+        product("w2 of a layer, unpacked", rows=inner, columns=hidden, **each),
+    ]
 
 
 def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     """Graphs of different sizes share no memory: each has its own inputs and tensors."""
     if case.exe_mode == "eager":
         return []
-    most = case.decode_rows // case.attn_dp_size
     parts = []
-    for rows in sorted({graph_rows(rows, most) for rows in range(1, most + 1)}):
+    for rows in _rows(case):
         batch = _batch(case, sketch, rows, rows, None)
         moment = ledger.fullest(sketch.model, sketch.model.forward, batch)
         parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
     return parts
+
+
+def _rows(case: Case) -> list[int]:
+    """The sizes of captured decode steps of a data-parallel group."""
+    most = case.decode_rows // case.attn_dp_size
+    return sorted({graph_rows(rows, most) for rows in range(1, most + 1)})
 
 
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
@@ -194,9 +205,9 @@ def _moving(case: Case, model: nn.Module) -> list[Part]:
     return [product("experts of a layer that moves", copies=4, B=most)]
 
 
-def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:
+def _decode(case: Case, sketch: Sketch, weights: list[Part], all_experts: int, page_nbytes: int) -> list[Part]:
     """The parts that a decode step reads if its batch is full and all sequences are at their longest. The number of
-    different experts is its expected value."""
+    different experts is its expected value; of `all_experts` bytes, those with shadows are read on device or host."""
     batch = case.data_config.batch_size
     own = batch // case.attn_dp_size
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
@@ -205,9 +216,8 @@ def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -
     if experts:
         here = experts // sketch.build.parallel.moe_ep.size
         share = 1 - (1 - chosen / experts) ** batch
-        size = sum(part.nbytes for part in weights if part.name in EXPERTS)
         how = f"{here * share:.1f} of {here} a layer: {here} x (1 - (1 - {chosen} / {experts}) ^ {batch})"
-        parts.append(Part("experts hit", round(size * share), how))
+        parts.append(Part("experts hit", round(all_experts * share), how))
     for window in dict.fromkeys(sketch.limits.windows):
         name = "KV of longest sequences" if window is None else f"KV of windows of {window}"
         seen = min(case.max_sequence_length, window or case.max_sequence_length)

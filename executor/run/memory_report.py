@@ -4,7 +4,7 @@ from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from executor.run.activations import Part
-from executor.run.ascend_memory_plan import CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.run.ascend_memory_plan import ARENA, CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
 from executor.run.host_memory import check_host_memory, memory_limit
 from executor.run.model_sketch import cache_of, sketch_of, weights_of
 from umbra.errors import UserError
@@ -12,6 +12,7 @@ from umbra.errors import UserError
 REMEDIES = {
     WEIGHTS: "raise world_size, or set quantization.method: q4",
     CACHE: "lower batch_size, input_max_len or max_new_tokens",
+    ARENA: "lower offload_config.arena_mb",
     PREFILL: "lower chunked_prefill_size (0: no limit)",
     GRAPHS: "lower batch_size",
     HCCL: "lower hccl_config.buffer_mb",
@@ -21,13 +22,15 @@ REMEDIES = {
 
 def show_plan(case: Case) -> None:
     """Prints what the case needs, for `--plan`; raises UserError if that is more than a device has."""
+    arena: list[Part] = []
     if case.offload_config.mode != "none":
         from executor.run.shadow_plan import show_offload_plan
 
-        return show_offload_plan(case)
+        arena = show_offload_plan(case)
+        print()
     if PLATFORMS[case.platform].is_host:
-        return show_host_plan(case)
-    plan = make_plan(case)
+        return None if arena else show_host_plan(case)
+    plan = make_plan(case, arena)
     print_plan(plan)
     check_fits(plan)
 
@@ -76,7 +79,7 @@ def check_fits(plan: Plan) -> None:
     raise UserError(
         f"case {plan.case.name}: {plan.total / GB:.2f} GB are {-plan.left / GB:.2f} GB more than "
         f"ascend_config.memory_gb: {plan.case.ascend_config.memory_gb}; the largest share is {largest} with "
-        f"{plan.of(largest) / GB:.2f} GB: {REMEDIES[largest]}"
+        f"{plan.of(largest) / GB:.2f} GB: {REMEDIES[ARENA if ARENA in plan.sections else largest]}"
     )
 
 

@@ -79,7 +79,7 @@ def weights_of(model: nn.Module) -> list[Part]:
     for path, layer in layers_of(model):
         name = kind_of(model, path, layer)
         tensors = list(layer.storages())
-        largest = max(tensor.nbytes for tensor in tensors)
+        largest = max((tensor.nbytes for tensor in tensors), default=0)
         for tensor in tensors:
             beside = name == "experts" and 4 * tensor.nbytes < largest
             sizes[EXPERTS[1] if beside else name] += tensor.nbytes

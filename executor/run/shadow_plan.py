@@ -12,18 +12,17 @@ from cpu_offload.planner.planned_run import PlannedRun
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
-from executor.config.units import GB
 from executor.engine.arena import expert_frames, frames_of, make_arena, set_pages_of
 from executor.engine.batch_limits import limits_of
 from executor.engine.kv_caches import frame_of, state_sizes
 from executor.launch.platform_settings import platform_settings
 from executor.platform import load_platform
 from executor.platform.base import Platform
+from executor.run.activations import Part
 from executor.run.model_sketch import EXPERTS, ROWS, sketch_of, weights_of
 from models.registry import load
 from ops.cpu.shadow import ExpertBlocks
 from ops.parallel.groups import Group
-from umbra.errors import UserError
 
 
 def plan_run(case: Case, ranks: RankEnv, world: Group, platform: Platform) -> PlannedRun:
@@ -85,9 +84,9 @@ def sizes_of(case: Case) -> ShadowSizes:
     return ShadowSizes(shape, blocks, slot_bytes, alignment, frame, split, pages, least, rest, fixed, states)
 
 
-def show_offload_plan(case: Case) -> None:
-    """Prints how memory would be divided and how long steps would take. It counts memory and measures synthetic
-    experts, but loads no weights."""
+def show_offload_plan(case: Case) -> list[Part]:
+    """Prints how the arena would be divided and how long steps would take. It counts memory and measures synthetic
+    experts, but loads no weights. -> the parts of the arena's buffer"""
     sizes, platform = sizes_of(case), PLATFORMS[case.platform]
     ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
     if platform.is_host:  # measured with the platform's own engine
@@ -99,20 +98,24 @@ def show_offload_plan(case: Case) -> None:
     )
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
-    total = sizes.fixed_bytes + arena.frames * (arena.frame_bytes + sizes.frame.beside)
-    print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")
+    parts = [Part("frames", arena.frames * arena.frame_bytes)]
+    if sizes.frame.beside:
+        parts.append(Part("rotated keys beside it", arena.frames * sizes.frame.beside))
+    if platform.is_host:
+        total = sizes.fixed_bytes + sum(part.nbytes for part in parts)
+        print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")
+    else:
+        unit = sizes.frame.nbytes // sizes.frame.units
+        parts.append(Part("a slot of zeros", -(-sizes.slot_bytes // unit) * unit))
+        parts += [Part("states of padding rows", sizes.states.nbytes)] if sizes.states.layers else []
     pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
     print(
         f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
         + ("" if platform.is_host else pinned_gb)
     )
-    if platform.plans_memory and total > case.ascend_config.memory_gb * GB:
-        raise UserError(
-            f"case {case.name}: {total / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
-            f"{case.ascend_config.memory_gb}: lower offload_config.arena_mb, or raise world_size"
-        )
     print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))
     print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")
+    return parts
 
 
 def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots: int, experts: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Cases with shadow experts on the fake device: the calls of a step, experts that move between steps, and faults."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import torch
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.manager import ShadowExperts
 from executor.model_runner import ModelRunner
+from executor.run.ascend_memory_plan import make_plan
+from executor.run.memory_report import show_plan
 from executor.run.shadow_plan import show_offload_plan
+from models.layers.base import layers_of
 from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps
@@ -190,14 +194,30 @@ def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, m
 
 def test_the_plan_counts_slots_in_the_devices_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = ascend_case(tmp_path, "offload_config.mode=fixed", "slots=5", "exe_mode=acl_graph")
-    show_offload_plan(case)
+    show_plan(case)
     said = capsys.readouterr().out
     assert f"16 with shadows, {SLOT} bytes each; 5 may be resident" in said
     assert "rest of a step    0.000 ms: not known before a run" in said
     assert "20.0 GB/s" in said  # no device to ask
-    large = ascend_case(tmp_path, "offload_config.mode=elastic", "arena_mb=1200", "memory_gb=1", "exe_mode=acl_graph")
-    with pytest.raises(UserError, match=r"more than ascend_config\.memory_gb: 1: lower offload_config\.arena_mb"):
-        show_offload_plan(large)
+    large = ascend_case(tmp_path, "offload_config.mode=elastic", "arena_mb=1200", "memory_gb=7", "exe_mode=acl_graph")
+    with pytest.raises(UserError, match=r"more than ascend_config\.memory_gb: 7; .*: lower offload_config\.arena_mb"):
+        show_plan(large)
+
+
+def test_the_plan_is_what_a_run_allocates(tmp_path: Path) -> None:
+    """The arena and its tables, and the weights outside: experts of the first layer have no shadows."""
+    runner = runner_of(tmp_path, "exe_mode=eager", "arena_mb=4", "start_layer=1", mode="elastic")
+    for prompts in (1, 2, 4):
+        generate(runner, [[5]] * prompts)
+    _, device = parts(runner)
+    memory, model = device.memory, runner.engine.model
+    plan = make_plan(runner.case, show_offload_plan(runner.case))
+    tables = [device.on_device, *device.orders.values(), *itertools.chain(*device.slots.indices.values())]
+    assert plan.of("arena") == sum(tensor.nbytes for tensor in (memory, *tables))
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
+    sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "npu"}
+    arena = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+    assert plan.of("weights") == sum(size for start, size in sizes.items() if start not in arena)
 
 
 def test_graphs_of_ge_are_refused(tmp_path: Path) -> None:

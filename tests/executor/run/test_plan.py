@@ -16,11 +16,18 @@ from executor.config.units import GB
 from executor.engine.batch_limits import limits_of
 from executor.engine.kv_caches import bind_caches
 from executor.engine.weight_formats import build_of
+from executor.run.activations import Ledger
 from executor.run.ascend_memory_plan import make_plan
+from executor.run.counted_shadows import CountedShadows
 from executor.run.memory_report import check_fits, print_plan
 from models.layers.base import layers_of
 from models.registry import model_class
 from ops.ascend.layout import AscendLayout
+from ops.ascend.slots import ArenaSlots
+from ops.ascend.weights import AscendExperts
+from ops.counted import CountedOps
+from ops.format import FORMATS, W8A8, Format
+from ops.interface import SILU_EXPERTS
 from ops.parallel.join import parallel_of
 from tests.command import umbra
 from tests.tiny import save_tiny, tiny_case
@@ -143,6 +150,24 @@ def test_a_rank_of_gpt_oss_120b() -> None:
     assert sizes["experts' scales and biases"] == experts * 3 * 2880 * 4
     assert plan.page_nbytes == 18 * 2 * 128 * 64 * 2
     assert 34 << 30 < plan.total < 35 << 30
+
+
+@pytest.mark.parametrize("format", [FORMATS["bfloat16"], Format("q4", 32, True), W8A8], ids=lambda format: format.kind)
+def test_a_bank_of_experts_out_of_slots_is_counted_as_it_is_gathered(format: Format) -> None:
+    ledger, kind, count, inner, hidden = Ledger(), SILU_EXPERTS, 5, 96, 256
+    ops = CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, name=ledger.note)
+    shadow = CountedShadows(load_case("glm46_w4a16_offload"), ops, 8).experts(
+        "model.layers.40.mlp", slice(0, 8), inner, hidden, format, kind
+    )
+    assert shadow
+    block, host = shadow.layout.block_bytes, torch.device("cpu")
+    like = AscendExperts(8, inner, hidden, format, torch.bfloat16, host, in_planes=shadow.layout.in_planes)
+    slots = ArenaSlots(torch.zeros(9 * block, dtype=torch.uint8), 8 * block, shadow.layout, like)
+    slots.prepare(count)
+    places, x = torch.zeros(count, dtype=torch.int32), torch.zeros(1, hidden, device="meta")
+    steps: list[Any] = [lambda _: slots.bank(places), lambda _: shadow.bank(x, count)]
+    made = [ledger.fullest(torch.nn.Identity(), step, cast(Any, None)).nbytes for step in steps]
+    assert made[0] == made[1] > count * block
 
 
 def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,116 @@
+"""Shadow experts of an Ascend case on meta: what a step makes on the device for them, as cpu_offload/ascend.py does."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+from cpu_offload.manager import layer_number
+from executor.config.case import Case
+from executor.run.activations import Part, product
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
+from ops.ascend.weights import unfit
+from ops.counted import CountedOps
+from ops.format import Format
+from ops.interface import ExpertKind
+
+
+@dataclass
+class CountedBank:
+    """Experts that were gathered from their slots."""
+
+    count: int
+    inner: int
+    kind: ExpertKind
+    storages: list[Tensor]
+
+
+class CountedShadow:
+    """The experts of one layer, none of which has memory outside the arena."""
+
+    def __init__(
+        self, shadows: "CountedShadows", count: int, inner: int, hidden: int, format: Format, kind: ExpertKind
+    ):
+        self.shadows, self.count, self.inner, self.format, self.kind = shadows, count, inner, format, kind
+        ops, in_planes = shadows.ops, not unfit(format, hidden, inner, kind)
+        self.layout = BlockLayout.of(inner, hidden, format, ops.dtype, in_planes, kind.biased)
+        self.parts = [part.stop - part.start for part in parts_of(count, self.layout.block_bytes)]
+        self.storages: list[Tensor] = []
+        self.nbytes = 0
+
+    def fill(self, expert: int, which: str, part: object) -> None:
+        raise NotImplementedError("a counted expert has no weights")
+
+    fill_bias = fill
+
+    def by_pair(self, pairs: int) -> bool:
+        return 2 <= pairs < self.count and pairs <= max(self.parts)
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
+        ops, streamed = self.shadows.ops, len(x) > self.shadows.most
+        sums = None if streamed else ops.made("sums of the CPU", x, *x.shape)
+        by_pair = not streamed and self.by_pair(ids.numel())
+        whole = by_pair or len(self.parts) == 1
+        of_parts = (
+            ops.moe(x, weights, ids, self.bank(x, count), first_expert if whole else 0)
+            for count in ([ids.numel()] if by_pair else self.parts)
+        )
+        total = reduce(lambda total, of_part: ops.made("sums of parts", x, *x.shape), of_parts)
+        return total if sums is None else ops.made("sums of both", x, *x.shape)
+
+    def bank(self, x: Tensor, count: int) -> CountedBank:
+        """As `ArenaSlots.bank` makes it."""
+        made, rows = self.shadows.ops.made, count * self.layout.block_bytes // PLACE
+        each = made("blocks of a bank's rows", x, rows, dtype=torch.int32)
+        index = made("rows of a bank", each, rows)
+        del each
+        dtype = torch.int8 if self.layout.int8 else torch.uint8
+        bank = made("experts out of their slots", index, rows * PLACE, dtype=dtype)
+        del index
+        planes = self.layout.planes.values()
+        cut = [
+            made("planes, cut", x, count, *shape, dtype=dtype)
+            for shape, dtype in planes
+            if prod(shape) * dtype.itemsize % PLACE
+        ]
+        return CountedBank(count, self.inner, self.kind, [bank, *cut])
+
+
+class CountedShadows:
+    """Takes the place of `ShadowExperts` while a model is built on meta."""
+
+    def __init__(self, case: Case, ops: CountedOps, top_k: int):
+        offload, self.groups = case.offload_config, case.attn_dp_size
+        self.ops, self.start_layer, self.top_k = ops, offload.start_layer, top_k
+        stream = offload.stream_tokens
+        # The most tokens of a step whose experts are not streamed.
+        self.most = sys.maxsize if stream == 0 else max(case.decode_rows, (stream or 0) - 1)
+        self.layers: list[CountedShadow] = []
+
+    def experts(
+        self, path: str, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
+    ) -> CountedShadow | None:
+        if layer_number(path) < self.start_layer:
+            return None
+        self.layers.append(CountedShadow(self, here.stop - here.start, inner, hidden, format, kind))
+        return self.layers[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all experts, as slots have them."""
+        return sum(layer.count * layer.layout.block_bytes for layer in self.layers)
+
+    def tables(self, rows: Sequence[int]) -> list[Part]:
+        """What steps read of tables. Decode steps have `rows` tokens of each data-parallel group."""
+        first, pairs = self.layers[0], [self.groups * each * self.top_k for each in rows]
+        banks = {*first.parts, *filter(first.by_pair, pairs)}
+        each = first.layout.block_bytes // PLACE
+        return [
+            product("first rows of experts", tables=2, layers=len(self.layers), experts=first.count, B=4),
+            product("rows of banks", tables=2, rows=sum(banks) * each, B=4),
+            product("pairs of tokens and experts", pairs=sum(pairs), B=4),
+        ]
