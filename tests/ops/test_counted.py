@@ -111,7 +111,7 @@ def test_attention_sees_what_is_cached_and_what_came_before_in_the_step() -> Non
     each = 2 * 4 * 2  # bytes of a token's keys and values
     assert ops.notes.done == [Done("attention", 7, 1, rows=2 * 160, cached=each * 12, macs=2 * pairs * 2 * 8)]
     host = CountedOps(CpuLayout(BF16), torch.float32, PAGE, 128)
-    latents = host.latent_cache(5, PAGE, 8, 4, BF16, META)  # which all heads share, read once for keys and values
+    latents = (host.latent_cache(0, 5, PAGE, 8, 4, BF16, META),)  # which all heads share, read once for keys and values
     assert host.latent_attention(q, q[..., :4], latents, Paged(q, q, (0, 2, 5), (2, 10)), 1.0).shape == q.shape
     read, macs = 2 * (8 + 4) * 12, pairs * 2 * (8 + 4 + 8)
     assert host.notes.done == [Done("latent_attention", 1, 1, rows=4 * 200, cached=read, macs=macs)]
