@@ -136,6 +136,7 @@ CLONES void soften(const Softened<float>& of) {
 struct FloatDot {
     using Operand = float;
     static constexpr int kDepth = 1, kKeysAtOnce = 2;
+    static constexpr bool kByRows = false;
     template <class T>
     static constexpr bool takes() {
         return false;

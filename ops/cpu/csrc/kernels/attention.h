@@ -72,6 +72,15 @@ struct Ahead {
     int64_t stride;
 };
 
+// A tile of latents, row by row, and what to prefetch meanwhile: `lines` cache lines of each row of the next tile.
+template <class E>
+struct LatentRows {
+    const E* const* at;  // (kKeys) those behind `count` repeat the last
+    int64_t count;
+    const uint8_t* const* next;  // (kKeys)
+    int64_t lines;
+};
+
 // The scores of a tile, and what is known of their rows.
 template <class E>
 struct Softened {
@@ -98,12 +107,16 @@ struct Softened {
 //     total and sums shrink with it.
 // and for latents
 //   widen(from, count, to)  elements as Operand; count is even
-//   values(from, pairs, columns, stride, to, to_columns)  rows `stride` apart as steps of the product
+//   kByRows  whether latents are multiplied as they lie, row by row:
+//     score(rows, q, deep, latents, scores)  scores (rows, kKeys) = q (rows, deep) times the latents
+//     add(rows, weights, latents, width, sums, wide)  sums (rows, wide) += weights (rows, kKeys) times the latents
+//   or else values(from, pairs, columns, stride, to, to_columns)  rows `stride` apart as steps of the product
 template <class Dot, class T, bool kLatent>
 class QueryRows {
     using E = typename Dot::Operand;
     static constexpr int kDepth = Dot::kDepth, kAtOnce = Dot::kKeysAtOnce;
     static constexpr bool kDirect = !kLatent && Dot::template takes<T>();  // pieces are operands as they are
+    static constexpr bool kByRows = kLatent && Dot::kByRows;
 
 public:
     QueryRows(const Attention& a, const Span& span)
@@ -220,8 +233,32 @@ private:
         return piece_of<T>(cache, index, deep_ * a_.page_size, a_.page_size);
     }
 
+    void find_latents(int64_t start, int64_t count) {
+        for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
+            const T* from = piece(a_.k_cache, index).elements + offset * deep_;
+            const E* to = latents_ + at * deep_;
+            if constexpr (std::is_same_v<T, E>)
+                to = from;
+            else
+                Dot::widen(from, keys * deep_, latents_ + at * deep_);
+            for (int64_t i = 0; i < keys; i++) rows_of_keys_[at + i] = to + i * deep_;
+        });
+        std::fill_n(rows_of_keys_ + count, kKeys - count, rows_of_keys_[count - 1]);
+        const int64_t after = start + kKeys, more = std::clamp<int64_t>(end_ - after, 0, kKeys);
+        for_pages(after, more, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
+            const T* from = piece(a_.k_cache, index).elements + offset * deep_;
+            for (int64_t i = 0; i < keys; i++) next_[at + i] = reinterpret_cast<const uint8_t*>(from + i * deep_);
+        });
+        std::fill_n(next_ + more, kKeys - more, reinterpret_cast<const uint8_t*>(q_));
+        tile_of_rows_ = {rows_of_keys_, count, next_, deep_ * static_cast<int64_t>(sizeof(T)) / 64};
+    }
+
     // scores = q times the keys start .. start + count - 1
     void score(int64_t start, int64_t count) {
+        if constexpr (kByRows) {
+            find_latents(start, count);
+            return Dot::score(rows_, q_, deep_, tile_of_rows_, scores_);
+        }
         if constexpr (kDirect) {
             if (a_.page_size % kLanes == 0) {
                 const T* lanes[kKeys / kLanes] = {};  // where each 16 keys begin
@@ -234,14 +271,14 @@ private:
             }
         }
         const E* lanes[kKeys / kLanes];
-        if constexpr (kLatent) {
+        if constexpr (kLatent && !kByRows) {
             for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
                 Dot::widen(piece(a_.k_cache, index).elements + offset * deep_, keys * deep_, latents_ + at * deep_);
             });
             std::fill_n(latents_ + count * deep_, (kKeys - count) * deep_, E{});
             turn(reinterpret_cast<const float*>(latents_), (count + kLanes - 1) / kLanes, deep_ / kDepth,
                  reinterpret_cast<float*>(tile_));
-        } else {
+        } else if constexpr (!kLatent) {
             for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
                 Dot::copy(piece(a_.k_cache, index).elements + offset * 2, a_.width / 2, keys, a_.page_size,
                           tile_ + at * kDepth, kKeys);
@@ -262,6 +299,7 @@ private:
 
     // sums += weights times the values start .. start + count - 1
     void add_values(int64_t start, int64_t count) {
+        if constexpr (kByRows) return Dot::add(rows_, weights_, tile_of_rows_, a_.width, sums_, wide_);
         if constexpr (kDirect) {
             // Behind the last value lies whatever the next token's place holds.
             if (a_.width % kColumns == 0 && count % kAtOnce == 0 && a_.page_size % kAtOnce == 0) {
@@ -273,7 +311,7 @@ private:
                 return add_values(start, runs, pieces);
             }
         }
-        if constexpr (kLatent) {
+        if constexpr (kLatent && !kByRows) {
             const int64_t whole = (count + kAtOnce - 1) / kAtOnce * kAtOnce;
             Dot::values(latents_, whole / 2, a_.width, deep_, tile_, wide_);
             const Run<E> run{tile_, whole / kDepth};
@@ -310,8 +348,12 @@ private:
     alignas(64) float scores_[kMostRows * kKeys];
     alignas(64) E weights_[kMostRows * kKeys];
     alignas(64) float sums_[kMostRows * kWidest];
-    alignas(64) E tile_[kKeys * std::max(kWidest, kDeepest)];  // keys or values that are no operand as they are
-    alignas(64) E latents_[kLatent ? kKeys * kDeepest : 1];    // those of a tile, row by row
+    alignas(
+        64) E tile_[kByRows ? 1 : kKeys * std::max(kWidest, kDeepest)];  // keys or values, if no operand as they are
+    alignas(64) E latents_[kLatent ? kKeys * kDeepest : 1];              // those of a tile, row by row
+    const E* rows_of_keys_[kByRows ? kKeys : 1];
+    const uint8_t* next_[kByRows ? kKeys : 1];
+    LatentRows<E> tile_of_rows_;
     float most_[kMostRows], total_[kMostRows], key_scales_[kKeys], value_scales_[kKeys];
     int64_t skipped_[kMostRows], seen_[kMostRows];
 };

@@ -59,6 +59,93 @@ TARGET void pass(bool fresh, const Bf16* a, int64_t a_stride, const Run<S>* runs
     }
 }
 
+// Lane 4r + k = the sum of lanes of v[4r + k].
+INLINE __m512 lane_sums(const __m512 (&v)[16]) {
+    __m512 a[8], b[4], c[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xee));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_unpacklo_ps(b[i], b[i + 2]), _mm512_unpackhi_ps(b[i], b[i + 2]));
+    const __m512 sums = _mm512_add_ps(_mm512_unpacklo_ps(c[0], c[1]), _mm512_unpackhi_ps(c[0], c[1]));
+    return _mm512_shuffle_f32x4(sums, sums, 0xd8);  // fours 0, 8, 4, 12
+}
+
+// Scores (R, 4) of queries with the keys keys[0 .. 3]: lanes are neighbouring columns, and are added at the end.
+template <int R>
+TARGET void score_pass(const Bf16* q, int64_t deep, const Bf16* const* keys, const uint8_t* ahead, int64_t lines,
+                       float* scores) {
+    __m512 sums[16];
+    const Bf16* const at[4] = {keys[0], keys[1], keys[2], keys[3]};
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+    const auto step = [&](int64_t d, __mmask32 some) __attribute__((always_inline)) TARGET {
+        __m512bh of[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) of[k] = as_bf16(_mm512_maskz_loadu_epi16(some, at[k] + d));
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const __m512bh row = as_bf16(_mm512_maskz_loadu_epi16(some, q + r * deep + d));
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) sums[4 * r + k] = _mm512_dpbf16_ps(sums[4 * r + k], row, of[k]);
+        }
+    };
+    int64_t d = 0;
+    for (; d + 2 * kLanes <= deep; d += 2 * kLanes) {
+        step(d, ~0u);
+        _mm_prefetch(ahead + std::min(d / (2 * kLanes), lines) * 64, _MM_HINT_T1);
+    }
+    if (d < deep) step(d, (1u << (deep - d)) - 1);
+    const __m512 all = lane_sums(sums);
+    _mm_storeu_ps(scores, _mm512_castps512_ps128(all));
+    if constexpr (R > 1) _mm_storeu_ps(scores + kKeys, _mm512_extractf32x4_ps(all, 1));
+    if constexpr (R > 2) _mm_storeu_ps(scores + 2 * kKeys, _mm512_extractf32x4_ps(all, 2));
+    if constexpr (R > 3) _mm_storeu_ps(scores + 3 * kKeys, _mm512_extractf32x4_ps(all, 3));
+}
+
+constexpr int kMostAdded = 10;  // rows of one pass: 20 sums of 16 lanes
+
+// sums (R, `columns`) += weights (R, kKeys) times the columns of latents from `column` on, two of these at a time.
+template <int R>
+TARGET void add_pass(const Bf16* weights, const LatentRows<Bf16>& of, int64_t column, int64_t columns, int64_t ahead,
+                     float* sums, int64_t wide) {
+    alignas(64) static constexpr uint16_t kLow[2 * kLanes] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
+                                                              37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                              11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+    const __mmask32 some = columns < kColumns ? (1u << columns) - 1 : ~0u;
+    __m512 left[R], right[R];
+#pragma GCC unroll 10
+    for (int r = 0; r < R; r++) {
+        left[r] = _mm512_loadu_ps(sums + r * wide);
+        right[r] = _mm512_loadu_ps(sums + r * wide + kLanes);
+    }
+    for (int64_t key = 0; key < of.count; key += 2) {
+        const __m512i first = _mm512_maskz_loadu_epi16(some, of.at[key] + column);
+        const __m512i second = _mm512_maskz_loadu_epi16(some, of.at[key + 1] + column);
+        _mm_prefetch(of.next[kKeys / 2 + key / 2] + ahead, _MM_HINT_T1);
+        const __m512bh here = as_bf16(_mm512_permutex2var_epi16(first, low, second));
+        const __m512bh there = as_bf16(_mm512_permutex2var_epi16(first, high, second));
+#pragma GCC unroll 10
+        for (int r = 0; r < R; r++) {
+            int32_t two;
+            std::memcpy(&two, weights + r * kKeys + key, sizeof two);
+            const __m512bh pair = as_bf16(_mm512_set1_epi32(two));
+            left[r] = _mm512_dpbf16_ps(left[r], pair, here);
+            right[r] = _mm512_dpbf16_ps(right[r], pair, there);
+        }
+    }
+#pragma GCC unroll 10
+    for (int r = 0; r < R; r++) {
+        _mm512_storeu_ps(sums + r * wide, left[r]);
+        _mm512_storeu_ps(sums + r * wide + kLanes, right[r]);
+    }
+}
+
 // e^x to 2^-15, 0 below -139: 2^n times a polynomial of the rest, |rest| <= 1/2.
 INLINE __m512 exponential(__m512 x) {
     const __m512 t = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-200.0f));
@@ -107,21 +194,32 @@ struct Bf16Dot {
     static void widen(const T* from, int64_t count, Bf16* to) {
         copy(from, 1, count / 2, 0, to, 0);
     }
-    TARGET static void values(const Bf16* from, int64_t pairs, int64_t columns, int64_t stride, Bf16* to,
-                              int64_t to_columns) {
-        alignas(64) static constexpr uint16_t kLow[2 * kLanes] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
-                                                                  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-                                                                  11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-        const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
-        for (int64_t i = 0; i < pairs; i++, from += 2 * stride, to += 2 * to_columns) {
-            int64_t j = 0;
-            for (; j + 2 * kLanes <= columns; j += 2 * kLanes) {
-                const __m512i first = _mm512_loadu_si512(from + j), second = _mm512_loadu_si512(from + stride + j);
-                _mm512_storeu_si512(to + 2 * j, _mm512_permutex2var_epi16(first, low, second));
-                _mm512_storeu_si512(to + 2 * j + 2 * kLanes, _mm512_permutex2var_epi16(first, high, second));
+    static constexpr bool kByRows = true;
+
+    static void score(int64_t rows, const Bf16* q, int64_t deep, const LatentRows<Bf16>& of, float* scores) {
+        const int64_t tasks = kKeys / 4 * ((rows + 3) / 4);  // each prefetches at most one row of the first half
+        int64_t task = 0, ahead = -1;
+        for (int64_t key = 0; key < kKeys; key += 4)
+            for (int64_t r = 0; r < rows; r += 4, task++) {
+                const int64_t next = task * (kKeys / 2) / tasks;
+                const uint8_t* from = reinterpret_cast<const uint8_t*>(q);
+                if (next != ahead) from = of.next[ahead = next];
+                if (key >= of.count) continue;
+                with_count<4>(static_cast<int>(std::min<int64_t>(4, rows - r)), [&](auto m) {
+                    score_pass<m()>(q + r * deep, deep, of.at + key, from, of.lines, scores + r * kKeys + key);
+                });
             }
-            for (; j < columns; j++) to[2 * j] = from[j], to[2 * j + 1] = from[stride + j];
-        }
+    }
+
+    static void add(int64_t rows, const Bf16* weights, const LatentRows<Bf16>& of, int64_t width, float* sums,
+                    int64_t wide) {
+        const int64_t passes = (rows + kMostAdded - 1) / kMostAdded, each = (rows + passes - 1) / passes;
+        for (int64_t j = 0; j < width; j += kColumns)
+            for (int64_t r = 0, line = j / kColumns; r < rows; r += each, line += width / kColumns)
+                with_count<kMostAdded>(static_cast<int>(std::min(each, rows - r)), [&](auto m) {
+                    add_pass<m()>(weights + r * kKeys, of, j, std::min<int64_t>(kColumns, width - j),
+                                  line < of.lines ? line * 64 : 0, sums + r * wide + j, wide);
+                });
     }
 
     template <class S>
