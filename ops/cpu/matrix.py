@@ -258,7 +258,7 @@ class NativeStack:
 
 class NativeHeads:
     def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device):
-        self.rows = rows
+        self.count, self.rows, self.columns = count, rows, columns
         self.packed = PackedMatrices(count, rows, columns, format, device)
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
 

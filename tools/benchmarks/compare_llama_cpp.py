@@ -2,7 +2,7 @@
 tokens, measured in turns. A peer has a process of its own; one that dies is a line of the output, and the rest goes on.
 
     .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N]
-        [--format q4|q8|auto] [--rest none|q8] [--gguf Q4_K_M|Q6_K|IQ4_XS|MXFP4]
+        [--experts N] [--format q4|q8|auto] [--rest none|q8] [--gguf Q4_K_M|Q6_K|IQ4_XS|MXFP4]
         [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
 
 The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
@@ -321,6 +321,7 @@ def main(argv: list[str]) -> None:
     parser = flags(__doc__)
     parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
     parser.add_argument("--layers", type=int, help="default: the case's; the weights are in memory twice")
+    parser.add_argument("--experts", type=int, help="of a layer, with --layers; default: the case's")
     parser.add_argument("--format", choices=WEIGHTS, default="q4", help=HELP_OF_FORMAT)
     parser.add_argument("--rest", choices=("none", "q8"), default="none", help=HELP_OF_REST)
     parser.add_argument("--gguf", choices=MIXES, help="types of a GGUF file that all engines read; no --format then")
@@ -349,7 +350,7 @@ def main(argv: list[str]) -> None:
             ours = Umbra(args.case, None, "auto", *sizes, checkpoint=path)
             shutil.rmtree(ours.runner.folder)
         else:
-            ours = Umbra(args.case, args.layers, args.format, *sizes, rest=args.rest)
+            ours = Umbra(args.case, args.layers, args.format, *sizes, rest=args.rest, experts=args.experts)
             write_gguf(path, ours.model, ours.config)
         folder, cpus = ik_llama(), set(own_cpus())
         makers: dict[str, Callable[[], Peer]] = {"theirs": functools.partial(LlamaCpp, path, args.threads)}

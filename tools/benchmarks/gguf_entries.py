@@ -1,7 +1,7 @@
 """The tensors of a loaded model by llama.cpp's names, for gguf_file.py.
 
-Rows are in the checkpoint's order, because llama.cpp rotates halves ("neox") in these architectures, as the checkpoint
-does; but for the value heads of Qwen3.5's linear attention.
+Rows are in the checkpoint's order, because llama.cpp rotates the columns that the checkpoint does; but for the value
+heads of Qwen3.5's linear attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.causal_lm import CausalLM
+from models.deepseek.config import LatentMoeConfig
 from models.gguf.names import Tiled
 from models.glm4_moe.config import Glm4MoeConfig
 from models.gpt_oss.config import GptOssConfig
@@ -24,7 +25,7 @@ from ops.cpu.matrix import ROWS
 
 Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
 Hybrid = Qwen3NextConfig | Qwen3_5MoeConfig
-Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig | Glm4MoeConfig | Hybrid
+Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig | Glm4MoeConfig | LatentMoeConfig | Hybrid
 Change = Callable[[Tensor], Tensor]
 
 
@@ -60,6 +61,14 @@ def matrix(name: str, weight: Any, *parts: slice, change: Change | None = None, 
 
     count = sum(part.stop - part.start for part in parts)
     return Entry(name, (count, weight.columns), format or weight.packed.format.kind, read)
+
+
+def heads(name: str, of: Any) -> Entry:
+    """Each head's matrix."""
+    shape = of.count, of.rows, of.columns
+    return Entry(
+        name, shape, of.packed.format.kind, lambda: (of.packed.dequantised(h, of.rows) for h in range(of.count))
+    )
 
 
 def experts(name: str, weights: Any, which: str) -> Entry:
@@ -98,12 +107,14 @@ def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
 
 
 def of_layer(layer: Any, config: Config) -> Iterator[Entry]:
-    after = "ffn" if isinstance(config, Qwen3MoeConfig | MiniMaxM2Config) else "post_attention"
+    after = "ffn" if isinstance(config, Qwen3MoeConfig | MiniMaxM2Config | LatentMoeConfig) else "post_attention"
     yield plain("attn_norm.weight", layer.input_layernorm.weight)
     yield plain(f"{after}_norm.weight", layer.post_attention_layernorm.weight)
     moe = layer.block_sparse_moe if isinstance(config, MiniMaxM2Config) else layer.mlp
     if isinstance(config, Hybrid) and hasattr(layer, "linear_attn"):
         yield from delta_net(layer.linear_attn, config)
+    elif isinstance(config, LatentMoeConfig):
+        yield from latent_attention(layer.self_attn)
     else:
         yield from attention(layer.self_attn, isinstance(config, Hybrid))
     if isinstance(config, MiniMaxM2Config):
@@ -117,8 +128,9 @@ def of_layer(layer: Any, config: Config) -> Iterator[Entry]:
         yield plain("ffn_gate_inp.bias", moe.router.score_bias)
         for which in ("gate", "up", "down"):
             yield biases(f"ffn_{which}_exps.bias", moe.experts.weights, which)
-    elif isinstance(config, Glm4MoeConfig):
-        yield plain("exp_probs_b.bias", moe.gate.bias)
+    elif isinstance(config, Glm4MoeConfig | LatentMoeConfig):
+        if moe.gate.bias is not None:
+            yield plain("exp_probs_b.bias", moe.gate.bias)
         yield from shared(moe.shared_experts, config.shared_width)
     elif isinstance(config, Hybrid):
         yield from shared(moe.shared_expert, config.shared_width)
@@ -146,6 +158,33 @@ def attention(layer: Any, gated: bool) -> Iterator[Entry]:
     if hasattr(layer, "q_norm"):
         yield plain("attn_q_norm.weight", layer.q_norm.weight, order)
         yield plain("attn_k_norm.weight", layer.k_norm.weight, order)
+    yield matrix("attn_output.weight", layer.o_proj.weight)
+
+
+def latent_attention(layer: Any) -> Iterator[Entry]:
+    first, latent, turning = layer.sizes
+    both, queries = layer.qkv_proj.weight, layer.q_b_proj.weight if layer.compressed else layer.qkv_proj.weight
+    order, end = layer.qkv_proj.sources[-1].order, first + latent
+
+    def of_heads(rows: Tensor) -> Tensor:
+        """Each head's rows before those of it that rotate."""
+        still, turned = rows.split(layer.of_queries)
+        heads = still, as_in_checkpoint(turned, order)
+        return torch.cat([part.unflatten(0, (layer.kv_b_proj.heads, -1)) for part in heads], 1).flatten(0, 1)
+
+    name = "attn_q_b" if layer.compressed else "attn_q"
+    yield matrix(f"{name}.weight", queries, slice(0, sum(layer.of_queries)), change=of_heads)
+    if layer.compressed:
+        yield matrix("attn_q_a.weight", both, slice(0, first))
+        yield plain("attn_q_a_norm.weight", layer.q_a_layernorm.weight)
+
+    def of_latents(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:latent], as_in_checkpoint(rows[latent:], order)))
+
+    yield matrix("attn_kv_a_mqa.weight", both, slice(first, end + turning), change=of_latents)
+    yield plain("attn_kv_a_norm.weight", layer.kv_a_layernorm.weight)
+    yield heads("attn_k_b.weight", layer.kv_b_proj.keys)
+    yield heads("attn_v_b.weight", layer.kv_b_proj.values)
     yield matrix("attn_output.weight", layer.o_proj.weight)
 
 

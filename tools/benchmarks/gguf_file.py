@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.causal_lm import CausalLM
+from models.deepseek.config import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, LatentMoeConfig
 from models.glm4_moe.config import Glm4MoeConfig
 from models.gpt_oss.config import GptOssConfig
 from models.minimax_m2.config import MiniMaxM2Config
@@ -35,7 +36,7 @@ PART = 256  # rows
 ARCHITECTURES = {
     Qwen3MoeConfig: "qwen3moe", MiniMaxM2Config: "minimax-m2", GptOssConfig: "gpt-oss", Glm4MoeConfig: "glm4moe",
     Qwen3NextConfig: "qwen3next", Qwen3_5MoeConfig: "qwen35moe",
-}  # fmt: skip
+} | dict.fromkeys((DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig), "deepseek2")  # fmt: skip
 TYPES = {"q4": "Q4_0", "q8": "Q8_0", "mxfp4": "MXFP4", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -141,10 +142,9 @@ def describe(writer: Any, config: Config) -> None:
         if config.use_qk_norm or not all(config.sparse_layers):
             raise UserError("GGUF: use_qk_norm and dense layers of glm4_moe are not written")
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_weights_norm(config.norm_topk_prob)
-        writer.add_leading_dense_block_count(0)
+        describe_shared(writer, config)
+    elif isinstance(config, LatentMoeConfig):
+        describe_latents(writer, config)
     elif isinstance(config, Qwen3NextConfig | Qwen3_5MoeConfig):
         every = (*config.linear_layers, False).index(False) + 1
         if any(linear != bool((i + 1) % every) for i, linear in enumerate(config.linear_layers)):
@@ -172,13 +172,37 @@ def describe(writer: Any, config: Config) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    latent = config.kv_lora_rank if isinstance(config, LatentMoeConfig) else 0
+    writer.add_key_length(latent + config.head_dim)
+    writer.add_value_length(latent or config.head_dim)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.rope.dim)
     writer.add_expert_count(config.expert_count)
     writer.add_expert_used_count(config.experts_per_token)
+
+
+def describe_shared(writer: Any, config: Glm4MoeConfig | LatentMoeConfig) -> None:
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_leading_dense_block_count(0)
+
+
+def describe_latents(writer: Any, config: LatentMoeConfig) -> None:
+    from gguf import ExpertGatingFuncType
+
+    if config.n_group > 1 or not all(config.sparse_layers):
+        raise UserError("GGUF: n_group and dense layers of models with latents are not written")
+    writer.add_expert_gating_func(ExpertGatingFuncType[config.scoring.upper()])
+    describe_shared(writer, config)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    if config.rope.yarn:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope.yarn.mscale_all_dim)
 
 
 def describe_tokenizer(writer: Any, folder: Path) -> None:

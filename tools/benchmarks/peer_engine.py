@@ -145,6 +145,8 @@ def _lengthened_cache(state: bytes, at: int, length: int, of_token: int) -> tupl
     made.append(state[at : at + 8])
     at += 8
     for part in range(2 * layers):
+        if part == layers and not any(state[at:]):
+            break  # latents are keys and values at once
         if transposed and part >= layers:
             _, element, rows = struct.unpack_from("<iII", state, at)
         else:

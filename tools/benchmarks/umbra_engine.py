@@ -5,6 +5,7 @@ Decode repeats one position: the last token of every sequence is replaced and it
 that any number of steps has the same context.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from models.layers.latent_attention import PagedLatents
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import Router
 from models.layers.states import RecurrentStates
+from models.moe_config import MoeConfig
 from umbra.errors import UserError
 
 ROOM = 2  # tokens of room after a context
@@ -32,10 +34,14 @@ HELP_OF_FORMAT = "of the weights, with the head in q8; auto: as the case's confi
 HELP_OF_REST = "quantization.rest, with --format auto"
 
 
-def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
-    """Returns `config` with another number of layers, all with experts."""
+def with_experts(config: ModelConfig, layers: int, experts: int | None = None) -> ModelConfig:
+    """Returns `config` with another number of layers, all with experts, and of experts."""
     if layers < 1:
         raise UserError(f"--layers {layers}: must be at least 1")
+    if experts is not None:
+        if not (isinstance(config, MoeConfig) and config.num_experts_per_tok <= experts <= config.num_experts):
+            raise UserError(f"--experts {experts}: must be those of a token to those of a layer, in this family")
+        config = dataclasses.replace(config, num_experts=experts)
     sparse = [layer for layer, has in enumerate(getattr(config, "sparse_layers", ())) if has] or range(layers)
     return with_layers(config, [sparse[i % len(sparse)] for i in range(layers)])
 
@@ -44,6 +50,7 @@ class Umbra:
     def __init__(
         self, case_name: str, layers: int | None, format: str, threads: int, instruction_set: str, sequences: int,
         longest: int, kv_dtype: str = "auto", world_size: int = 1, rest: str = "none", checkpoint: Path | None = None,
+        experts: int | None = None,
     ):  # fmt: skip
         """An engine, or one rank of it, with room for `sequences` of `longest` tokens; `layers` None: as many as the
         case's checkpoint. The weights are those of `checkpoint`, or random."""
@@ -57,7 +64,7 @@ class Umbra:
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
         self.runner = make_runner(case, Path("results"), rank_env())
         if layers is not None:
-            self.runner.config = with_experts(self.runner.config, layers)
+            self.runner.config = with_experts(self.runner.config, layers, experts)
         self.config = self.runner.config
         self.runner.setup()
         self.model = self.runner.engine.model

@@ -57,10 +57,28 @@ def gpt_oss_case(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_case(folder / "tiny.yaml", folder / "model", **settings))
 
 
+@pytest.fixture(scope="module")
+def latent_case(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("benchmarks_latent")
+    sizes = dict(
+        mlp_layer_types=["sparse"] * 3,
+        num_hidden_layers=3,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        moe_intermediate_size=32,
+    )
+    save_tiny_of(folder / "model", "glm4_moe_lite", **sizes)
+    settings = dict(model_name="glm4_moe_lite", model_config={"dtype": "bfloat16"})
+    return str(write_case(folder / "tiny.yaml", folder / "model", **settings))
+
+
 @pytest.mark.parametrize(
     ("family", "format", "head"),
-    [("case", "q4", "Q8_0"), ("case", "q8", "Q8_0"), ("m2_case", "q4", "Q8_0"), ("gpt_oss_case", "auto", "BF16")],
-)
+    [
+        ("case", "q4", "Q8_0"), ("case", "q8", "Q8_0"), ("m2_case", "q4", "Q8_0"), ("gpt_oss_case", "auto", "BF16"),
+        ("latent_case", "q4", "Q8_0"),
+    ],
+)  # fmt: skip
 def test_gguf_file_has_every_weight(
     family: str, format: str, head: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
