@@ -12,12 +12,18 @@ class Part(NamedTuple):
 
     kind: Literal["reasoning", "content", "call", "arguments", "end"]
     text: str = ""
+    id: str = ""  # of a call, if the model has given it one
 
 
 @dataclass(frozen=True)
 class ToolCall:
     name: str
     arguments: str  # a JSON object; in harmony, whatever the model wrote
+    id: str = ""
+
+    def message(self) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {"id": self.id, **call} if self.id else call
 
 
 @dataclass(frozen=True)
@@ -31,15 +37,15 @@ class Answer:
     @classmethod
     def of(cls, parts: Iterable[Part]) -> "Answer":
         said: dict[str, list[str]] = {"reasoning": [], "content": []}
-        calls: list[tuple[str, list[str]]] = []
-        for kind, text in parts:
-            if kind == "call":
-                calls.append((text, []))
-            elif kind == "arguments":
-                calls[-1][1].append(text)
-            elif kind != "end":
-                said[kind].append(text)
-        tool_calls = tuple(ToolCall(name, "".join(pieces)) for name, pieces in calls)
+        calls: list[tuple[Part, list[str]]] = []
+        for part in parts:
+            if part.kind == "call":
+                calls.append((part, []))
+            elif part.kind == "arguments":
+                calls[-1][1].append(part.text)
+            elif part.kind != "end":
+                said[part.kind].append(part.text)
+        tool_calls = tuple(ToolCall(call.text, "".join(pieces), call.id) for call, pieces in calls)
         return cls("".join(said["reasoning"]), "".join(said["content"]), tool_calls)
 
     def message(self) -> dict[str, Any]:
@@ -48,8 +54,7 @@ class Answer:
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            functions = [{"name": call.name, "arguments": call.arguments} for call in self.tool_calls]
-            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+            message["tool_calls"] = [call.message() for call in self.tool_calls]
         return message
 
 

@@ -1,14 +1,28 @@
 """A conversation in OpenAI's shape, checked, and as chat templates want it."""
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from text.tool_arguments import read_json_text
+from text.tool_arguments import read_json_text, to_json
 from umbra.errors import UserError
 
 Message = Mapping[str, Any]  # role, content; of an assistant also reasoning_content and tool_calls
+
+
+CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # as Kimi's models write it
+
+
+class Shape(NamedTuple):
+    """How a template wants a message with calls of tools."""
+
+    text: bool = False  # arguments are JSON text, no mappings
+    none: bool = False  # there is no content, which it would render instead of the calls
+
+
+SHAPES = (Shape(), Shape(text=True), Shape(none=True), Shape(text=True, none=True))
 
 
 @dataclass(frozen=True)
@@ -28,12 +42,13 @@ class Chat:
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise UserError(f'tools[{i}]: {tool!r:.60} must be {{"type": "function", "function": {{"name": ...}}}}')
 
-    def for_template(self) -> list[dict[str, Any]]:
-        """The messages as templates read them: content is never None, arguments of tool calls are mappings."""
-        return [_for_template(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+    def for_template(self, shape: Shape) -> list[dict[str, Any]]:
+        """The messages as templates read them: content is a text but for `shape`, which says what calls are like."""
+        made = [_for_template(message, f"messages[{i}]", shape) for i, message in enumerate(self.messages)]
+        return [part for message in made for part in _apart(message)] if shape.none else made
 
 
-def _for_template(message: Message, where: str) -> dict[str, Any]:
+def _for_template(message: Message, where: str, shape: Shape) -> dict[str, Any]:
     changed = {**message, "content": "" if message.get("content") is None else message["content"]}
     calls = message.get("tool_calls")
     if not calls:  # an empty list makes some templates open a block of calls
@@ -41,11 +56,20 @@ def _for_template(message: Message, where: str) -> dict[str, Any]:
         return changed
     if not isinstance(calls, Sequence) or not all(isinstance(c, Mapping) for c in calls):
         raise UserError(f"{where}.tool_calls: {calls!r:.60} must be a list of mappings")
-    changed["tool_calls"] = [_with_mapping(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    changed["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]", shape) for i, call in enumerate(calls)]
     return changed
 
 
-def _with_mapping(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _apart(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message whose calls have no content; what it says besides is a message before them."""
+    if "tool_calls" not in message:
+        return [message]
+    said = {key: value for key, value in message.items() if key != "tool_calls"}
+    calls = {"role": message["role"], "tool_calls": message["tool_calls"]} if message["content"] else message
+    return [*([said] if message["content"] else []), {**calls, "content": None}]
+
+
+def _call(call: Mapping[str, Any], where: str, shape: Shape) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: {call!r:.60} must have a function with a name")
@@ -53,7 +77,35 @@ def _with_mapping(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     arguments = read_json_text(given or "{}") if given is None or isinstance(given, str) else given
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.arguments: {given!r:.60} must be a JSON object")
-    return {**call, "function": {**function, "arguments": arguments}}
+    if shape.text:
+        arguments = given if given and isinstance(given, str) else to_json(arguments)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` in which calls have ids as Kimi's models write them, with numbers that count the calls of the
+    conversation; and results those of their calls, or of the next call that has none."""
+    made: list[dict[str, Any]] = []
+    ids: dict[str, str] = {}
+    count, waiting = 0, list[str]()
+    for message in messages:
+        if given := message.get("tool_calls"):
+            calls = [{**call, "id": _numbered_id(call, number)} for number, call in enumerate(given, count)]
+            waiting = [call["id"] for call in calls]
+            ids |= {str(old["id"]): new for old, new in zip(given, waiting, strict=True) if "id" in old}
+            count += len(calls)
+            made.append({**message, "tool_calls": calls})
+        elif message["role"] == "tool" and (id := ids.get(str(message.get("tool_call_id")), *waiting[:1])):
+            waiting = [other for other in waiting if other != id]
+            made.append({**message, "tool_call_id": id})
+        else:
+            made.append(message)
+    return made
+
+
+def _numbered_id(call: dict[str, Any], number: int) -> str:
+    given = str(call.get("id"))
+    return given if CALL_ID.fullmatch(given) else f"functions.{call['function']['name']}:{number}"
 
 
 def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

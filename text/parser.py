@@ -18,12 +18,10 @@ from typing import Any
 from text.answer import Part, Reader
 from text.formats import THINK, THINK_END, Format
 from text.harmony import Harmony
-from text.tool_arguments import Tool, read_call, to_json, tools_by_name
+from text.json_calls import LONGEST_NAME, Call, cut_call, read_call
+from text.tool_arguments import Tool, to_json, tools_by_name
 from text.values import LONGEST_VALUE, Value
 
-LONGEST_NAME = 256  # characters of a tool's or a parameter's name
-CALL_BEGIN = '{"name":"'  # of a call in JSON, without white space
-CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"arguments"\s*:\s*)?(.*)', re.DOTALL)
 TOOL_NAME = re.compile(r"\s*([\w.-]*)\s*")
 
 
@@ -31,11 +29,11 @@ class State(Enum):
     REASONING = auto()
     CONTENT = auto()
     OPEN = auto()  # after the mark of a block, of which only white space and a call make a block
-    BLOCK = auto()  # between the calls of a block; text here is dropped
+    BLOCK = auto()  # between the calls of a block; text here is dropped. Calls in JSON are in no block
     NAME = auto()  # after the mark of a call or a parameter, up to `>`
     CALL = auto()  # between the parameters of a call; text here is dropped
     VALUE = auto()
-    JSON = auto()  # a call written as JSON
+    JSON = auto()  # a call in JSON
     STRING = auto()  # a string in it: marks do not count here
 
 
@@ -57,19 +55,20 @@ class Marks:
 
 @lru_cache
 def _marks(format: Format, tools: bool, split: bool) -> dict[State, Marks]:
-    blocks = (format.block,) if tools else ()
-    calls = (*blocks, format.block_end, format.call) if tools and format.call else blocks
+    blocks = format.blocks if tools else ()
+    calls = (*blocks, *format.block_ends, format.call) if tools and format.call else blocks
+    around = (*format.blocks, *format.block_ends)
     inner = (format.parameter, format.call, format.call_end, format.block, format.block_end)
     title = (*format.marks, THINK, THINK_END) if format.block_is_call else (">", "<", "\n")
     return {
         State.REASONING: Marks((THINK, THINK_END, *blocks)),
         State.CONTENT: Marks((*((THINK_END,) if split else ()), *calls)),
-        State.OPEN: Marks((format.block, format.block_end, format.call or "{")),
+        State.OPEN: Marks((*around, format.call or "{")),
         State.BLOCK: Marks((format.call, format.block_end)),
         State.NAME: Marks(title),
         State.CALL: Marks(inner),
         State.VALUE: Marks((format.parameter_end, format.value, *inner)),
-        State.JSON: Marks((format.block_end, format.block, THINK_END, '"')),
+        State.JSON: Marks((*around, format.call, format.call_end, THINK_END, '"')),
         State.STRING: Marks(("\\\\", '\\"', '"', "\n")),  # JSON has no line break in a string, so one ends a broken one
     }
 
@@ -160,29 +159,37 @@ class Parser(Reader):
             self._say(state, text)
             if mark == THINK_END:
                 self._turn(State.CONTENT)
-            elif mark == format.block:
-                self._open_block(state)
+            elif mark in format.blocks:
+                self._open_block(state, mark)
         elif state is State.CONTENT:
             self._say(state, text)
             if mark == THINK and self._fresh:
                 self._turn(State.REASONING)
             elif mark == THINK:  # after content it is text
                 self._say(state, mark)
-            elif mark == format.block:
-                self._open_block(state)
+            elif mark in format.blocks:
+                self._open_block(state, mark)
             elif mark and mark == format.call:
-                self._open_name(mark, state)
-            elif mark in (format.call_end, format.parameter_end) and not self._trim:  # after content it is text
+                if format.call_is_json:
+                    self._open_json(mark, state)
+                else:
+                    self._open_name(mark, state)
+            elif (
+                mark and mark in (format.call_end, format.parameter_end) and not self._trim
+            ):  # after content it is text
                 self._say(state, mark)
         elif state is State.OPEN:
-            if text.strip() or mark == format.block:  # it was no block but text, and so is what follows
+            if text.strip() or mark in format.blocks:  # it was no block but text, and so is what follows
                 self._state = self._outer
-                self._say(self._outer, format.block + self._text.getvalue())
+                self._say(self._outer, self._opener + self._text.getvalue())
                 self._at -= len(text) + len(mark)
-            elif mark == format.block_end:
+            elif mark in format.block_ends:
                 self._turn(State.CONTENT)
             elif mark and mark == format.call:
-                self._open_name(mark, State.BLOCK)
+                if format.call_is_json:
+                    self._open_json(self._opener + self._text.getvalue() + text + mark, self._outer)
+                else:
+                    self._open_name(mark, State.BLOCK)
             else:
                 self._write(text + mark)
                 self._state = State.JSON if mark else state
@@ -238,11 +245,14 @@ class Parser(Reader):
         """A mark ends the text before it, and another state begins."""
         self._state, self._newlines, self._trim, self._fresh = state, 0, True, False
 
-    def _open_block(self, outer: State) -> None:
+    def _open_block(self, outer: State, mark: str) -> None:
         if self._format.block_is_call:
-            self._open_name(self._format.block, outer)
-            return
-        self._state, self._outer, self._text = State.OPEN, outer, StringIO()
+            self._open_name(mark, outer)
+        else:
+            self._state, self._outer, self._opener, self._text = State.OPEN, outer, mark, StringIO()
+
+    def _open_json(self, opener: str, outer: State) -> None:
+        self._state, self._outer, self._opener, self._text = State.JSON, outer, opener, StringIO()
 
     def _open_name(self, mark: str, outer: State) -> None:
         self._state, self._outer, self._opener, self._name = State.NAME, outer, mark, ""
@@ -290,7 +300,7 @@ class Parser(Reader):
         elif mark:
             self._end_call()
             if mark == format.block:
-                self._open_block(State.CONTENT)
+                self._open_block(State.CONTENT, mark)
             elif mark == format.call:
                 self._open_name(mark, self._outer)
             else:
@@ -316,29 +326,29 @@ class Parser(Reader):
     def _end_cut(self) -> bool:
         """Ends a call in JSON that was cut off: one of a tool of this chat has the arguments so far, one without its
         whole name is dropped. -> whether it was a call"""
-        text = self._text.getvalue()
-        call, begin = CUT_CALL.fullmatch(text), "".join(text.split())
-        if call and call[1] in self._tools:
-            arguments = call[2] if call[2].startswith("{") else ""
-            self._parts += [Part("call", call[1]), Part("arguments", arguments), Part("end")]
-        elif call or not (CALL_BEGIN.startswith(begin) or begin.startswith(CALL_BEGIN)):
+        call = cut_call(self._text.getvalue(), self._format)
+        if not call or (call.name and call.name not in self._tools):
             return False
-        self._turn(State.CONTENT)
+        self._end_with(call)
         return True
 
     def _end_json(self, mark: str) -> None:
-        """`mark` or the end of the output ends a call as JSON. One that is none was text."""
+        """`mark` or the end of the output ends a call in JSON. One that is none was text."""
         format, text = self._format, self._text.getvalue()
-        call = read_call(text) if len(text) <= LONGEST_VALUE else ("", "")
+        end = format.call_end or format.block_end
+        call = read_call(text, format) if len(text) <= LONGEST_VALUE else Call("", "")
         if call:
-            self._turn(State.CONTENT)
-            if call[0] in self._tools:
-                self._parts += [Part("call", call[0]), Part("arguments", call[1]), Part("end")]
+            self._end_with(call)
         else:
             self._state = self._outer
-            self._say(self._outer, format.block + text + (mark if mark == format.block_end else ""))
-        if mark != format.block_end:
+            self._say(self._outer, self._opener + text + (mark if mark == end else ""))
+        if mark != end:
             self._at -= len(mark)  # it counts in the state after
+
+    def _end_with(self, call: Call) -> None:
+        self._turn(State.CONTENT)
+        if call.name in self._tools:
+            self._parts += [Part("call", call.name, call.id), Part("arguments", call.arguments), Part("end")]
 
 
 def reader(format: Format | None, tools: Sequence[Mapping[str, Any]], reasoning: bool, split: bool) -> Reader:

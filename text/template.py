@@ -77,11 +77,11 @@ def failed(why: str) -> UserError:
 
 
 def variables_of(messages: list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that a template sees: `settings`, and the messages without empty fields and with their
-    reasoning under each of its names."""
+    """Returns the values that a template sees: `settings`, and the messages without empty fields but contents and with
+    their reasoning under each of its names."""
     seen = []
     for message in messages:
-        there = {key: value for key, value in message.items() if value is not None}
+        there = {key: value for key, value in message.items() if value is not None or key == "content"}
         thoughts = next((there[name] for name in REASONING if name in there), None)
         more = {} if thoughts is None else {"reasoning_content": thoughts}
         seen.append(({"thinking": thoughts} if more else {}) | there | more)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from text.chat import Chat, for_harmony
+from text.answer import Answer, ToolCall
+from text.chat import SHAPES, Chat, Shape, for_harmony, numbered
 from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
 from text.template import Renderer, failed, variables_of
 from text.tiktoken_file import converted
@@ -22,6 +23,13 @@ LONGEST_TOKEN = 4096  # characters of one
 # A tokenizer that fails should fail when it is loaded.
 TRIED = "A text, of 3 lines:\n\n  d\u00e9j\u00e0 vu \u65e5\u672c\u8a9e \U0001f642"
 LONGEST_GENERATION_PROMPT = 1024  # characters; those of published models have less than 100
+PROBE = Chat(
+    [
+        {"role": "user", "content": "x"},
+        Answer(tool_calls=(ToolCall("umbra_name", '{"umbra_key": 1}', "functions.umbra_name:0"),)).message(),
+        {"role": "tool", "tool_call_id": "functions.umbra_name:0", "content": "x"},
+    ]
+)
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
 
 
@@ -68,6 +76,7 @@ class Tokenizer:
         shown = TAGS.union(self.marks.values()).difference(self._by_tokens.ends if self._by_tokens else ())
         self.hidden = frozenset(id for token, id in special.items() if token not in shown)
         self._renderer = Renderer()
+        self._shapes: dict[str, Shape] = {}  # of templates
         self._beginning: tuple[str, list[int]] = "", []  # of the last conversation, and its ids
         self.decode(self.encode(TRIED, chat=False))
 
@@ -125,13 +134,27 @@ class Tokenizer:
             template = self.hf.get_chat_template(tools=tools)
         except ValueError as error:  # several, none of which is for such a conversation
             raise failed(str(error)) from None
-        variables = variables_of(chat.for_template(), settings)
+        called = not self._by_tokens and any(message.get("tool_calls") for message in chat.messages)
+        messages = chat.for_template(self._shape(template) if called else SHAPES[0])
+        format = self.format("auto")
+        variables = variables_of(numbered(messages) if format and format.numbered else messages, settings)
         if self._by_tokens:
             variables |= for_harmony(variables["messages"], chat.tools)
         text, beginning, added = self._renderer.render(template, variables)
         ids = self._ids(text, special=False)
         first, end = self._first_ids(ids, text[:beginning]), len(ids) - self._last_ids(ids, text[len(text) - added :])
         return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
+
+    def _shape(self, template: str) -> Shape:
+        """How `template` wants calls: the first way in which it renders one, with arguments as JSON, is found once."""
+        for shape in () if template in self._shapes else SHAPES:
+            variables = variables_of(PROBE.for_template(shape), {**self.hf.special_tokens_map, "tools": None})
+            with contextlib.suppress(UserError):
+                text = self._renderer.render(template, variables).text
+                if "umbra_name" in text and "umbra_key" in text and "'umbra_key'" not in text:
+                    self._shapes[template] = shape
+                    break
+        return self._shapes.setdefault(template, SHAPES[0])
 
     def _first_ids(self, ids: list[int], text: str) -> int:
         """The number of first `ids` that `text` begins with."""

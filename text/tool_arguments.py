@@ -75,20 +75,6 @@ def read_json_text(text: str) -> Any:
     return None
 
 
-def read_call(text: str) -> tuple[str, str] | None:
-    """The name and the arguments, as JSON, of a call {"name": ..., "arguments": {...}}; None if it is no such call.
-
-    Arguments may be absent, or an object written as a string, as some models do.
-    """
-    call = read_json_text(text)
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = read_json_text(arguments)
-    return (call["name"], to_json(arguments)) if isinstance(arguments, dict) else None
-
-
 def to_json(value: Any) -> str:
     """`value` as JSON that can be encoded: only half of a surrogate pair makes it write characters as escapes."""
     text = json.dumps(value, ensure_ascii=False)

@@ -291,8 +291,8 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
 
 def _thinking(wanted: bool, text: Text) -> dict[str, Any]:
     """Variables of the chat template with which the model reasons, or does not."""
-    if openai_chat.has_variable(text.tokenizer.template, "enable_thinking"):
-        return {"enable_thinking": wanted}
+    if switch := openai_chat.reasoning_switch(text.tokenizer.template):
+        return {switch: wanted}
     if wanted != text.reasons:
         raise invalid("thinking.type", "this model never reasons" if wanted else "this model always reasons")
     return {}

@@ -110,9 +110,9 @@ class Chat:
                 parts = [part for text in piece.texts for part in parser.push(text)]
                 if piece.finish:
                     parts += parser.finish(cut=piece.finish == "length")
-                for kind, text in parts:
+                for kind, text, id in parts:
                     if kind == "call":
-                        call, call_id = call + 1, f"call_{secrets.token_hex(12)}"
+                        call, call_id = call + 1, id or f"call_{secrets.token_hex(12)}"
                     in_call = kind in ("call", "arguments", "end")
                     if in_call and call > 0 and self.request.parallel_tool_calls is False:
                         continue
@@ -376,22 +376,30 @@ def settings_of(request: ChatRequest, text: Text) -> dict[str, Any]:
     """Variables of the chat template, of those that it has."""
     settings: dict[str, Any] = {}
     template = text.tokenizer.template
+    switch = reasoning_switch(template)
     for name, value in (request.chat_template_kwargs or {}).items():
         if name in RESERVED or not has_variable(template, name):
             raise invalid("chat_template_kwargs", f"{name:.40} is no variable of this model's chat template")
         settings[name] = value
     if request.enable_thinking is not None:
-        if not has_variable(template, "enable_thinking"):
+        if not switch:
             raise invalid("enable_thinking", "this model's chat template does not know it", "unsupported_parameter")
-        settings.setdefault("enable_thinking", request.enable_thinking)
+        settings.setdefault(switch, request.enable_thinking)
     if request.reasoning_effort is not None:
         if has_variable(template, "reasoning_effort"):
             settings["reasoning_effort"] = request.reasoning_effort
-        elif has_variable(template, "enable_thinking"):
-            settings.setdefault("enable_thinking", request.reasoning_effort != "none")
+        elif switch:
+            settings.setdefault(switch, request.reasoning_effort != "none")
         else:
             raise invalid("reasoning_effort", "this model's chat template does not know it", "unsupported_parameter")
     return settings
+
+
+def reasoning_switch(template: str) -> str:
+    """The variable of a template that turns reasoning on and off; empty: it has none."""
+    if has_variable(template, "enable_thinking"):
+        return "enable_thinking"
+    return "thinking" if re.search(r"(?<![\w.])thinking is (not )?defined", template) else ""  # also a common word
 
 
 def has_variable(template: str, name: str) -> bool:

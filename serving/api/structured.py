@@ -122,6 +122,11 @@ class Marks:
     def one(self, mark: str) -> str:
         return f"<[{self._ids[mark]}]>" if mark in self._ids else json.dumps(mark)
 
+    def text(self, text: str) -> str:
+        """A text that may have marks in it."""
+        parts = re.split(f"({'|'.join(map(re.escape, self._ids))})", text) if self._ids else [text]
+        return " ".join(self.one(part) for part in parts if part)
+
     def until(self, rule: str, mark: str, before: str = "") -> str:
         """A rule for any text up to and including `before` and `mark`."""
         if mark in self._ids:
@@ -180,7 +185,10 @@ def calls_grammar(
     one = f"({' | '.join(names)})"
     block, end = marks.one(format.block), marks.one(format.block_end)
     repeat = f"{{0,{MOST_CALLS - 1}}}"
-    if format.call:
+    if format.call_is_json:
+        more = f" (/\\n?/ {one}){repeat}" if several else ""
+        calls = f"{block} {one}{more} {end}"
+    elif format.call:
         more = f' ("\\n" {one}){repeat}' if several else ""
         calls = f'{block} "\\n" {one}{more} "\\n" {end}'
     else:
@@ -219,6 +227,13 @@ def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: For
     if format.tokens:
         opening = f'{json.dumps(f"commentary to=functions.{name} ")} {marks.one(CONSTRAIN)} "json" {marks.one(MESSAGE)}'
         return [f"{rule}: {opening} {rule}a", f"{rule}a: %json {_compact(parameters)}"]
+    if format.call_is_json:
+        opening = marks.text(format.call + format.before_name + name) + (" /:[0-9]{1,6}/" if format.numbered else "")
+        before, after = format.before_arguments, format.after_arguments + format.call_end
+        return [
+            f"{rule}: {opening} {marks.text(before)} {rule}a {marks.text(after)}",
+            f"{rule}a: %json {_compact(parameters)}",
+        ]
     if not format.parameter:
         opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         return [f'{rule}: {opening} {rule}a "}}"', f"{rule}a: %json {_compact(parameters)}"]

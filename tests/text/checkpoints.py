@@ -228,13 +228,83 @@ HARMONY = """
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 
+KIMI = """
+{%- set ns = namespace(user=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.user = loop.index0 %}{% endif %}{% endfor %}
+{%- if tools %}
+{{- '<|im_system|>tool_declare<|im_middle|>' ~ tools | tojson(separators=(',', ':')) ~ '<|im_end|>' }}
+{%- endif %}
+{%- for m in messages %}
+{{- {'user': '<|im_user|>', 'assistant': '<|im_assistant|>'}.get(m.role, '<|im_system|>') }}
+{{- (m.get('name') or m.role) ~ '<|im_middle|>' }}
+{%- if m.role == 'assistant' %}
+{{- '<think>' ~ (m.reasoning_content or '' if loop.index0 > ns.user else '') ~ '</think>' ~ m.content }}
+{%- for call in m.get('tool_calls') or [] %}
+{%- set arguments = call.function.arguments %}
+{{- '<|tool_calls_section_begin|>' if loop.first else '' }}
+{{- '<|tool_call_begin|>' ~ call.id ~ '<|tool_call_argument_begin|>' }}
+{{- (arguments if arguments is string else arguments | tojson) ~ '<|tool_call_end|>' }}
+{{- '<|tool_calls_section_end|>' if loop.last else '' }}
+{%- endfor %}
+{%- else %}
+{{- ('## Return of ' ~ m.tool_call_id ~ '\\n' if m.role == 'tool' else '') ~ m.content }}
+{%- endif %}
+{{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}
+"""
+
+# R1: calls are rendered where there is no content, with arguments that are texts.
+DEEPSEEK_V3 = """
+{{- '<｜begin▁of▁sentence｜>' }}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ m.content }}
+{%- elif m.role == 'user' %}{{ '<｜User｜>' ~ m.content }}
+{%- elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' ~ m.content ~ '<｜tool▁output▁end｜>' }}
+{%- elif m.content is none %}
+{%- for call in m.tool_calls %}
+{{- '<｜Assistant｜><｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
+{{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+{{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}
+{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+{%- else %}{{ '<｜Assistant｜>' ~ m.content.split('</think>')[-1] ~ '<｜end▁of▁sentence｜>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}
+"""
+
+DEEPSEEK_V31 = """
+{%- if not thinking is defined %}{% set thinking = false %}{% endif %}
+{%- set ns = namespace(asked=false) %}
+{{- '<｜begin▁of▁sentence｜>' }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- ('<｜Assistant｜></think>' if ns.asked else '') ~ m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- ('<｜tool▁calls▁begin｜>' if loop.first else '') + '<｜tool▁call▁begin｜>' + call.function.name }}
+{{- '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>' }}
+{{- '<｜tool▁calls▁end｜>' if loop.last else '' }}
+{%- endfor %}
+{{- '<｜end▁of▁sentence｜>' }}
+{%- elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' ~ m.content ~ '<｜tool▁output▁end｜>' }}
+{%- else %}{{ ('<｜User｜>' if m.role == 'user' else '') ~ m.content }}
+{%- endif %}
+{%- set ns.asked = m.role == 'user' %}
+{%- endfor %}
+{%- if add_generation_prompt and ns.asked %}
+{{- '<｜Assistant｜>' ~ ('<think>' if thinking else '</think>') }}
+{%- endif %}
+"""
+
 TEMPLATES = {
     "minimax_m2": MINIMAX, "qwen3": QWEN3, "qwen3_next": NEXT, "qwen35": QWEN35, "glm45": GLM45, "glm47": GLM47,
-    "harmony": HARMONY,
+    "harmony": HARMONY, "kimi_k2": KIMI, "deepseek_v3": DEEPSEEK_V3, "deepseek_v31": DEEPSEEK_V31,
 }  # fmt: skip
 NAMES = {"glm47": "glm45", "qwen3_next": "qwen3", "qwen35": "qwen3_coder"}  # of formats, where they are others
 FORMAT_OF = {family: FORMATS[NAMES.get(family, family)] for family in TEMPLATES}
 QWEN_SPECIAL = ["<|im_start|>", "<|im_end|>"]
+DEEPSEEK_SPECIAL = [f"<｜{name}｜>" for name in ("begin▁of▁sentence", "User", "Assistant", "end▁of▁sentence")]
 GLM_SPECIAL = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 SPECIAL = {
     "minimax_m2": ["]~!b[", "]~b]", "[e~["],
@@ -244,6 +314,9 @@ SPECIAL = {
     "glm45": GLM_SPECIAL,
     "glm47": GLM_SPECIAL,
     "harmony": ["<|endoftext|>", *FORMATS["harmony"].tokens],
+    "kimi_k2": ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"],
+    "deepseek_v3": DEEPSEEK_SPECIAL,
+    "deepseek_v31": DEEPSEEK_SPECIAL,
 }
 
 
@@ -256,7 +329,7 @@ def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, *
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[family]])
     format = FORMAT_OF[family]
-    marks = format.marks if format.block_is_call else (format.block, format.block_end)
+    marks = format.marks if format.block_is_call or format.call_is_json else (format.block, format.block_end)
     tags = () if format.tokens else (THINK, THINK_END, *marks)
     tokenizer.add_tokens([AddedToken(tag, special=tags_are_special, normalized=False) for tag in tags])
     settings = {"eos_token": SPECIAL[family][-1], "chat_template": TEMPLATES[family]} | options

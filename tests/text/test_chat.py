@@ -1,6 +1,7 @@
 """Conversations through chat templates: tools, reasoning, arguments, what is refused; and the way back into text."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer
 
 from executor.checkpoint.stop_ids import stop_ids
 from tests.text.checkpoints import FORMAT_OF, TEMPLATES, write_tokenizer
-from text.answer import Answer, ToolCall
+from text.answer import Answer
 from text.chat import Chat
 from text.parser import Parser
 from text.tokenizer import Tokenizer
@@ -41,7 +42,10 @@ CHATS = {
 }
 
 
-@pytest.fixture(params=sorted(TEMPLATES.keys() - {"harmony"}))
+OWN = {"harmony", "kimi_k2", "deepseek_v3", "deepseek_v31"}  # their messages are changed
+
+
+@pytest.fixture(params=sorted(TEMPLATES.keys() - OWN))
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     write_tokenizer(tmp_path, request.param)
     return Tokenizer(tmp_path)
@@ -93,7 +97,8 @@ def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any
 
 
 def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
-    opening = {"minimax_m2": True, "qwen3": False, "qwen3_next": True, "qwen35": True, "glm45": False, "glm47": True}
+    opening = {"minimax_m2": True, "qwen3": False, "qwen3_next": True, "qwen35": True, "glm45": False, "glm47": True,
+               "kimi_k2": False, "deepseek_v3": True, "deepseek_v31": False}  # fmt: skip
     for family, opens in opening.items():
         write_tokenizer(tmp_path / family, family)
         tokenizer = Tokenizer(tmp_path / family)
@@ -114,6 +119,44 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
         silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
         assert tokenizer.decode(silent).endswith(end)
         assert not tokenizer.opens_reasoning(silent)
+    tokenizer = Tokenizer(tmp_path / "deepseek_v31")
+    assert tokenizer.opens_reasoning(tokenizer.encode_chat(Chat([USER], settings={"thinking": True})))
+
+
+SAID = {"role": "assistant", "content": "I look.", "tool_calls": [call('{"city":"Ulm"}'), call({})]}
+LATER = [*LOOP[:3], SAID, {"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+WEATHER_0 = json.dumps(ARGUMENTS)
+RENDERED = {
+    "deepseek_v3": [
+        "hi<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n",
+        f"{WEATHER_0}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁output▁begin｜>rain",
+        "<｜Assistant｜>I look.<｜end▁of▁sentence｜><｜Assistant｜><｜tool▁calls▁begin｜>",
+        '\n{"city":"Ulm"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{}\n```',
+    ],
+    "deepseek_v31": [
+        f"</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{WEATHER_0}<｜tool▁call▁end｜>",
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>",
+        '{"city":"Ulm"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}',
+    ],
+    "kimi_k2": [
+        "<think>look</think><|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_arg",
+        json.dumps(ARGUMENTS, ensure_ascii=False),
+        "## Return of functions.weather:0\nrain",
+        'functions.weather:1<|tool_call_argument_begin|>{"city": "Ulm"}',
+        "functions.weather:2<|tool_call_argument_begin|>{}",
+        "## Return of functions.weather:1\none",
+        "## Return of functions.weather:2\ntwo",
+    ],
+}
+
+
+@pytest.mark.parametrize("family", RENDERED)
+def test_templates_that_want_calls_otherwise(tmp_path: Path, family: str) -> None:
+    """As texts, or without content, which is then a message of its own; Kimi's with ids that count the calls."""
+    write_tokenizer(tmp_path, family)
+    tokenizer = Tokenizer(tmp_path)
+    text = tokenizer.whole_text(tokenizer.encode_chat(Chat(LATER, TOOLS)))
+    assert re.search(".*".join(map(re.escape, RENDERED[family])), text, re.DOTALL), text
 
 
 OUTPUTS = {
@@ -133,6 +176,12 @@ OUTPUTS = {
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
     "glm47": "look</think>One moment.<tool_call>weather<arg_key>city</arg_key><arg_value>Zürich</arg_value>"
     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>weather</tool_call>",
+    "kimi_k2": "<think>look</think>One moment.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    '<|tool_call_argument_begin|>{"city": "Zürich", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.weather:1'
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v31": "One moment.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Zürich", "days": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
 }
 
 
@@ -154,8 +203,11 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     assert format is FORMAT_OF[family]
     parser = Parser(format, TOOLS, tokenizer.opens_reasoning(prompt))
     answer = Answer.of([part for piece in pieces for part in parser.push(piece)] + parser.finish())
-    first = ToolCall("weather", '{"city": "Zürich", "days": 2}')
-    assert answer == Answer("look", "One moment.", (first, ToolCall("weather", "{}")))
+    assert (answer.reasoning, answer.content) == ("look" if "look" in OUTPUTS[family] else "", "One moment.")
+    assert [(c.name, c.arguments) for c in answer.tool_calls] == [
+        ("weather", '{"city": "Zürich", "days": 2}'),
+        ("weather", "{}"),
+    ]
     again = tokenizer.encode_chat(Chat([USER, answer.message(), LOOP[2]], TOOLS))
     assert again[: len(prompt) + len(generated)] == prompt + generated
 

@@ -30,6 +30,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "g"}},
 ]
 M2, QWEN3, CODER, GLM = "minimax_m2", "qwen3", "qwen3_coder", "glm45"
+KIMI, V3, V31 = "kimi_k2", "deepseek_v3", "deepseek_v31"
+TEXTS = [name for name, format in FORMATS.items() if not format.tokens]
 
 
 def answer(reasoning: str = "", content: str = "", *calls: tuple[str, dict[str, Any]]) -> Answer:
@@ -61,6 +63,26 @@ def qwen(text: str) -> str:
 def function(**parameters: str) -> str:
     inner = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in parameters.items())
     return f"<function=f>\n{inner}</function>"
+
+
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL = '<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"a":1}<|tool_call_end|>'
+
+
+def kimi(id: str, arguments: str) -> str:
+    return SECTION + CALL.replace("functions.g:1", id).replace('{"a":1}', arguments) + SECTION_END
+
+
+def deepseek(*calls: str) -> str:
+    """Calls with `|` for the sign between their parts."""
+    marked = (f"<｜tool▁call▁begin｜>{call.replace('|', '<｜tool▁sep｜>')}<｜tool▁call▁end｜>" for call in calls)
+    return f"{BLOCK}{''.join(marked)}{BLOCK_END}"
+
+
+def said(reasoning: str = "", content: str = "", *calls: tuple[str, ...]) -> Answer:
+    """An answer whose arguments are as they were written."""
+    return Answer(reasoning, content, tuple(ToolCall(*call) for call in calls))
 
 
 MARKS = "a </parameter> b\n</function>c\n</tool_call>\nd <parameter=i> <tool_call>\n<function=f> e"
@@ -178,6 +200,34 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         answer("", "x", ("f", {"a": 1.0, "s": 'é\n</tool_call>\\"'}), ("g", {})),
     ),
     "json, broken": (QWEN3, {}, "x" + qwen('{"name": "f"') + "y", answer("", "x" + qwen('{"name": "f"') + "y")),
+    # Calls of Kimi-K2
+    "kimi": (
+        KIMI, {},
+        "<think>a</think>b" + kimi('functions.f:2', '{"s": "<|tool_call_end|>"}') + "\n" + kimi(" g:3 ", "\n") + "c",
+        said("a", "bc", ("f", '{"s": "<|tool_call_end|>"}', "functions.f:2"), ("g", "{}", "g:3")),
+    ),
+    "kimi, a section in the singular, calls without it": (
+        KIMI, {"reasoning": True},
+        f"a<|tool_call_section_begin|>{CALL}{CALL.replace('.g:', '.h:')}\n{CALL.replace('functions.g:1', 'g')}"
+        "<|tool_call_section_end|>b",
+        said("a", "b", ("g", '{"a":1}', "functions.g:1"), ("g", '{"a":1}')),
+    ),
+    "kimi, no calls": (
+        KIMI, {"reasoning": True},
+        f"a{kimi('functions.g:0', '[]')}</think>b{kimi('functions.g:0', '{')}{CALL.replace(':1', ':x')} {SECTION} c",
+        said(f"a{kimi('functions.g:0', '[]')}",
+             f"b{kimi('functions.g:0', '{').removesuffix(SECTION_END)}{CALL.replace(':1', ':x')} {SECTION} c"),
+    ),
+    # Calls of DeepSeek
+    "deepseek-v3": (
+        V3, {"reasoning": True},
+        "a\n</think>\n\nb\n" + deepseek('function|f\n```json\n{"s": "```"}\n```\n\n', "function|g```{}"),
+        said("a", "b" + deepseek("function|g```{}")[len(BLOCK):-len(BLOCK_END)], ("f", '{"s": "```"}')),
+    ),
+    "deepseek-v3.1": (
+        V31, {}, "x" + deepseek('f|{"a": 1}', "h|{}", "g|", "g {}"),
+        said("", "x" + deepseek("g {}")[len(BLOCK):-len(BLOCK_END)], ("f", '{"a": 1}'), ("g", "{}")),
+    ),
 }  # fmt: skip
 
 
@@ -211,6 +261,9 @@ def streamed(parser: Reader, pieces: Iterable[str]) -> list[Part]:
 )
 def test_a_call_that_the_limit_cuts_off(text: str, expected: Answer) -> None:
     assert new(QWEN3).whole(f"<tool_call>\n{text}", cut=True) == expected
+    begun = deepseek("f|")[: -len("<｜tool▁call▁end｜>" + BLOCK_END)]
+    assert new(V31).whole(begun + '{"a": ', cut=True) == said("", "", ("f", '{"a":'))
+    assert new(V31).whole(begun[:-3], cut=True) == answer()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,13 +276,15 @@ BITS = [
     *sorted(TAGS),
     '<invoke name="f">', '<parameter name="i">', "<function=f>", "<parameter=i>", "f", "g", "i", ">", "<", "</", "<th",
     "<tool_call>\n<function=f>\n<parameter=s>\n", '{"name": "g", "arguments": {', "}}", '"', "\\", '\\"', "\n", " ",
-    "1", "null", "text", "é🙂", '"i": "',
+    "1", "null", "text", "é🙂", '"i": "', "functions.", "g:1", "function", "```json", "\n```", "{}",
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
+    "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>",
 ]  # fmt: skip
 OUTPUTS = st.lists(st.sampled_from(BITS) | st.text(max_size=3), max_size=25).map("".join)
 
 
 @settings(max_examples=200)
-@given(st.sampled_from([M2, QWEN3, CODER, GLM]), OUTPUTS, st.booleans(), st.booleans(), st.booleans(), st.data())
+@given(st.sampled_from(TEXTS), OUTPUTS, st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_any_cuts_of_any_output_change_nothing(
     format: str, text: str, reasoning: bool, split: bool, tools: bool, data: st.DataObject
 ) -> None:
@@ -253,7 +308,7 @@ def test_any_cuts_of_any_output_change_nothing(
         assert call.name in ("f", "g")
     if not tools:
         assert not final.tool_calls
-    assert merged([Part(k, t) for k, t in whole if k == "end"]) == [Part("end")] * len(final.tool_calls)
+    assert [part for part in whole if part.kind == "end"] == [Part("end")] * len(final.tool_calls)
 
 
 def test_what_is_certain_is_not_held_back() -> None:
@@ -282,14 +337,14 @@ def test_what_is_certain_is_not_held_back() -> None:
 
 
 HOSTILE = ["<think", "<arg_value>", "<tool_call>f", "\n", '<tool_call>{"\n', '<invoke name="g">', "<parameter name=",
-           '{"a":', "</parameter>\n", "</function> </parameter>"]  # fmt: skip
+           '{"a":', "</parameter>\n", "</function> </parameter>", "<|tool_call_begin|>", deepseek("f")]  # fmt: skip
 STARTS = ["", "<minimax:tool_call>" + A + '<parameter name="o">', '<tool_call>{"name": "g", "arguments": {"a": "',
           '<tool_call>{"name": "g", "arguments": ', "<tool_call><function=f><parameter=a>",
           "<tool_call>f<arg_key>s</arg_key>"]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", [M2, QWEN3, CODER, GLM])
+@pytest.mark.parametrize("format", TEXTS)
 @pytest.mark.parametrize("bit", HOSTILE)
 def test_hostile_outputs_take_linear_work(format: str, bit: str) -> None:
     for start in STARTS:

@@ -161,6 +161,12 @@ CALLS = {
     "<arg_value>3</arg_value>\n</tool_call>",
     "glm47": "<tool_call>weather<arg_key>town</arg_key><arg_value>Bath</arg_value></tool_call>",
     "harmony": f'{HM}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"town":"Bath"}}',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:7<|tool_call_argument_begin|>"
+    '{"town":"Bath"}<|tool_call_end|><|tool_calls_section_end|>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"town":"Bath"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"town":"Bath"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "qwen35": "<tool_call>\n<function=weather>\n<parameter=town>\nBath\n</parameter>\n</function>\n</tool_call>",
 }
 

@@ -1,0 +1,62 @@
+"""Reads calls in JSON: {"name": ..., "arguments": {...}}; or a name, a mark, and an object, the arguments."""
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from text.formats import Format
+from text.tool_arguments import read_json_text, to_json
+
+LONGEST_NAME = 256  # characters of a tool's or a parameter's name
+BEGIN = '{"name":"'  # of a call in JSON, without white space
+CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"arguments"\s*:\s*)?(.*)', re.DOTALL)
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str  # an object, or as much of it as there is
+    id: str = ""  # as the model has written it
+
+
+def read_call(text: str, format: Format) -> Call | None:
+    """The call that is `text`; None if it is none. Arguments may be absent, or an object written as a string."""
+    if format.call_is_json:
+        found = _named(text, format)
+        good = found and isinstance(read_json_text(found.arguments or "{}"), dict)
+        return found._replace(arguments=found.arguments or "{}") if found and good else None
+    call = read_json_text(text)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = read_json_text(arguments)
+    return Call(call["name"], to_json(arguments)) if isinstance(arguments, dict) else None
+
+
+def cut_call(text: str, format: Format) -> Call | None:
+    """The call that begins with `text`, which was cut off; without a name if that is not whole. None: it is no call."""
+    if format.call_is_json:
+        call, begun = _named(text, format), len(text) <= 2 * LONGEST_NAME and "{" not in text
+    else:
+        found, begin = CUT.fullmatch(text), "".join(text.split())
+        call = Call(found[1], found[2]) if found else None
+        begun = BEGIN.startswith(begin) or begin.startswith(BEGIN)
+    if call and not call.arguments.startswith("{"):
+        call = call._replace(arguments="")
+    return call or (Call("", "") if begun else None)
+
+
+def _named(text: str, format: Format) -> Call | None:
+    found = _head(format).match(text.strip())
+    if not found:
+        return None
+    arguments = found[4].removesuffix(format.after_arguments.strip()).rstrip()
+    return Call(found[2], arguments, found[1] if found[3] else "")
+
+
+@lru_cache
+def _head(format: Format) -> re.Pattern[str]:
+    """The id, the name, the number and what follows the mark of the arguments."""
+    before, after = re.escape(format.before_name), re.escape(format.before_arguments.strip())
+    number = r"(:\d{1,9})?" if format.numbered else "()"
+    return re.compile(rf"((?:{before}\s*)?([\w.-]{{1,{LONGEST_NAME}}}){number})\s*{after}\s*(.*)", re.DOTALL)
