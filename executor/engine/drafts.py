@@ -52,7 +52,7 @@ class Drafts:
         chances: list[tuple[float, int]] = []
         for sequence, most in zip(sequences, room, strict=True):
             ngrams, most = sequence.ngrams, min(most, self.most)
-            if most < 1 or sequence.matcher:
+            if most < 1:
                 continue
             draft = array("q") if len(sequence.ids) < ngrams.pause else ngrams.look_up(sequence.ids, most)
             likely = [ngrams.rate ** (i + 1) for i in range(len(draft))]
@@ -60,7 +60,9 @@ class Drafts:
             sequence.looked_up = sum(likely) >= sum(guessed)
             if not sequence.looked_up:
                 draft, likely = sequence.guesses[:most], guessed
-            for token, chance in zip(draft, likely, strict=True):
+            if sequence.matcher:
+                draft = draft[: sequence.matcher.followed(draft)]
+            for token, chance in zip(draft, likely, strict=False):
                 chances.append((-chance, len(found)))
                 found.append((sequence, token))
         chances.sort()

@@ -1,7 +1,7 @@
 """Grammars that an answer must follow: which tokens may come next. Processes that only check grammars import this
 module, so it imports transformers where it is needed."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
@@ -24,6 +24,19 @@ class Matcher:
     def allowed(self) -> bytes:
         """The tokens that may come next, from the lowest bit of each byte on."""
         return self.matcher.compute_bitmask()
+
+    def allowed_after(self, draft: Sequence[int]) -> list[bytes]:
+        """`allowed()` now and after each token of a draft, as far as the draft follows the grammar."""
+        found = [self.allowed()]
+        for token in draft[: self.followed(draft)]:
+            self.matcher.consume_token(token)
+            found.append(self.allowed())
+        self.matcher.rollback(len(found) - 1)
+        return found
+
+    def followed(self, draft: Sequence[int]) -> int:
+        """How many of a draft's first tokens follow the grammar."""
+        return self.matcher.validate_tokens(list(draft))
 
     def accept(self, token: int) -> bool:
         """Moves on by `token`. False: the grammar cannot be followed any further."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from executor.engine.request import TokenLogprob
-from executor.engine.sequence import FAILED, Sequence
+from executor.engine.sequence import Sequence
 from ops.interface import Ops
 from ops.sampling import Choice
 
@@ -16,29 +16,24 @@ LOGPROB_ROWS = 64  # rows whose log-probabilities are computed at a time
 
 def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
     """logits (rows, V) with a row for the newest token and for each drafted one of each of `sequences`. -> token
-    ids (rows); FAILED where a grammar failed"""
+    ids (rows)"""
     if all(s.request.sampling.takes_the_largest for s in sequences):
         return ops.argmax(logits)
-    tokens = ops.sample(logits, [choice for s in sequences for choice in choices_of(s, logits.shape[-1])])
-    row = 0
-    for sequence in sequences:
-        if sequence.matcher and not sequence.matcher.accept(int(tokens[row])):  # it has no drafts
-            tokens[row] = FAILED
-        row += 1 + sequence.drafted
-    return tokens
+    return ops.sample(logits, [choice for s in sequences for choice in choices_of(s, logits.shape[-1])])
 
 
 def choices_of(sequence: Sequence, vocabulary: int) -> list[Choice]:
     """The choices of the tokens after the newest token of `sequence` and after each drafted one."""
     sampling, ids, prompt = sequence.request.sampling, sequence.ids, sequence.prompt_len
     seed = sequence.id if sampling.seed is None else sampling.seed
-    allowed = sequence.matcher.allowed() if sequence.matcher else None
     positions = range(len(ids) - sequence.drafted, len(ids) + 1)
     if sampling.min_tokens > positions[0] - prompt:
         going_on = _all_but(sequence.ends, vocabulary)
         masks = [going_on if position - prompt < sampling.min_tokens else None for position in positions]
     else:
-        masks = [allowed] * len(positions)
+        masks = [None] * len(positions)
+        if sequence.matcher:  # a draft that leaves the grammar ends before that
+            masks = [*sequence.matcher.allowed_after(ids[positions[0] :])]
     return [Choice(sampling, seed, ids, prompt, at, mask) for at, mask in zip(positions, masks, strict=True)]
 
 

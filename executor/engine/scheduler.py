@@ -299,8 +299,7 @@ class Scheduler:
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
         """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one after the
-        newest token of each, and one after each drafted one. FAILED stands for one whose grammar cannot be followed
-        any further."""
+        newest token of each, and one after each drafted one."""
         finished, size, events, at = step.finished_prompts, self.limits.page_size, [], 0
         for sequence in step.sequences:
             sequence.num_computed, sequence.limit = sequence.end, None
@@ -309,6 +308,8 @@ class Scheduler:
             at += len(new)
             if sequence.drafted and self.drafts:
                 new = self.drafts.accept(sequence, new)
+            if sequence.matcher:
+                new = list(itertools.takewhile(sequence.matcher.accept, new)) or [FAILED]
             new = self._append(sequence, new)
             if sequence.guesses and self.drafts:
                 self.drafts.check(sequence, new)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from executor.engine.grammar import Matcher
 
 FIRST_RATES = (0.6,) * 15  # how often a guess comes true if those before it do, of a sequence without guesses yet
-FAILED = -1  # in place of a token: no token follows the grammar
+FAILED = -1  # in place of a token: the one that was chosen does not follow the grammar
 
 
 @dataclass(eq=False, slots=True)

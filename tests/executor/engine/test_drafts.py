@@ -177,8 +177,8 @@ def test_steps_have_as_many_drafts_as_pay() -> None:
     assert proposed(timed({2: 1.0, 4: 1.1, 8: 3.0}), 2, 0.9) == 2  # of two sequences
 
 
-def test_answers_with_a_grammar_get_no_drafts() -> None:
-    follows, free = sequences_of(2, 0.9)
-    follows.matcher = Matcher(LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex("a+")))
-    FreeDrafts(8).propose([follows, free], [2, 2])
-    assert [s.drafted for s in (follows, free)] == [0, 2]
+def test_drafts_end_where_they_leave_the_grammar() -> None:
+    follows, free = sequences_of(2, 0.9)  # of which 4, 1, 2, 3 came before
+    follows.matcher = Matcher(LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex("\x04[\x01-\x05]\x03")))
+    FreeDrafts(8).propose([follows, free], [4, 4])
+    assert [s.drafted for s in (follows, free)] == [2, 4]

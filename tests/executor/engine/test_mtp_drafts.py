@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from executor.engine.loop import Loop
-from executor.engine.request import Request, SamplingParams
+from executor.engine.request import Grammar, Request, SamplingParams
 from tests.fakes.drafts import FreeDrafts
 from tests.tiny import make_runner, tiny_case
 from text.tokenizer import Tokenizer
@@ -19,7 +19,10 @@ TEXTS = [
     "Emma was", "Elizabeth, having rather expected to affront him, was amazed at his gallantry; but there was",
     "Mr. Darcy", "“I have not the smallest objection,” said",
 ]  # fmt: skip
-SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 3, "repetition_penalty": 1.05}]
+SAMPLINGS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.8, "top_p": 0.95, "seed": 3, "repetition_penalty": 1.05},
+    {"temperature": 0.8, "seed": 1, "grammar": Grammar("regex", "[a-z ,;]+(Mr|Mrs)[.][A-Za-z ,;.]{0,60}[.]")},
+]  # fmt: skip
 
 
 def answers(folder: Path, drafts: dict[str, Any], exe_mode: str, pages: int = 0) -> tuple[list[list[int]], Loop, int]:
@@ -28,7 +31,7 @@ def answers(folder: Path, drafts: dict[str, Any], exe_mode: str, pages: int = 0)
         data_config={"batch_size": 3, "input_max_len": 120, "max_new_tokens": 40, "chunked_prefill_size": 16},
         serve_config={"reserve": 0}, cache_config={"page_size": 4, "state_checkpoints": 30},
     )  # fmt: skip
-    loop = Loop(make_runner(case, folder).engine, frozenset(), serving=True)
+    loop = Loop(make_runner(case, folder).engine, frozenset({0}), serving=True)
     if drafts:
         loop.scheduler.drafts = FreeDrafts(3)
     free = loop.engine.pages.available(0)
@@ -40,7 +43,7 @@ def answers(folder: Path, drafts: dict[str, Any], exe_mode: str, pages: int = 0)
     preempted = 0
     for turn in range(2):
         running = [
-            loop.submit(Request(ids, SamplingParams(max_tokens=24 + 3 * i, **SAMPLINGS[i % 2])))
+            loop.submit(Request(ids, SamplingParams(max_tokens=24 + 3 * i, **SAMPLINGS[i % 3])))
             for i, ids in enumerate(prompts)
         ]
         while not loop.idle:
