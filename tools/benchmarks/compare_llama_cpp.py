@@ -17,8 +17,8 @@ A row, of the table and of `rows` in the JSON file:
   batch         decode: sequences in the step; prefill: tokens of the one prompt
   context       decode: cached tokens of each sequence
   ours, theirs  tokens/s, medians; ours_best, theirs_best: of the fastest turn
-  ours_fraction, theirs_fraction   of the machine's limit in the same turns: of decode the rate of plain reads, for all
-                that a step must read; of prefill the peak of int8 multiply-adds, for all products with weights
+  ours_fraction, theirs_fraction   of the machine's limit in the same turns: of decode that of `umbra bench cpu decode`;
+                of prefill the peak of int8 multiply-adds, for all products with weights
   ratio_median, ratio_min, ratio_max   ours / theirs of each pair of neighbouring turns: above 1, Umbra is faster
   ik, ik_best, ik_fraction, ik_ratio_median, ik_ratio_min, ik_ratio_max   the same of ik_llama.cpp, if it takes part
   flash         whether llama.cpp's flash attention was on
@@ -50,7 +50,7 @@ from tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
 from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from tools.benchmarks.peer_engine import Peer
 from tools.benchmarks.peer_process import PeerDied, PeerProcess
-from tools.benchmarks.umbra_engine import HELP_OF_FORMAT, HELP_OF_REST, WEIGHTS, Routed, Umbra, step_bytes, step_macs
+from tools.benchmarks.umbra_engine import HELP_OF_FORMAT, HELP_OF_REST, WEIGHTS, Routed, Umbra, step_macs, step_seconds
 from umbra.commands.logits import prefill_logits
 from umbra.errors import UserError, run_main
 
@@ -208,14 +208,15 @@ def compare(
             engine.steps(steps)
 
         def reads(took: Mapping[str, float]) -> float:
-            return STEPS * size / limits.read_gbps(took["read"]) / 1e9
+            rates = limits.read_gbps(took["read"]), limits.int8_gmacs(took["multiply"]) / 2
+            return STEPS * step_seconds(ours.model, batch, context + 1, experts, *rates)
 
         for peer in peers.values():
             peer.reserve(batch, context + 1, max(batch, min(context, COMPUTED)))
         cache(ours, contexts)
         if "ik" in peers:
             cache(peers["ik"], contexts)
-        size = step_bytes(ours.model, batch, batch, context + 1, experts_of(ours, steps))
+        experts = experts_of(ours, steps)
         flash = "theirs" in peers and faster_attention(peers["theirs"], contexts, decode)
         return row("decode", batch, context, batch * STEPS, decode, flash, reads)
 

@@ -33,7 +33,16 @@ from ops.format import FORMATS
 from ops.interface import Paged
 from tools.benchmarks.machine import Limits, alternate
 from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
-from tools.benchmarks.umbra_engine import HELP_OF_FORMAT, HELP_OF_REST, WEIGHTS, Routed, Umbra, step_bytes, step_macs
+from tools.benchmarks.umbra_engine import (
+    HELP_OF_FORMAT,
+    HELP_OF_REST,
+    WEIGHTS,
+    Routed,
+    Umbra,
+    step_bytes,
+    step_macs,
+    step_seconds,
+)
 from umbra.errors import UserError, run_main
 
 BATCHES, CONTEXTS, PROMPTS = (1, 4, 8), (64, 2048, 8192, 32768), (128, 512, 2048, 8192)
@@ -45,7 +54,7 @@ DECODE_COLUMNS = (
     ("ms", "ms", 10, ".2f"),
     ("experts", "experts", 9, ".1f"),
     ("step_gb", "GB", 8, ".3f"),
-    ("read_fraction", "of read", 9, ".2f"),
+    ("limit_fraction", "of limit", 9, ".2f"),
     ("int8_fraction", "of int8 peak", 14, ".2f"),
 )
 
@@ -69,11 +78,14 @@ def decode_rows(
         phase: str, batch: int, context: int, sequences: int, cached: int, experts: float, took: dict[str, float]
     ) -> Row:
         size, read = step_bytes(model, batch, sequences, cached, experts), limits.read_gbps(took["read"])
-        macs = step_macs(model, batch, sequences, top_k)
+        macs, peak = step_macs(model, batch, sequences, top_k), limits.int8_gmacs(took["multiply"])
+        least = (
+            step_seconds(model, sequences, cached, experts, read, peak / 2) if phase == "decode" else size / read / 1e9
+        )
         return dict(
             phase=phase, batch=batch, context=context, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3,
-            experts=experts, step_gb=size / 1e9, read_gbps=read, read_fraction=size / took["step"] / 1e9 / read,
-            int8_fraction=macs / took["step"] / 1e9 / limits.int8_gmacs(took["multiply"]),
+            experts=experts, step_gb=size / 1e9, read_gbps=read, limit_fraction=least / took["step"],
+            int8_fraction=macs / took["step"] / 1e9 / peak,
         )  # fmt: skip
 
     for context, batch in decodes:
@@ -100,7 +112,7 @@ def decode_panels(rows: list[Row]) -> dict[str, Lines]:
     decode: dict[str, tuple[list[float], list[float]]] = {}
     for context in dict.fromkeys(r["context"] for r in rows if r["phase"] == "decode"):
         mine = [r for r in rows if r["phase"] == "decode" and r["context"] == context]
-        decode[f"of the read rate, {context} cached"] = [r["batch"] for r in mine], [r["read_fraction"] for r in mine]
+        decode[f"of the limit, {context} cached"] = [r["batch"] for r in mine], [r["limit_fraction"] for r in mine]
     prefill = [r for r in rows if r["phase"] == "prefill"]
     peak = {"of the int8 peak": ([r["batch"] for r in prefill], [r["int8_fraction"] for r in prefill])}
     return {"sequences (decode)": decode, "tokens of the prompt (prefill)": peak}
@@ -125,7 +137,8 @@ def decode(argv: list[str]) -> None:
                      rows of the embedding), the cached keys and values, and recurrent states, which are also written
                      and therefore count twice
       read_gbps      plain reads of memory, measured in turn with the steps
-      read_fraction  step_gb / time / read_gbps: 1 is the roof of decode
+      limit_fraction  step_gb / read_gbps / time: 1 is the roof of decode. Attention over latents counts with its
+                     multiply-adds at half the int8 peak, if they take longer than its reads.
       int8_fraction  multiply-adds with weights / time / the int8 peak measured in turn: 1 is the roof of prefill.
                      Attention's own products count in the time, not in the multiply-adds.
     """

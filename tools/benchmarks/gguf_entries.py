@@ -162,9 +162,9 @@ def attention(layer: Any, gated: bool) -> Iterator[Entry]:
 
 
 def latent_attention(layer: Any) -> Iterator[Entry]:
-    first, latent, turning = layer.sizes
+    (first, both_rows), latent = layer.sizes, layer.kv_b_proj.latent
     both, queries = layer.qkv_proj.weight, layer.q_b_proj.weight if layer.compressed else layer.qkv_proj.weight
-    order, end = layer.qkv_proj.sources[-1].order, first + latent
+    order = layer.qkv_proj.sources[-1].order
 
     def of_heads(rows: Tensor) -> Tensor:
         """Each head's rows before those of it that rotate."""
@@ -181,7 +181,7 @@ def latent_attention(layer: Any) -> Iterator[Entry]:
     def of_latents(rows: Tensor) -> Tensor:
         return torch.cat((rows[:latent], as_in_checkpoint(rows[latent:], order)))
 
-    yield matrix("attn_kv_a_mqa.weight", both, slice(first, end + turning), change=of_latents)
+    yield matrix("attn_kv_a_mqa.weight", both, slice(first, first + both_rows), change=of_latents)
     yield plain("attn_kv_a_norm.weight", layer.kv_a_layernorm.weight)
     yield heads("attn_k_b.weight", layer.kv_b_proj.keys)
     yield heads("attn_v_b.weight", layer.kv_b_proj.values)

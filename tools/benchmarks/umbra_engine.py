@@ -21,7 +21,7 @@ from models.layers.attention import PagedAttention, PagedCache
 from models.layers.base import layers_of
 from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
-from models.layers.latent_attention import PagedLatents
+from models.layers.latent_attention import KeysAndValues, LatentAttention, PagedLatents
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import Router
 from models.layers.states import RecurrentStates
@@ -183,6 +183,23 @@ def step_bytes(model: nn.Module, tokens: int, sequences: int, cached: int, exper
     return total
 
 
+def step_seconds(
+    model: nn.Module, sequences: int, cached: int, experts: float, gbps: float, bf16_gmacs: float
+) -> float:
+    """The least time of a decode step of so many sequences, each with `cached` tokens: that of its reads. Attention
+    over latents takes that of its multiply-adds, if it is longer."""
+    left: float = step_bytes(model, sequences, sequences, cached, experts)
+    compute: float = 0.0
+    for layer in model.modules():
+        if isinstance(layer, LatentAttention):
+            (cache, *_), (width, rotary) = layer.attention.caches, layer.attention.sizes
+            size = sequences * cached * cache[0].nbytes / cache.shape[-1]
+            macs = sequences * cached * layer.kv_b_proj.heads * (2 * width + rotary)
+            if macs / bf16_gmacs > size / gbps:
+                left, compute = left - size, compute + macs
+    return left / gbps / 1e9 + compute / bf16_gmacs / 1e9
+
+
 def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:
     """Multiply-adds with weights in a step of `tokens` tokens, of which `logit_rows` pass the last attention."""
     layers, total, rows = layers_of(model), 0.0, tokens
@@ -190,7 +207,7 @@ def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> flo
     for path, layer in layers:
         if isinstance(layer, Experts):
             total += rows * top_k * layer.elements / layer.experts
-        elif isinstance(layer, (MergedLinear, RowLinear, Router, LMHead)):
+        elif isinstance(layer, (MergedLinear, RowLinear, Router, LMHead, KeysAndValues)):
             total += rows * layer.elements
         if path == last:
             rows = logit_rows

@@ -160,7 +160,7 @@ def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.Ca
     assert rows[3]["step_gb"] - rows[0]["step_gb"] == pytest.approx(1092 * 2 * 2 * 8 * 2 / 1e9)
     for row in rows:
         assert row["tokens_per_s"] > 0
-        assert 0 < row["read_fraction"] < 1
+        assert 0 < row["limit_fraction"] < 1
         assert 0 < row["int8_fraction"] < 1
     experts = [r["experts"] for r in rows]
     assert experts[0] == 3  # of one token
