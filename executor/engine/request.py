@@ -123,3 +123,4 @@ class Event(NamedTuple):
     cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if they are wanted
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first token, if they are wanted
+    drafted: int = 0  # tokens that were guessed, of which all of `tokens` but the first were right

@@ -305,7 +305,7 @@ class Scheduler:
             sequence.num_computed, sequence.limit = sequence.end, None
         for sequence in finished:
             new: ListOf[int] = tokens[at : at + 1 + sequence.drafted]
-            at += len(new)
+            at, drafted = at + len(new), sequence.drafted
             if sequence.drafted and self.drafts:
                 new = self.drafts.accept(sequence, new)
             if sequence.matcher:
@@ -315,7 +315,8 @@ class Scheduler:
                 self.drafts.check(sequence, new)
             if new:
                 sequence.num_computed = len(sequence.ids) - 1
-            events.append(Event(sequence.id, tuple(new), sequence.finish_reason, sequence.cached_tokens))
+            reason = sequence.finish_reason
+            events.append(Event(sequence.id, tuple(new), reason, sequence.cached_tokens, drafted=drafted))
         if self.limits.prefixes:
             for sequence in step.sequences:
                 if sequence.num_computed >= (sequence.published + 1) * size:

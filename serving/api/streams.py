@@ -40,14 +40,20 @@ class Usage:
     prompt: int = 0
     cached_tokens: int = 0  # of the prompts, in the prefix cache
     completion: int = 0
+    drafted: int = 0  # tokens that were guessed
+    accepted: int = 0  # those of them that were right
 
     def body(self) -> dict[str, object]:
+        guesses = {
+            "accepted_prediction_tokens": self.accepted,
+            "rejected_prediction_tokens": self.drafted - self.accepted,
+        }
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+        } | ({"completion_tokens_details": guesses} if self.drafted else {})
 
 
 @dataclass
@@ -91,6 +97,8 @@ class Stream:
                     row = msgspec.structs.replace(row, tokens=row.tokens[:used], finish="stop")
                 timeline.row(row)
                 self.usage.completion += len(row.tokens)
+                self.usage.drafted += row.drafted
+                self.usage.accepted += max(0, len(row.tokens) - 1)
                 if first:
                     first, self.prompt_logprobs = False, row.prompt_logprobs
                     self.usage.cached_tokens += row.cached_tokens

@@ -81,6 +81,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, if wanted
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from token 2 on, in the first row, if wanted
+    drafted: int = 0  # tokens that were guessed, of which all of `tokens` but the first were right
     queued_s: float = 0.0  # how long it waited until its first step; in the first row of a request
 
 

@@ -220,8 +220,9 @@ class Worker:
         for event in events:
             queued_s = self._queued_s.pop(event.id, 0.0)
             if event.finish_reason != "abort":
-                id, tokens, finish, cached_tokens, logprobs, prompt_logprobs = event
-                rows.append(Row(id, list(tokens), finish, cached_tokens, logprobs, prompt_logprobs, queued_s))
+                id, tokens, finish, cached_tokens, logprobs, prompt_logprobs, drafted = event
+                given = logprobs, prompt_logprobs, drafted, queued_s
+                rows.append(Row(id, list(tokens), finish, cached_tokens, *given))
         if rows:
             channel.send(Out(self.steps, rows))
 
