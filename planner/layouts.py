@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def free_bytes(self) -> float:
-        """Memory of a device for keys and values; negative: the weights do not fit."""
+        """Memory of a device for KV pages; negative: the weights do not fit."""
         return self.all_free_bytes - self.sizes.resident * self.counted.memory.experts
 
     @cached_property
@@ -115,13 +115,13 @@ class Layout:
 
     @cached_property
     def sequence_bytes(self) -> int:
-        """Memory of the keys and values of a sequence."""
+        """Memory of the KV pages of a sequence."""
         load = self.cluster.load
         return self.counted.memory.page * self.counted.limits.pages_of(load.prompt_tokens + load.output_tokens)
 
     @cached_property
     def most_sequences(self) -> int:
-        """The most sequences of a group whose keys and values fit."""
+        """The most sequences of a group whose KV pages fit."""
         return min(int(self.free_bytes / self.sequence_bytes), self.cluster.search.most_sequences)
 
     def decode(self, sequences: int) -> Times:

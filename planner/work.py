@@ -75,7 +75,7 @@ class Memory:
 
     experts: int
     rest: int  # all other weights
-    page: int  # a page of keys and values, of all layers of a set (executor/engine/layer_sets.py)
+    page: int  # a KV page of all layers of a set (executor/engine/layer_sets.py)
 
 
 class Counted:

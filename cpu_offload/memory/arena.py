@@ -1,8 +1,8 @@
 """Keeps track of the parts of the arena that KV pages, experts and recurrent states hold. Bookkeeping only, no tensors.
 
-The arena is one buffer of `frames` frames that never moves. A frame has room for one KV page of all layers: 2 L units,
-one for the keys and one for the values of each layer. Extents are aligned runs of `extent_frames` frames. An
-extent is free, or holds pages (one in each frame), or holds slots (`extent_slots` of them, one expert in each), or
+The arena is one buffer of `frames` frames that never moves. A frame has room for one KV page of all layers, in units:
+of each layer one for keys and one for values, or one for latents. Extents are aligned runs of `extent_frames` frames.
+An extent is free, or holds pages (one in each frame), or holds slots (`extent_slots` of them, one expert in each), or
 states (of one sequence, each of one layer, from whole units on):
 
     frames   | 0 1 2 3 4 | 5 6 7 8 9 | 10 11 ...        extents of 5 frames, 3 slots
@@ -145,7 +145,7 @@ class Arena:
         alignment: int = 64,
         states: StateSizes = NO_STATES,
     ):
-        """A frame has `units` units, 2 L; `alignment` is that of slots, states and frames, in bytes."""
+        """A frame has `units` units; `alignment` is that of slots, states and frames, in bytes."""
         aligned = frame_bytes // units if states.layers else frame_bytes
         if aligned % alignment:
             raise UserError(

@@ -24,7 +24,7 @@ class Sequence:
     arrival: int = 0  # orders the sequences of a scheduler
     ends: frozenset[int] = frozenset()  # tokens that end it
     group: int = 0  # the data-parallel group that runs it
-    num_computed: int = 0  # number of `ids` whose keys and values are in the KV cache
+    num_computed: int = 0  # number of `ids` that are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not computed yet
     held: list[Holding] = field(default_factory=list)  # its pages for each set of layers, while it runs
     # Recurrent states (states.py), while it runs:

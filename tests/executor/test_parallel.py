@@ -108,12 +108,7 @@ QWEN35: Splits = {
     ),
     "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
 }
-LATENTS: Splits = {  # heads are divided, latents are not
-    "tp2": dict(world_size=2),
-    "dp2_ep2_graph": dict(world_size=2, attn_tp_size=1, moe_tp_size=1, exe_mode="graph"),
-    "tp4_moe_2x2_graph_sp": dict(world_size=4, moe_tp_size=2, exe_mode="graph", sequence_parallel_tokens=1),
-    "dp2_tp4_moe_2x4": dict(world_size=8, attn_tp_size=4, moe_tp_size=2),
-}
+LATENTS = SHARED | {"tp8": dict(world_size=8)}  # heads are divided, latents are not
 SPLITS = {
     "v3": LATENTS,
     "v2": {"tp2": LATENTS["tp2"]},

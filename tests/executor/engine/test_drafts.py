@@ -45,6 +45,14 @@ def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafts") / "deepseek_v3"
+    widths = dict(moe_intermediate_size=32, intermediate_size=64)
+    save_tiny_of(folder, "deepseek_v3", eos_token_id=None, num_hidden_layers=4, **widths)
+    return folder
+
+
 def loop_of(model: Path, draft_tokens: int, exe_mode: str, **options: Any) -> Loop:
     data = {"batch_size": 3, "max_new_tokens": 64}
     case = tiny_case(
@@ -81,7 +89,9 @@ def test_tokens_are_those_without_drafts(model: Path, kind: str, exe_mode: str) 
     assert not drafting.scheduler.caches[0].held
 
 
-@pytest.mark.parametrize(("name", "quantization"), [("model", {"method": "q8"}), ("oss", {"rest": "q8"})])
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("model", {"method": "q8"}), ("oss", {"rest": "q8"}), ("latent", {"method": "q8"})]
+)
 def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
     request: pytest.FixtureRequest, name: str, quantization: dict[str, str]
 ) -> None:

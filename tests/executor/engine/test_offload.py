@@ -21,7 +21,7 @@ PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11,
 MB = 60 / 1024  # size of the arena: room for the whole cache and few experts, or for more experts and little cache
 
 
-FAMILIES = ["qwen3_moe", "minimax_m2", "qwen2_moe", "gpt_oss"]
+FAMILIES = ["qwen3_moe", "minimax_m2", "deepseek_v3", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -30,8 +30,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("offload") / request.param
     if request.param == "minimax_m2":
         save_tiny_m2(folder, **TINY_AS_M2)
-    elif request.param == "qwen2_moe":  # with a shared expert, which is always resident
-        save_tiny_of(folder, request.param, eos_token_id=None)
+    elif request.param == "deepseek_v3":  # with latents, and a shared expert, which is always resident
+        save_tiny_of(folder, request.param, eos_token_id=None, first_k_dense_replace=0)
     elif request.param == "gpt_oss":  # with biases, in MXFP4
         save_tiny_of(folder.with_name("floats"), request.param, eos_token_id=None, num_hidden_layers=2, head_dim=8)
         mxfp4_tiny(folder.with_name("floats"), folder)

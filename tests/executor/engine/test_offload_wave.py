@@ -5,13 +5,12 @@ import random
 from collections.abc import Sequence as ListOf
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from executor.model_runner import ModelRunner
-from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from tools.benchmarks.elastic import Request, serve, swings
 
 pytestmark = pytest.mark.slow
@@ -21,16 +20,16 @@ ARENA_MB = 1
 NAN = 0xFF  # every byte: not a number in each float type
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "minimax_m2"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """256 experts of 6 KB; a page of 4 tokens has 8 KB, the longest sequence 14 pages. The folder is named as the
-    family."""
+    """256 experts of 6 KB; a page of 4 tokens has 8 KB, or 10 KB of latents, the longest sequence 14 pages. The folder
+    is named as the family."""
     folder = tmp_path_factory.mktemp("wave") / request.param
-    sizes: dict[str, Any] = dict(num_hidden_layers=4, num_key_value_heads=8)
-    if request.param == "minimax_m2":
-        save_tiny_m2(folder, **TINY_AS_M2 | sizes | {"num_local_experts": 64})
+    if request.param == "deepseek_v3":  # with a first layer that has no experts
+        sizes = dict(n_routed_experts=64, num_hidden_layers=5, kv_lora_rank=120)
+        save_tiny_of(folder, "deepseek_v3", eos_token_id=None, **sizes)
     else:
-        save_tiny(folder, num_experts=64, **sizes)
+        save_tiny(folder, num_experts=64, num_hidden_layers=4, num_key_value_heads=8)
     return folder
 
 

@@ -27,6 +27,8 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
         arena = 45  # layers with windows need fewer pages
         small = dict(hidden_size=32, intermediate_size=16, head_dim=8, num_hidden_layers=2, num_key_value_heads=8)
         save_tiny_of(folder / "model", family, eos_token_id=None, **small)
+    elif family == "deepseek_v3":
+        save_tiny_of(folder / "model", family, eos_token_id=None, num_hidden_layers=3)
     else:
         save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
@@ -44,6 +46,7 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
         pytest.param("qwen3_moe", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", "dp4_ep4", ["--graph"], marks=pytest.mark.thorough),
         pytest.param("minimax_m2", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
+        pytest.param("deepseek_v3", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
         pytest.param("gpt_oss", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
     ],
 )

@@ -24,10 +24,14 @@ KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena
     "states": (0.6, 2, {"model_name": "qwen3_next", "serve_config": {"reserve": 0, "prefix_floor": 200}}),
     # Prompts behind a cached prefix may take another form than whole ones.
     "latents": (0.1, 0, {"model_name": "deepseek_v2", "serve_config": {"reserve": 0, "prefix_cache": False}}),
-}
+    "absorbed": (0.022, 1, {
+        "model_name": "deepseek_v3", "cache_config": {"page_size": 4, "kv_dtype": "int8"},
+        "quantization": {"method": "q4", "group_size": 32},
+    }),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", thorough_but(KINDS, "bfloat16", "q4", "mxfp4"))
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "bfloat16", "q4", "mxfp4", "latents"))
 def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Prompts are cut into chunks, find prefixes of others, are preempted and computed again in a prefill; experts
     move; an answer's rows run in steps of one to four sequences."""
@@ -48,6 +52,9 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
         mxfp4_tiny(tmp_path / "floats", tmp_path / "model")
     elif kind in ("states", "latents"):
         save_tiny_of(tmp_path / "model", options["model_name"], num_experts=16)
+    elif kind == "absorbed":
+        widths = dict(kv_lora_rank=16, intermediate_size=64, moe_intermediate_size=32)  # by which no prompt is expanded
+        save_tiny_of(tmp_path / "model", "deepseek_v3", num_hidden_layers=4, n_routed_experts=16, **widths)
     else:
         save_tiny(tmp_path / "model", **sizes)
     case = tiny_case(

@@ -40,6 +40,11 @@ def test_traffic_of_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_traffic_of_latents(tmp_path: Path) -> None:
+    check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 800, 20, FEW, 300, 75, "deepseek_v3")
+
+
+@pytest.mark.thorough
 def test_traffic_of_states_on_four_ranks(tmp_path: Path) -> None:
     check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 2000, 40, MANY, 600, 145, "qwen3_next")
 
