@@ -56,6 +56,13 @@ def model(architecture: str, **more: object) -> bytes:
     return file(keys | more, {"token_embd.weight": (4, 2), "blk.0.ffn_up_exps.weight": (2, 2)})
 
 
+def latent(more: dict[str, object]) -> bytes:
+    """A deepseek2 with these keys."""
+    keys = dict.fromkeys(("rope.dimension_count", "attention.kv_lora_rank", "attention.value_length"), 2)
+    keys["attention.key_length"] = 4
+    return model("deepseek2", **{f"deepseek2.{key}": value for key, value in (keys | more).items()})
+
+
 def gguf(folder: Path) -> Target:
     path = folder / "model.gguf"
 
@@ -73,9 +80,5 @@ def gguf(folder: Path) -> Target:
     }  # fmt: skip
     yarn: dict[str, object] = {f"gpt-oss.rope.scaling.{key}": 4 for key in ("factor", "original_context_length")}
     yarn |= {"gpt-oss.rope.scaling.type": "yarn", "gpt-oss.rope.scaling.factor": 4.0}
-    heads: dict[str, object] = {
-        f"deepseek2.{key}": 2 for key in ("rope.dimension_count", "attention.kv_lora_rank", "attention.value_length")
-    }
-    heads |= {"deepseek2.attention.key_length": 4, "deepseek2.expert_gating_func": 2}
-    seeds = [model(name) for name in ARCHITECTURES if name != "deepseek2"] + [model("deepseek2", **heads)]
+    seeds = [model(name) for name in ARCHITECTURES if name != "deepseek2"] + [latent({"expert_gating_func": 2})]
     return Target(run, [*seeds, model("qwen3moe", **words), model("gpt-oss", **yarn), file({}, {})], json=False)

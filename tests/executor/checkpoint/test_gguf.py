@@ -20,7 +20,8 @@ from executor.config.load import load_model_config, model_folder
 from executor.engine.weight_formats import build_of
 from executor.run.defaults import RUNNING, case_of_checkpoint
 from models.gguf import folder as unpacked
-from models.gguf.metadata import ARCHITECTURES
+from models.gguf.container import read_gguf
+from models.gguf.metadata import ARCHITECTURES, config_of
 from models.gguf.types import BY_NAME
 from models.gguf.vocabulary import Vocabulary
 from models.hf_config import HfConfig
@@ -34,6 +35,7 @@ from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import parallel_of
+from tests.fuzz.gguf import latent
 from tests.gguf_models import mostly_q4_k, save_gguf
 from tests.tiny import LATENT, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from text.tokenizer import Tokenizer
@@ -287,6 +289,18 @@ def test_latents_that_do_not_fit_are_refused(tmp_path: Path, old: str, new: str,
     with pytest.raises(UserError, match=complaint) as error:
         logits(tmp_path, path, "deepseek_v3")
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("experts", "gating", "meant"),
+    [(160, 1, ("deepseek_v2", 8, 3)), (256, 2, ("deepseek_v3", 8, 4)), (384, 2, ("deepseek_v3", 1, 1))],
+)
+def test_files_without_groups_of_experts_have_deepseeks(
+    tmp_path: Path, experts: int, gating: int, meant: tuple[str, int, int]
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(latent({"expert_count": experts, "expert_gating_func": gating}))
+    config = config_of(read_gguf(tmp_path / "x.gguf"))
+    assert (config["model_type"], config["n_group"], config["topk_group"]) == meant
 
 
 def test_parts_are_one_checkpoint(tmp_path: Path) -> None:
