@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.quantised import is_quantised
 
 OFFSET, INPUT = 3.0, torch.tensor(0.0421)  # of activations that have one scale
+MOVED = "input_layernorm", "q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"
 Type = Callable[[str], str]  # the type of a module
 
 
@@ -27,7 +28,7 @@ def modelslim_tiny(model: Path, to: Path, type_of: Type, old: bool = False, move
     for name, w in weights.items():
         module = name.removesuffix(".weight")
         kind = type_of(module) if is_quantised(name) else "FLOAT"
-        smooth = moved and name.endswith(("input_layernorm.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        smooth = moved and name.endswith(tuple(f"{last}.weight" for last in MOVED))
         columns = torch.arange(w.shape[-1]) % 7
         scale, shift = (0.5 + columns / 8, columns / 9 - 0.3) if smooth else (None, None)
         if kind == "FLOAT":

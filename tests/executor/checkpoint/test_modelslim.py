@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from executor.checkpoint.formats.detect import read_scheme
 from tests.executor.checkpoint.test_formats import SIZES, assert_kept, built, logits
 from tests.modelslim import modelslim_tiny
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, save_tiny_of
 from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -50,6 +50,20 @@ def test_every_layout_means_its_floats(tmp_path: Path, model: Path, layout: str)
             for rank in range(world):
                 ranks = {"world_size": world}
                 assert_kept(built(tmp_path / "quantised", rank, **ranks), load_file(floats / "model.safetensors"), True)
+
+
+@pytest.mark.parametrize("queries", [None, 64])  # the width of their latents
+@pytest.mark.parametrize("layout", ["dynamic, moved", "version 0, static, moved"])
+def test_attention_over_latents_is_moved(tmp_path: Path, layout: str, queries: int | None) -> None:
+    """Biases of rows that are kept in another order; heads' matrices stay floats."""
+    type_of, options = LAYOUTS[layout]
+    save_tiny_of(tmp_path / "model", "deepseek_v3", **SIZES | {"head_dim": None}, q_lora_rank=queries)
+    chosen = lambda module: "FLOAT" if "kv_b" in module else type_of(module)  # noqa: E731
+    floats = modelslim_tiny(tmp_path / "model", tmp_path / "quantised", chosen, **options)
+    none: dict[str, Any] = {"quantization": {"method": "none"}, "model_name": "deepseek_v3"}
+    expected = logits(tmp_path, floats, **none)
+    for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised", **none), expected, strict=True):
+        assert (ours - theirs).abs().mean() < 1e-3 * theirs.abs().mean()  # units of static biases are rounded
 
 
 def test_ranks_share_the_biases_of_modules(tmp_path: Path, model: Path) -> None:
