@@ -19,10 +19,8 @@ class Shape(NamedTuple):
     """How a template wants a message with calls of tools."""
 
     text: bool = False  # arguments are JSON text, no mappings
-    none: bool = False  # there is no content, which it would render instead of the calls
-
-
-SHAPES = (Shape(), Shape(text=True), Shape(none=True), Shape(text=True, none=True))
+    none: bool = False  # content that is empty is none
+    apart: bool = False  # content stands in a message before
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Chat:
     def for_template(self, shape: Shape) -> list[dict[str, Any]]:
         """The messages as templates read them: content is a text but for `shape`, which says what calls are like."""
         made = [_for_template(message, f"messages[{i}]", shape) for i, message in enumerate(self.messages)]
-        return [part for message in made for part in _apart(message)] if shape.none else made
+        return [part for message in made for part in _parted(message, shape)]
 
 
 def _for_template(message: Message, where: str, shape: Shape) -> dict[str, Any]:
@@ -60,13 +58,14 @@ def _for_template(message: Message, where: str, shape: Shape) -> dict[str, Any]:
     return changed
 
 
-def _apart(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message whose calls have no content; what it says besides is a message before them."""
-    if "tool_calls" not in message:
-        return [message]
-    said = {key: value for key, value in message.items() if key != "tool_calls"}
-    calls = {"role": message["role"], "tool_calls": message["tool_calls"]} if message["content"] else message
-    return [*([said] if message["content"] else []), {**calls, "content": None}]
+def _parted(message: dict[str, Any], shape: Shape) -> list[dict[str, Any]]:
+    calls, empty = message.get("tool_calls"), None if shape.none else ""
+    if calls and not message["content"]:
+        return [{**message, "content": empty}]
+    if calls and shape.apart:
+        said = {key: value for key, value in message.items() if key != "tool_calls"}
+        return [said, {"role": message["role"], "content": empty, "tool_calls": calls}]
+    return [message]
 
 
 def _call(call: Mapping[str, Any], where: str, shape: Shape) -> dict[str, Any]:

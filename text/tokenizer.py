@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from text.answer import Answer, ToolCall
-from text.chat import SHAPES, Chat, Shape, for_harmony, numbered
+from text.chat import Chat, Shape, for_harmony, numbered
 from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
 from text.template import Renderer, failed, variables_of
 from text.tiktoken_file import converted
@@ -23,13 +23,7 @@ LONGEST_TOKEN = 4096  # characters of one
 # A tokenizer that fails should fail when it is loaded.
 TRIED = "A text, of 3 lines:\n\n  d\u00e9j\u00e0 vu \u65e5\u672c\u8a9e \U0001f642"
 LONGEST_GENERATION_PROMPT = 1024  # characters; those of published models have less than 100
-PROBE = Chat(
-    [
-        {"role": "user", "content": "x"},
-        Answer(tool_calls=(ToolCall("umbra_name", '{"umbra_key": 1}', "functions.umbra_name:0"),)).message(),
-        {"role": "tool", "tool_call_id": "functions.umbra_name:0", "content": "x"},
-    ]
-)
+PROBED = (False, ""), (True, ""), (False, "umbra_said")  # whether there is no content, and what it is
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
 
 
@@ -135,7 +129,7 @@ class Tokenizer:
         except ValueError as error:  # several, none of which is for such a conversation
             raise failed(str(error)) from None
         called = not self._by_tokens and any(message.get("tool_calls") for message in chat.messages)
-        messages = chat.for_template(self._shape(template) if called else SHAPES[0])
+        messages = chat.for_template(self._shape(template) if called else Shape())
         format = self.format("auto")
         variables = variables_of(numbered(messages) if format and format.numbered else messages, settings)
         if self._by_tokens:
@@ -146,15 +140,31 @@ class Tokenizer:
         return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
 
     def _shape(self, template: str) -> Shape:
-        """How `template` wants calls: the first way in which it renders one, with arguments as JSON, is found once."""
-        for shape in () if template in self._shapes else SHAPES:
-            variables = variables_of(PROBE.for_template(shape), {**self.hf.special_tokens_map, "tools": None})
-            with contextlib.suppress(UserError):
-                text = self._renderer.render(template, variables).text
-                if "umbra_name" in text and "umbra_key" in text and "'umbra_key'" not in text:
-                    self._shapes[template] = shape
+        """How `template` wants calls, which small conversations show once."""
+        if template not in self._shapes:
+            self._shapes[template] = Shape()
+            for text in (False, True):
+                empty, none, said = (self._probed(template, Shape(text, none), said) for none, said in PROBED)
+                if empty or none:
+                    fewer = bool(none) and (not empty or len(none) < len(empty))  # empty content adds something
+                    in_turn = said and "umbra_said" in said.partition("umbra_name")[0]
+                    self._shapes[template] = Shape(text, fewer, fewer and not in_turn)
                     break
-        return self._shapes.setdefault(template, SHAPES[0])
+        return self._shapes[template]
+
+    def _probed(self, template: str, shape: Shape, said: str) -> str:
+        """A conversation with a call as `template` renders it; empty if it fails or the call is not there in JSON."""
+        call = ToolCall("umbra_name", '{"umbra_key": 1}', "functions.umbra_name:0")
+        answer = Answer(content=said, tool_calls=(call,)).message()
+        chat = Chat(
+            [{"role": "user", "content": "x"}, answer, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
+        )
+        try:
+            variables = variables_of(chat.for_template(shape), {**self.hf.special_tokens_map, "tools": None})
+            text = self._renderer.render(template, variables).text
+        except UserError:
+            return ""
+        return text if "umbra_name" in text and "umbra_key" in text and "'umbra_key'" not in text else ""
 
     def _first_ids(self, ids: list[int], text: str) -> int:
         """The number of first `ids` that `text` begins with."""

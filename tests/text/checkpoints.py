@@ -254,21 +254,23 @@ KIMI = """
 {%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}
 """
 
-# R1: calls are rendered where there is no content, with arguments that are texts.
+# R1: arguments are texts, and content that is empty ends another turn.
 DEEPSEEK_V3 = """
 {{- '<｜begin▁of▁sentence｜>' }}
 {%- for m in messages %}
 {%- if m.role == 'system' %}{{ m.content }}
 {%- elif m.role == 'user' %}{{ '<｜User｜>' ~ m.content }}
 {%- elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' ~ m.content ~ '<｜tool▁output▁end｜>' }}
-{%- elif m.content is none %}
-{%- for call in m.tool_calls %}
+{%- else %}
+{%- for call in m.tool_calls or [] %}
 {{- '<｜Assistant｜><｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
 {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
 {{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' if loop.last else '' }}
 {%- endfor %}
-{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
-{%- else %}{{ '<｜Assistant｜>' ~ m.content.split('</think>')[-1] ~ '<｜end▁of▁sentence｜>' }}
+{%- if m.content is not none %}
+{{- '<｜Assistant｜>' ~ m.content.split('</think>')[-1] ~ '<｜end▁of▁sentence｜>' }}
+{%- endif %}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}

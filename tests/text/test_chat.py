@@ -150,10 +150,13 @@ RENDERED = {
 }
 
 
-@pytest.mark.parametrize("family", RENDERED)
-def test_templates_that_want_calls_otherwise(tmp_path: Path, family: str) -> None:
+OLDER = TEMPLATES["deepseek_v3"].replace("m.tool_calls or []", "m.tool_calls if m.content is none")
+
+
+@pytest.mark.parametrize(("family", "template"), [*((f, TEMPLATES[f]) for f in RENDERED), ("deepseek_v3", OLDER)])
+def test_templates_that_want_calls_otherwise(tmp_path: Path, family: str, template: str) -> None:
     """As texts, or without content, which is then a message of its own; Kimi's with ids that count the calls."""
-    write_tokenizer(tmp_path, family)
+    write_tokenizer(tmp_path, family, chat_template=template)
     tokenizer = Tokenizer(tmp_path)
     text = tokenizer.whole_text(tokenizer.encode_chat(Chat(LATER, TOOLS)))
     assert re.search(".*".join(map(re.escape, RENDERED[family])), text, re.DOTALL), text
