@@ -116,6 +116,9 @@ CALLS = {
     '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>',
     "qwen35": '</think>I look.\n\n<tool_call>\n<function=weather>\n<parameter=town>\nŁódź "😀"\n</parameter>\n'
     "</function>\n</tool_call>\n<function=weather>\n<parameter=town>\nBath\n</function>\n</tool_call>",
+    "kimi_k2": "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:4<|tool_call_argument_begin|>"
+    '{"town": "Łódź \\"😀\\""}<|tool_call_end|><|tool_call_begin|>functions.weather:5<|tool_call_argument_begin|>'
+    '{"town": "Bath"}<|tool_call_end|><|tool_calls_section_end|>',
 }
 
 
@@ -129,6 +132,7 @@ def test_tool_calls_are_streamed(family: str) -> None:
         assert [json.loads(c["function"]["arguments"]) for c in calls] == [{"town": 'Łódź "😀"'}, {"town": "Bath"}]
         assert {c["type"] for c in calls} == {"function"}
         assert len({c["id"] for c in calls}) == 2
+        assert family != "kimi_k2" or calls[1]["id"] == "functions.weather:5"
 
         streamed: dict[int, dict[str, str]] = {}
         for chunk in (await server.chat(tools=[TOOL], stream=True)).events[:-1]:
@@ -140,9 +144,9 @@ def test_tool_calls_are_streamed(family: str) -> None:
         one = (await server.chat(tools=[TOOL], parallel_tool_calls=False)).json["choices"][0]["message"]["tool_calls"]
         assert len(one) == 1
         # Without tools, and with tool_choice none, marks of calls are text.
-        assert "<tool_call>" in (await server.chat()).json["choices"][0]["message"]["content"]
+        assert "tool_call" in (await server.chat()).json["choices"][0]["message"]["content"]
         plain = (await server.chat(tools=[TOOL], tool_choice="none")).json["choices"][0]
-        assert "<tool_call>" in plain["message"]["content"]
+        assert "tool_call" in plain["message"]["content"]
 
     run(scenario, CALLS[family], family=family)
 
@@ -165,6 +169,22 @@ def test_variables_of_the_template_come_through_every_api() -> None:
                 assert ("<think>\nHm" in prompt, prompt.endswith("</think>\n\n")) == (kept, kept)
 
     run(scenario, family="qwen35")
+
+
+def test_deepseek_thinks_where_it_is_asked_to() -> None:
+    async def scenario(server: Server) -> None:
+        budget = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+        for path, asked, thinks in (
+            ("chat/completions", {"enable_thinking": True}, True),
+            ("chat/completions", {"reasoning_effort": "none"}, False),
+            ("chat/completions", {"chat_template_kwargs": {"thinking": True}}, True),
+            ("messages", budget, True),
+        ):
+            assert (await server.ask(f"/v1/{path}", {"messages": [USER], **asked})).status == 200
+            prompt = server.tokenizer.decode(server.engine.submitted[-1].ids)
+            assert prompt.endswith("<think>" if thinks else "</think>")
+
+    run(scenario, family="deepseek_v31")
 
 
 def test_messages_of_gpt_oss() -> None:
