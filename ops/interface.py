@@ -210,6 +210,7 @@ Routed = tuple[Tensor, Tensor] | Scores
 
 class Ops(Protocol):
     latent_parts: int  # the number of tensors of a cache of latents
+    heads_in_q8: bool  # whether matrices of heads are kept in eight bits where linear layers are quantised
     keys_in_pairs: bool  # whether `rope_write_latents` takes keys of which neighbouring columns rotate
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:

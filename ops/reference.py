@@ -88,7 +88,7 @@ class DenseHeads:
 
 
 matrix, head_matrices = DenseMatrix, DenseHeads
-latent_parts, keys_in_pairs = 1, False
+latent_parts, keys_in_pairs, heads_in_q8 = 1, False, False
 
 
 def stack(parts: Sequence[tuple[int, Format]], columns: int, device: torch.device) -> DenseMatrix:

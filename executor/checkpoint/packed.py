@@ -35,7 +35,7 @@ from umbra.files import ROOT, read_json, sync
 CACHE = ROOT / "packed_cache"
 MANIFEST, SMALL = "manifest.json", "small.bin"
 PIECE = 64 << 20
-LAYOUT = 4  # raised whenever the meaning of packed bytes changes
+LAYOUT = 5  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:

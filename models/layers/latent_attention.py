@@ -26,8 +26,8 @@ from models.layers.base import ALL, Layer, Piece
 from models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from models.layers.norm import RMSNorm
 from models.rope import RopeConfig
-from ops.format import Quantised, floats
-from ops.interface import LatentCache, LatentNorm, Paged, Rows
+from ops.format import FORMATS, Quantised, floats
+from ops.interface import HeadMatrices, LatentCache, LatentNorm, Paged, Rows
 
 LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others
 
@@ -106,17 +106,23 @@ class PagedLatents(PagedCache):
 
 
 class KeysAndValues(Layer):
-    """Each head's key and value matrices, whose rows follow one another in the checkpoint's tensor. They are never
-    quantised: products with a key matrix are over its rows."""
+    """Each head's key and value matrices, whose rows follow one another in the checkpoint's tensor. Products with a key
+    matrix are over its rows, so that no quantisation of the checkpoint can be kept: where linear layers are quantised,
+    both have eight bits, or floats (`Ops.heads_in_q8`)."""
 
     def __init__(self, build: Build, heads: int, latent: int, key: int, value: int):
         super().__init__()
         part, self.ops = build.parallel.attn_tp.part(heads), build.ops
         self.rows, self.part = heads * (key + value), slice(part.start * (key + value), part.stop * (key + value))
         self.heads, self.latent, self.key, self.value = part.stop - part.start, latent, key, value
-        kept = build.formats.plain, build.device
-        self.keys = build.ops.head_matrices(self.heads, latent, key, *kept)
-        self.values = build.ops.head_matrices(self.heads, value, latent, *kept)
+        q8, plain = FORMATS["q8"], build.formats.plain
+        quantised = build.ops.heads_in_q8 and build.linear(["kv_b_proj"]).quantised
+
+        def matrices(rows: int, columns: int) -> HeadMatrices:
+            kept = q8 if quantised and columns % q8.group == 0 else plain
+            return build.ops.head_matrices(self.heads, rows, columns, kept, build.device)
+
+        self.keys, self.values = matrices(latent, key), matrices(value, latent)
         self.elements = self.heads * (key + value) * latent
         self.nbytes = self.keys.nbytes + self.values.nbytes
 

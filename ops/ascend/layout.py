@@ -58,6 +58,7 @@ class AscendLayout:
     def _refuse_latents(self, *_: object) -> NoReturn:
         raise UserError("kv_lora_rank: ascend has no attention over latents yet: use platform: cpu")
 
+    heads_in_q8 = False
     head_matrices = head_linear = latent_cache = write_latents = latent_attention = expanded_attention = _refuse_latents
 
     def paging(

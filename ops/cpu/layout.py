@@ -25,7 +25,7 @@ class CpuLayout:
     stack = NativeStack
     expert_matrices = NativeExperts
     head_matrices = NativeHeads
-    latent_parts, keys_in_pairs = 1, False
+    latent_parts, keys_in_pairs, heads_in_q8 = 1, False, True
     table, fill_table = staticmethod(table), staticmethod(fill_table)
 
     def __init__(self, dtype: torch.dtype):
