@@ -25,8 +25,11 @@ from executor.engine.sequence import Sequence
 MARGIN = 1.03  # how much better a step with drafts must be expected to be
 ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows
 FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured again
-RETRY_STEPS = 32  # where guessing does not pay, one token is guessed again after so many steps
-LEARNING = 0.05  # weight of the newest outcome in how often a sequence's guesses come true
+STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
+RETRY_STEPS, RETRIES = 256, 8  # where guessing does not pay, it is tried again after so many steps, for so many steps
+LONGEST_RETRY = 4096  # steps: each time it does not pay, it is tried again later
+FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
+LEARNING = 0.05  # weight of the newest outcome in that
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of rows of steps with drafts
 
 
@@ -41,13 +44,16 @@ class Drafts:
         self._captured: set[int] = set()  # numbers of rows that a step had before; the first one takes longer
         self._steps = 0
         self._guessing: dict[int, float] = {}  # seconds of one guess for each of so many sequences
-        self._idle = 0  # steps without guesses, one after another
+        self._rates = [FIRST_RATE] * most  # of guesses of all sequences, by position
+        self._idle, self._retry = 0, RETRY_STEPS  # steps since guessing did not pay; after how many it is tried again
 
     def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
         """Appends drafts to `sequences`, which take one token each in the next step; room[i] is the largest number of
         drafted tokens of sequences[i]."""
         if self._rows:
             return self._fill(sequences, room)
+        if self._steps - self._measured.get(len(sequences), self._steps) > STALE_STEPS:
+            return None
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence, most in zip(sequences, room, strict=True):
@@ -56,7 +62,7 @@ class Drafts:
                 continue
             draft = array("q") if len(sequence.ids) < ngrams.pause else ngrams.look_up(sequence.ids, most)
             likely = [ngrams.rate ** (i + 1) for i in range(len(draft))]
-            guessed = list(itertools.accumulate(sequence.rates[: len(sequence.guesses[:most])], operator.mul))
+            guessed = list(itertools.accumulate(self._rates_of(sequence)[: len(sequence.guesses[:most])], operator.mul))
             sequence.looked_up = sum(likely) >= sum(guessed)
             if not sequence.looked_up:
                 draft, likely = sequence.guesses[:most], guessed
@@ -137,8 +143,10 @@ class Drafts:
 
     def check(self, sequence: Sequence, tokens: ListOf[int]) -> None:
         """Learns from the guesses of a sequence, tried or not, whose next tokens are `tokens`."""
+        own = sequence.rates = self._rates_of(sequence)
         for place, (guess, token) in enumerate(zip(sequence.guesses, tokens, strict=False)):
-            sequence.rates[place] += ((guess == token) - sequence.rates[place]) * LEARNING
+            for rates in (own, self._rates):
+                rates[place] += ((guess == token) - rates[place]) * LEARNING
             if guess != token:
                 break
         sequence.guesses = array("q")
@@ -154,14 +162,23 @@ class Drafts:
             expected += chance
             if (worth := expected / (self._cost(count * (1 + depth)) + depth * each)) > best:
                 best, found = worth, depth
-        self._idle = 0 if found else self._idle + 1
-        return found or int(self._idle % RETRY_STEPS == 1)
+        if found:
+            self._idle, self._retry = 0, RETRY_STEPS
+            return found
+        self._idle += 1
+        if self._idle > self._retry + RETRIES:
+            self._idle, self._retry = 0, min(2 * self._retry, LONGEST_RETRY)
+        return int(self._idle > self._retry)
+
+    def _rates_of(self, sequence: Sequence) -> list[float]:
+        """How often guesses for a sequence come true, by position; before the first, those for all sequences."""
+        return sequence.rates or self._rates.copy()
 
     def _chances(self, sequences: ListOf[Sequence]) -> Iterator[float]:
         """For each position of a draft, how many guesses for `sequences` can be expected to come true."""
-        running = [1.0] * len(sequences)
+        running, rates = [1.0] * len(sequences), [self._rates_of(s) for s in sequences]
         for place in range(self.most):
-            running = [chance * s.rates[place] for chance, s in zip(running, sequences, strict=True)]
+            running = [chance * of[place] for chance, of in zip(running, rates, strict=True)]
             yield sum(running)
 
     def guessed(self, sequences: int, depth: int, seconds: float) -> None:

@@ -83,8 +83,9 @@ class Loop:
         guessing = 0, 0, 0.0
         with self.engine.step(decode):
             self.scheduler.reserve(step.sequences)
-            computed = [(s, s.num_computed, s.end) for s in step.sequences if s.group == self._group]
-            batch = self.engine.pack(self.scheduler.by_group(step.sequences), decode)
+            of_groups = self.scheduler.by_group(step.sequences)
+            computed = [[(s, s.num_computed, s.end) for s in of] for of in of_groups]
+            batch = self.engine.pack(of_groups, decode)
             logits = self.engine.forward(batch, decode)
             if prompts:
                 self._score(logits, step.sequences)
@@ -114,7 +115,7 @@ class Loop:
                 events[index] = events[index]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
 
     def _guess(
-        self, drafter: MtpDrafter, drafts: Drafts, step: Step, batch: Batch, computed: list[Computed]
+        self, drafter: MtpDrafter, drafts: Drafts, step: Step, batch: Batch, computed: list[list[Computed]]
     ) -> tuple[int, int, float]:
         """Guesses the next tokens of the sequences of `step`, which has just run. -> how many sequences got how many
         guesses, and the seconds that this took"""

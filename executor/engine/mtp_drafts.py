@@ -3,43 +3,65 @@
 The layer takes every token that a step has computed, with the token after it, and caches what it keeps of it in pages
 of the sequence, as the other layers do. From the last token of each sequence it guesses the one after the next;
 further guesses go on from its own hidden state and its guess. What it caches of guessed tokens is written again once
-the tokens are known; nothing but guesses reads it.
+the tokens are known; nothing but guesses reads it. Where guessing does not pay, hidden states are kept, and the layer
+takes their tokens together later. Those of a request that ends meanwhile are lost, so that guesses for prompts that go
+on from its answer may be worse.
 """
 
 import dataclasses
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 
 import torch
+from torch import Tensor
 
 from executor.engine.batching import pack_rows
 from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
+from executor.platform.base import Step
 from models.batch import Batch
 from ops.interface import tensor_of
 
-Computed = tuple[Sequence, int, int]  # a sequence, and the first and the last position, plus one, that a step computed
+MOST_KEPT = 256  # tokens of a sequence whose hidden states are kept for later
+
+Computed = tuple[
+    Sequence, int, int
+]  # a sequence, and the first position and the last one, plus one, that a step computed
 
 
 class MtpDrafter:
     def __init__(self, engine: Engine):
         self.engine = engine
         model, platform = engine.model, engine.platform
-        self.run = lambda batch: model.guess(batch.to(platform.device))
-        if engine.case.exe_mode != "eager":
-            self.captured = platform.compile(model.guess, engine.config)
+        self.run: Step = lambda batch: model.guess(batch.to(platform.device))
+        self.captured = self.run if engine.case.exe_mode == "eager" else platform.compile(model.guess, engine.config)
+        self._kept: dict[int, list[Tensor]] = {}  # by id: hidden states of its tokens from `taken` on
 
     def guess(
-        self, batch: Batch, computed: ListOf[Computed], groups: ListOf[ListOf[Sequence]], room: Mapping[int, int],
-        decode: bool,
+        self, batch: Batch, computed: ListOf[ListOf[Computed]], finished: ListOf[ListOf[Sequence]],
+        room: Mapping[int, int], decode: bool,
     ) -> list[list[int]]:  # fmt: skip
-        """`batch` is that of the step before, which computed the tokens `computed` of this rank's group. `groups` are
-        the sequences of each group that now have one token more, room[id] is the number of tokens to guess of each.
-        -> as many guesses for each sequence of all groups as there is room for the most"""
-        run = self.captured if decode and self.engine.case.exe_mode != "eager" else self.run
+        """`batch` is that of the step before, which computed the tokens `computed` of each group. `finished` are the
+        sequences of each group that now have one token more, room[id] is the number of tokens to guess of each. -> as
+        many guesses for each sequence of all groups as there is room for the most"""
         dp, depth = self.engine.parallel.attn_dp, max(room.values(), default=0)
-        mine, counts = groups[dp.rank], tuple(map(len, groups)) if depth else (0,) * len(groups)
-        ids, found = run(self._first(batch, computed, mine if depth else [], counts))
+        if decode and not depth:
+            self._keep(computed[dp.rank])
+            running = [[s for s, _, _ in of if not s.finish_reason] for of in computed]
+            if any(len(s.ids) - s.taken > MOST_KEPT for of in running for s in of):
+                self._take([[(s, s.taken, len(s.ids) - 1) for s in of] for of in running])
+            return [[] for of in finished for _ in of]
+        late = [
+            [(s, s.taken, begin) for s, begin, _ in of if s.taken < begin and not s.finish_reason] for of in computed
+        ]
+        if any(late):
+            self._take(late)
+        mine, counts = finished[dp.rank], tuple(map(len, finished)) if depth else (0,) * len(finished)
+        run = self.captured if decode else self.run
+        ids, found = run(self._first(batch, computed[dp.rank], mine if depth else [], counts))
+        for sequence, _, end in (one for of in computed for one in of):
+            sequence.taken = min(end, len(sequence.ids) - 1)
         guesses = [ids.clone()]
         for number in range(1, depth):
             rows = [(s, len(s.ids) - 2 + number) if number < room[s.id] else None for s in mine]
@@ -47,7 +69,7 @@ class MtpDrafter:
             ids, found = run(dataclasses.replace(further, token_ids=ids, hidden=found))
             guesses.append(ids.clone())
         if not depth:
-            return [[] for of in groups for _ in of]
+            return [[] for of in finished for _ in of]
         tokens: list[list[int]] = dp.gather_rows(torch.stack(guesses, 1), counts).tolist()
         return tokens
 
@@ -55,19 +77,45 @@ class MtpDrafter:
         self, batch: Batch, computed: ListOf[Computed], wanted: ListOf[Sequence], counts: tuple[int, ...]
     ) -> Batch:
         """The tokens after those of `batch`, of which the last one of each sequence `wanted` is to give a guess."""
-        next_ids, last = torch.zeros(len(batch.token_ids), dtype=torch.int64), {}
-        row = 0
+        next_ids, last = array("q"), {}
         for sequence, begin, end in computed:
-            known = sequence.ids[begin + 1 : end + 1]
-            if known:
-                next_ids[row : row + len(known)] = tensor_of(known)
-            last[sequence.id] = row + max(len(sequence.ids) - 2 - begin, 0)
-            row += end - begin
+            last[sequence.id] = len(next_ids) + max(len(sequence.ids) - 2 - begin, 0)
+            next_ids += sequence.ids[begin + 1 : end + 1]
+            next_ids.extend([0] * (end + 1 - max(len(sequence.ids), begin + 1)))  # after drafts that were wrong
+        next_ids.extend([0] * (len(batch.token_ids) - len(next_ids)))
         return dataclasses.replace(
-            batch, token_ids=next_ids, hidden=self.engine.hidden, recurrent=None,
-            logit_rows=torch.tensor([last[s.id] for s in wanted], dtype=torch.int64),
+            batch, token_ids=tensor_of(next_ids), hidden=self.engine.hidden, recurrent=None,
+            logit_rows=tensor_of(array("q", (last[s.id] for s in wanted))),
             wanted_per_group=None if batch.sequence_parallel else counts,
         )  # fmt: skip
+
+    def _keep(self, computed: ListOf[Computed]) -> None:
+        """Keeps the hidden states of the tokens of the last step that are certain."""
+        kept, row = self._kept, 0
+        self._kept = {}
+        for sequence, begin, end in computed:
+            if not sequence.finish_reason and self.engine.hidden is not None:
+                before = kept.get(sequence.id, []) if sequence.taken < begin else []
+                rows = self.engine.hidden[row : row + len(sequence.ids) - 1 - begin]
+                self._kept[sequence.id] = [*before, rows.clone()]
+            row += end - begin
+
+    def _take(self, late: ListOf[ListOf[Computed]]) -> None:
+        """Lets the layer take tokens of each group whose hidden states were kept."""
+        counts = tuple(sum(end - begin for _, begin, end in of) for of in late)
+        mine = late[self.engine.parallel.attn_dp.rank]
+        rows = [(sequence, position) for sequence, begin, end in mine for position in range(begin, end)]
+        ids = array("q", (sequence.ids[position + 1] for sequence, position in rows))
+        hidden = [kept for sequence, *_ in mine for kept in self._kept.pop(sequence.id, [])]
+        none = torch.empty(0, self.engine.config.hidden_size, device=self.engine.platform.device)
+        self.run(
+            dataclasses.replace(
+                self._pack(rows, counts), token_ids=tensor_of(ids), hidden=torch.cat(hidden) if hidden else none,
+                logit_rows=tensor_of(array("q")), wanted_per_group=(0,) * len(counts),
+            )
+        )  # fmt: skip
+        for sequence, _, end in (one for of in late for one in of):
+            sequence.taken = end
 
     def _pack(self, rows: ListOf[tuple[Sequence, int] | None], counts: tuple[int, ...]) -> Batch:
         engine = self.engine

@@ -140,6 +140,7 @@ class Scheduler:
             sequence.group, sequence.held, sequence.promised, sequence.covered = group, held, promised, covered
             sequence.published, sequence.num_computed = held[0].end, held[0].end * self.limits.page_size
             sequence.states, sequence.states_at = found.states, sequence.num_computed
+            sequence.taken = sequence.num_computed
             if self.limits.set_pages and self.limits.prefixes:
                 want_checkpoints(sequence, found.pages * self.limits.page_size, self.limits.page_size)
             if not sequence.preemptions:

@@ -12,7 +12,6 @@ from umbra.errors import UserError
 if TYPE_CHECKING:
     from executor.engine.grammar import Matcher
 
-FIRST_RATES = (0.6,) * 15  # how often a guess comes true if those before it do, of a sequence without guesses yet
 FAILED = -1  # in place of a token: the one that was chosen does not follow the grammar
 
 
@@ -48,7 +47,8 @@ class Sequence:
     matcher: "Matcher | None" = None  # of its grammar
     drafted: int = 0  # number of the last `ids` that are only guessed, while a step checks them
     guesses: "array[int]" = field(default_factory=lambda: array("q"))  # of its next tokens, made after its last step
-    rates: list[float] = field(default_factory=lambda: list(FIRST_RATES))  # how often guesses come true, by position
+    rates: list[float] = field(default_factory=list)  # how often guesses come true, by position; empty: none was made
+    taken: int = 0  # number of its first tokens that the layer which guesses tokens has taken
     looked_up: bool = True  # whether its draft is of `ngrams`
     ngrams: NgramIndex = field(default_factory=NgramIndex)  # which its drafts are looked up in
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far

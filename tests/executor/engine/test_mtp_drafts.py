@@ -1,6 +1,7 @@
 """Guesses of a trained layer change no token: alone and in company, in chunks, behind cached prefixes, after
 preemption, in captured graphs and on two ranks; some come true and some do not."""
 
+from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from executor.engine.loop import Loop
 from executor.engine.request import Grammar, Request, SamplingParams
+from executor.engine.sequence import Sequence
 from tests.fakes.drafts import FreeDrafts
 from tests.tiny import make_runner, tiny_case
 from text.tokenizer import Tokenizer
@@ -25,7 +27,9 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def answers(folder: Path, drafts: dict[str, Any], exe_mode: str, pages: int = 0) -> tuple[list[list[int]], Loop, int]:
+def answers(
+    folder: Path, drafts: dict[str, Any], exe_mode: str, pages: int = 0, drafts_of: FreeDrafts | None = None
+) -> tuple[list[list[int]], Loop, int]:
     case = tiny_case(
         folder, DEMO, model_name="qwen3_5_moe", exe_mode=exe_mode, draft_config=drafts,
         data_config={"batch_size": 3, "input_max_len": 120, "max_new_tokens": 40, "chunked_prefill_size": 16},
@@ -33,7 +37,7 @@ def answers(folder: Path, drafts: dict[str, Any], exe_mode: str, pages: int = 0)
     )  # fmt: skip
     loop = Loop(make_runner(case, folder).engine, frozenset({0}), serving=True)
     if drafts:
-        loop.scheduler.drafts = FreeDrafts(3)
+        loop.scheduler.drafts = drafts_of or FreeDrafts(3)
     free = loop.engine.pages.available(0)
     if pages:
         for pool in loop.scheduler.pools:
@@ -66,3 +70,26 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, exe_mode: str, pages: i
     timings = loop.timings
     assert 0.15 < timings.accepted_tokens / timings.drafted_tokens < 0.95
     assert preempted if pages else len(timings.pure_decode_steps) < 0.9 * sum(map(len, found)) / 3
+
+
+def test_tokens_are_taken_late_where_guessing_does_not_pay(tmp_path: Path) -> None:
+    """What is guessed seldom is what is guessed after every step, but behind pages of answers that ended meanwhile."""
+
+    class Watched(FreeDrafts):
+        def __init__(self, every: int):
+            super().__init__(2)
+            self.every, self.seen = every, dict[tuple[int, ...], list[int]]()
+
+        def depth(self, sequences: ListOf[Sequence]) -> int:
+            return 2 if sequences and len(sequences[0].ids) % self.every == 0 else 0
+
+        def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
+            self.seen |= {tuple(s.ids): list(s.guesses) for s in sequences if s.guesses and not s.cached_tokens}
+
+    guesses = []
+    for every in (1, 9):
+        _, loop, _ = answers(tmp_path, {"method": "mtp"}, "graph", drafts_of=Watched(every))
+        guesses.append(loop.scheduler.drafts.seen)  # type: ignore[union-attr]
+    always, seldom = guesses
+    assert 9 < len(seldom) < len(always) / 4
+    assert all(always[ids] == found for ids, found in seldom.items())
