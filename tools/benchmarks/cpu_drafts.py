@@ -2,7 +2,7 @@
 others.
 
     .venv/bin/python -m tools.benchmarks.cpu_drafts [--case bench_30b_shape_cpu] [--layers 8] [--batches 1 4]
-        [--drafts 7] [--rounds 3] [--json FILE]
+        [--drafts 7] [--rounds 3] [--json FILE] [--method mtp [--rates 0.5 0.7 0.85]]
 
 Weights are random, so the model cannot write such answers: the engine computes and chooses as usual, and then every
 token is replaced by that of a given answer. Prompts are 512 tokens of the demo's held-out text, answers 256:
@@ -11,6 +11,8 @@ token is replaced by that of a given answer. Prompts are 512 tokens of the demo'
   summary   every third sentence of the prompt, again and again
   continue  the text that follows the prompt
   random    random tokens
+With `--method mtp` answers are random, and so many of the guesses of the model's layer, at each place after right ones,
+are replaced by the right tokens: what each of `--rates` says.
 
 A row, of the table and of `rows` in the JSON file:
   batch      sequences that decode together
@@ -20,11 +22,13 @@ A row, of the table and of `rows` in the JSON file:
   ratio      the median of the rounds' ratios
   per_step   tokens of a sequence in a step with drafts
   accepted   accepted tokens of those that were drafted
+  of count   `drafts` as a part of the tokens over the seconds of these steps' forward passes and guesses alone
 """
 
 import functools
 import itertools
 import os
+import random
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,8 +39,10 @@ from torch import Tensor
 
 from executor.config.env import rank_env
 from executor.config.load import load_case
+from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
 from executor.engine.loop import Loop
+from executor.engine.mtp_drafts import MtpDrafter
 from executor.engine.request import Request, SamplingParams
 from executor.engine.timings import Timings
 from executor.model_runner import make_runner
@@ -49,12 +55,13 @@ from umbra.files import ROOT
 
 DEMO = ROOT / "checkpoints/austen_moe"
 PROMPT, ANSWER, EDIT = 512, 256, 20
+FAILED_GUESS = 4096  # of no answer
 PARAMS = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
 KINDS = ("copy", "edit", "summary", "continue", "random")
 COLUMNS = (
     ("batch", "batch", 6, ""), ("answer", "answer", 10, ""), ("plain", "plain", 9, ".1f"),
     ("drafts", "drafts", 9, ".1f"), ("ratio", "ratio", 7, ".2f"), ("per_step", "a step", 8, ".2f"),
-    ("accepted", "accepted", 10, ".2f"),
+    ("accepted", "accepted", 10, ".2f"), ("of_count", "of count", 10, ".2f"),
 )  # fmt: skip
 
 
@@ -66,9 +73,41 @@ def text() -> tuple[list[int], set[int]]:
     return ids, {id for id in set(ids) if tokenizer.decode([id]).strip() in (".", "!", "?")}
 
 
+class Recorded(Drafts):
+    """Drafts that add up the seconds of steps and of guesses."""
+
+    total = 0.0
+
+    def took(self, rows: int, seconds: float) -> None:
+        super().took(rows, seconds)
+        self.total += seconds
+
+    def guessed(self, sequences: int, depth: int, seconds: float) -> None:
+        super().guessed(sequences, depth, seconds)
+        self.total += seconds
+
+
+class GuessedAt(MtpDrafter):
+    """The model's guesses, of which a part is right."""
+
+    def __init__(self, script: "Scripted"):
+        super().__init__(script.engine)
+        self.script, self.rate, self.draw = script, 0.0, random.Random(1)
+
+    def guess(self, *args: Any) -> list[list[int]]:
+        found = super().guess(*args)
+        for sequence, guesses in zip((s for of in args[2] for s in of), found, strict=True):
+            at = len(sequence.ids) - sequence.prompt_len
+            known = self.script.answers[sequence.id][at : at + len(guesses)]
+            for place in range(len(guesses)):
+                right = place < len(known) and self.draw.random() < self.rate
+                guesses[place] = known[place] if right else FAILED_GUESS
+        return found
+
+
 def answer_of(kind: str, prompt: list[int], start: int, generator: torch.Generator) -> list[int]:
     ids, ends = text()
-    if kind == "random":
+    if kind == "random" or kind not in KINDS:
         return torch.randint(4096, (ANSWER,), generator=generator).tolist()
     if kind == "continue":
         return ids[start + PROMPT : start + PROMPT + ANSWER]
@@ -127,11 +166,16 @@ def round_of(loops: dict[str, Loop], script: Scripted, kind: str, batch: int, nu
 def measure(engine: Engine, batch: int, kinds: Sequence[str], rounds: int) -> Iterator[Row]:
     script = Scripted(engine)
     loops = {name: Loop(script, frozenset()) for name in ("plain", "drafts")}  # type: ignore[arg-type]
-    loops["plain"].scheduler.drafts = None
-    tokens = batch * (ANSWER - 1)
+    loops["plain"].scheduler.drafts = loops["plain"].drafter = None
+    loop, tokens = loops["drafts"], batch * (ANSWER - 1)
+    guessed = loop.drafter = GuessedAt(script) if loop.drafter else None
     for kind in kinds:
+        drafts = loop.scheduler.drafts = Recorded(loop.scheduler.limits.draft_tokens)
+        if guessed:
+            guessed.rate = float(kind)
         round_of(loops, script, kind, batch, 0)  # captures graphs
-        timings = loops["drafts"].timings = Timings()
+        timings, drafts.total = Timings(), 0.0
+        loop.timings = timings
         found = [round_of(loops, script, kind, batch, number) for number in range(1, rounds + 1)]
         yield dict(
             batch=batch,
@@ -140,6 +184,7 @@ def measure(engine: Engine, batch: int, kinds: Sequence[str], rounds: int) -> It
             ratio=statistics.median(seconds["plain"] / seconds["drafts"] for seconds in found),
             per_step=rounds * (ANSWER - 1) / len(timings.pure_decode_steps),
             accepted=timings.accepted_tokens / max(timings.drafted_tokens, 1),
+            of_count=drafts.total / sum(seconds["drafts"] for seconds in found),
         )
 
 
@@ -151,6 +196,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--answers", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--drafts", type=int, default=7, help="draft_config.tokens")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--method", choices=("lookup", "mtp"), default="lookup")
+    parser.add_argument("--rates", nargs="+", default=["0", "0.5", "0.7", "0.85"])
     args = parser.parse_args(argv)
     os.environ.setdefault("TQDM_DISABLE", "1")
 
@@ -159,7 +206,7 @@ def main(argv: list[str]) -> None:
             with_ckpt="false", threads=args.threads, instruction_set=args.instruction_set, batch_size=2 * batch,
             input_max_len=PROMPT, max_new_tokens=ANSWER,
         )  # fmt: skip
-        drafts = ["draft_config.method=lookup", f"draft_config.tokens={args.drafts}"]
+        drafts = [f"draft_config.method={args.method}", f"draft_config.tokens={args.drafts}"]
         runner = make_runner(
             load_case(args.case, [f"{key}={value}" for key, value in changes.items()] + drafts),
             Path("results"),
@@ -168,7 +215,8 @@ def main(argv: list[str]) -> None:
         if args.layers is not None:
             runner.config = with_experts(runner.config, args.layers)
         runner.setup()
-        yield from measure(runner.engine, batch, args.answers, args.rounds)
+        kinds = args.rates if args.method == "mtp" else args.answers
+        yield from measure(runner.engine, batch, kinds, args.rounds)
 
     rows = printed((row for batch in args.batches for row in rows_of(batch)), COLUMNS)
     write_rows(args.json, rows, case=args.case, layers=args.layers, threads=args.threads, drafts=args.drafts)
