@@ -156,6 +156,9 @@ class Drafts:
         count = len(sequences)
         if not count or count > MOST_DRAFTING or self._rows:
             return 0
+        if 0 < self._idle < self._retry:
+            self._idle += 1
+            return 0
         expected, best, found = float(count), count / self._cost(count) * MARGIN, 0
         each = self._guessing.get(count, 0.0)
         for depth, chance in enumerate(self._chances(sequences), 1):

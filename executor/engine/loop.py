@@ -121,11 +121,11 @@ class Loop:
         guesses, and the seconds that this took"""
         start, finished = time.perf_counter(), step.finished_prompts
         depth = drafts.depth([s for s in finished if not s.finish_reason])
-        room = {s.id: self.scheduler.room_for_guesses(s, depth) for s in finished}
+        room = {s.id: self.scheduler.room_for_guesses(s, depth) for s in finished if depth}
         with torch.inference_mode():
             found = drafter.guess(batch, computed, self.scheduler.by_group(finished), room, step.decode)
         for sequence, guesses in zip(finished, found, strict=True):
-            sequence.guesses = array("q", guesses[: room[sequence.id]])
+            sequence.guesses = array("q", guesses[: room.get(sequence.id, 0)])
         return len(finished), max(room.values(), default=0), time.perf_counter() - start
 
     def _took(self, drafts: Drafts, step: tuple[int, float, int, int, float]) -> None:
