@@ -1,6 +1,6 @@
 """The particulars of layers with attention over latents: DeepSeek-V2, DeepSeek-V3 and the models made like them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,11 @@ class LatentLayer(LayerMath[LatentMoeConfig]):
         if config.scoring == "softmax":
             return route_softmax(logits, *rest)
         return route_sigmoid(logits, w(f"{self.router}.e_score_correction_bias"), *rest)
+
+    def within(self, w: Weights, x: Tensor) -> Iterator[tuple[Tensor, str, str]]:
+        if self.config.q_lora_rank:
+            latents = self._latents(w, "q_a", self.linear(w, "self_attn.q_a_proj", x))
+            yield latents, "self_attn.q_b_proj.weight", "self_attn.q_a_layernorm.weight"
 
     def heads(self, w: Weights, x: Tensor) -> Tensor:
         config, pairs = self.config, pairs_of(self.config.qk_rope_head_dim)

@@ -107,6 +107,10 @@ class LayerMath(ABC, Generic[C]):
         """The queries (B, L, heads * head_dim) and, where there is one, as large a gate of the attention's result."""
         return self.linear(w, "self_attn.q_proj", x), None
 
+    def within(self, w: Weights, x: Tensor) -> Iterator[tuple[Tensor, str, str]]:
+        """(inputs, weight, norm) of each product within the attention of x (B, L, H) whose inputs a norm makes."""
+        yield from ()
+
     def attentions(self, candidates: Iterable[Weights], x: Tensor, each: Each) -> Iterator[Tensor]:
         """The attention's output (B, L, H) for x (B, L, H) with each of the weights."""
 

@@ -8,6 +8,7 @@ calibration text the result is never worse than without scales.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -83,6 +84,9 @@ def search_layer(
     normed = layer.normed(weights, "input_layernorm", x)
     yield from folds(normed, layer.inputs, ["input_layernorm.weight"], lambda ws: layer.attentions(ws, normed, each))
 
+    for inner, name, norm in layer.within(weights, normed):
+        yield from folds(inner, [name], [norm], partial(_products, inner, name))
+
     # Where a query head has a row of v_proj for itself.
     if config.num_attention_heads == config.num_key_value_heads and O_PROJ in layer.names:
         held = layer.held(weights)
@@ -107,9 +111,13 @@ def search_layer(
         inner = layer.inner(weights, prefix, flat[rows]) * share  # weighted as in the layer's output
         # Products with a matrix keep their size if Q of inner = QR is left out: as many rows as columns are enough.
         least = torch.linalg.qr(inner, mode="r").R if len(inner) > inner.shape[1] else inner
-        return list(folds(inner, [name], [prefix + layer.up], lambda ws: (least @ w(name).T for w in ws)))
+        return list(folds(inner, [name], [prefix + layer.up], partial(_products, least, name)))
 
     yield from chain.from_iterable(each(down, layer.experts(routing)))
+
+
+def _products(x: Tensor, name: str, candidates: Iterable[Weights]) -> Iterator[Tensor]:
+    return (x @ w(name).T for w in candidates)
 
 
 def fold(tensors: Mapping[str, Tensor], folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:
