@@ -228,7 +228,7 @@ def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: For
         opening = f'{json.dumps(f"commentary to=functions.{name} ")} {marks.one(CONSTRAIN)} "json" {marks.one(MESSAGE)}'
         return [f"{rule}: {opening} {rule}a", f"{rule}a: %json {_compact(parameters)}"]
     if format.call_is_json:
-        opening = marks.text(format.call + format.before_name + name) + (" /:[0-9]{1,6}/" if format.numbered else "")
+        opening = marks.text(format.call + format.before_name + name) + (" /:[0-9]{1,4}/" if format.numbered else "")
         before, after = format.before_arguments, format.after_arguments + format.call_end
         return [
             f"{rule}: {opening} {marks.text(before)} {rule}a {marks.text(after)}",

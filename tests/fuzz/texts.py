@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.fuzz.target import Target
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
+from tests.text.test_tiktoken import RANKS, SETTINGS, lines
+from tests.text.test_tiktoken import write as write_ranks
 from text.answer import Answer
 from text.formats import FORMATS, Mark
 from text.parser import reader
@@ -84,6 +86,18 @@ def tokenizer_config(folder: Path) -> Target:
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
 
 
+def tiktoken(folder: Path) -> Target:
+    """Ranks, or the settings beside them."""
+
+    def run(data: bytes) -> None:
+        write_ranks(folder, lines(RANKS))
+        (folder / ("tokenizer_config.json" if data[:1] == b"{" else "tiktoken.model")).write_bytes(data)
+        made = Tokenizer(folder, len(RANKS) + 3)
+        made.decode(made.encode(TEXT, chat=False))
+
+    return Target(run, [lines(RANKS), json.dumps(SETTINGS).encode()], json=False)
+
+
 def template(folder: Path) -> Target:
     renderer = Renderer()
     variables = variables_of(MESSAGES, {"tools": TOOLS, "eos_token": "<e>", "enable_thinking": False})
@@ -126,6 +140,8 @@ def answer(folder: Path) -> Target:
         b"<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
         b"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|end|><|start|>assistant",
         b"<tool_call>\n<function=weather>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
+        b"<|tool_call_section_begin|><|tool_call_begin|>weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        'a<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "```"}\n```<｜tool▁call▁end｜>'.encode(),
     ]
     starts = [bytes([first]) + seed for seed in seeds for first in range(len(formats))]
     return Target(run, starts, json=False, longest=512)
