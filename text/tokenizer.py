@@ -12,7 +12,7 @@ from text.chat import Chat, Shape, for_harmony, numbered
 from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
 from text.template import Renderer, failed, variables_of
 from text.tiktoken_file import converted
-from text.tokenizer_file import check_tokenizer, has_tokenizer, no_template, read_template
+from text.tokenizer_file import adds_bos, check_tokenizer, has_tokenizer, no_template, read_template
 from text.tokenizer_sandbox import Encoder, is_linear
 from umbra.errors import UserError
 
@@ -51,6 +51,8 @@ class Tokenizer:
         with converted(folder) as read, self._failures("not readable"):
             self.hf = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False)
             self.backend = self.hf.backend_tokenizer
+            if adds_bos(folder) and self.hf.bos_token_id not in self.backend.encode("").ids:
+                self.hf.add_bos_token = True  # which transformers 5 looks for in tokenizer.json alone
             if template:
                 self.hf.chat_template = given
             added = self.backend.get_added_tokens_decoder().items()

@@ -19,6 +19,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TIKTOKEN_FILE = "tiktoken.model"
 SENTENCE_FILE = "tokenizer.model"  # SentencePiece's
+SETTINGS_ADD_BOS = ("LlamaTokenizer", "LlamaTokenizerFast")  # also DeepSeek's
 LARGEST = 32 << 20  # bytes of tokenizer.json
 LARGEST_BESIDE = 1 << 20  # bytes of each of the other files
 BESIDE = re.compile(r"(tokenizer_config|special_tokens_map|added_tokens|chat_template)\.(json|jinja)")
@@ -77,6 +78,13 @@ def has_tokenizer(folder: Path) -> bool:
 def tiktoken_only(folder: Path) -> bool:
     """Whether text/tiktoken_file.py reads the tokenizer in `folder`."""
     return (folder / TIKTOKEN_FILE).is_file() and not (folder / TOKENIZER_FILES[0]).is_file()
+
+
+def adds_bos(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` is of the kind that adds BOS to a text because its settings say so."""
+    path = folder / TOKENIZER_FILES[1]
+    settings = read_json(path) if path.is_file() else {}
+    return settings.get("add_bos_token") is True and settings.get("tokenizer_class") in SETTINGS_ADD_BOS
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -141,7 +141,7 @@ def answer(folder: Path) -> Target:
         b"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|end|><|start|>assistant",
         b"<tool_call>\n<function=weather>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
         b"<|tool_call_section_begin|><|tool_call_begin|>weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        'a<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "```"}\n```<｜tool▁call▁end｜>'.encode(),
+        'a<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "`"}\n```<｜tool▁call▁end｜>'.encode(),
     ]
     starts = [bytes([first]) + seed for seed in seeds for first in range(len(formats))]
     return Target(run, starts, json=False, longest=512)

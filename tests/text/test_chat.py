@@ -215,6 +215,18 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     assert again[: len(prompt) + len(generated)] == prompt + generated
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+def test_deepseeks_settings_add_bos(tmp_path: Path, kind: str) -> None:
+    """Its tokenizer.json does not; in a chat the template has it."""
+    write_tokenizer(tmp_path, "deepseek_v3", bos_token="<｜begin▁of▁sentence｜>")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind, "add_bos_token": True}))
+    tokenizer = Tokenizer(tmp_path)
+    bos = tokenizer.hf.bos_token_id
+    assert tokenizer.encode("x", chat=False).count(bos) == (kind == "LlamaTokenizerFast")
+    assert tokenizer.encode("x", chat=True).count(bos) == 1
+
+
 def test_the_last_source_of_stop_ids_is_the_tokenizer(tmp_path: Path) -> None:
     assert stop_ids(tmp_path, ()) == frozenset()
     write_tokenizer(tmp_path, "minimax_m2")
