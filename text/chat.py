@@ -10,8 +10,6 @@ from text.tool_arguments import read_json_text, to_json
 from umbra.errors import UserError
 
 Message = Mapping[str, Any]  # role, content; of an assistant also reasoning_content and tool_calls
-
-
 CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # as Kimi's models write it
 
 
@@ -20,7 +18,7 @@ class Shape(NamedTuple):
 
     text: bool = False  # arguments are JSON text, no mappings
     none: bool = False  # content that is empty is none
-    apart: bool = False  # content stands in a message before
+    apart: bool = False  # other content stands in a message before
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if given := message.get("tool_calls"):
             calls = [{**call, "id": _numbered_id(call, number)} for number, call in enumerate(given, count)]
             waiting = [call["id"] for call in calls]
-            ids |= {str(old["id"]): new for old, new in zip(given, waiting, strict=True) if "id" in old}
+            ids |= {str(old["id"]): new for old, new in zip(given, waiting, strict=True) if old.get("id")}
             count += len(calls)
             made.append({**message, "tool_calls": calls})
         elif message["role"] == "tool" and (id := ids.get(str(message.get("tool_call_id")), *waiting[:1])):

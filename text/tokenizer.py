@@ -144,14 +144,15 @@ class Tokenizer:
     def _shape(self, template: str) -> Shape:
         """How `template` wants calls, which small conversations show once."""
         if template not in self._shapes:
-            self._shapes[template] = Shape()
+            shape = Shape()
             for text in (False, True):
                 empty, none, said = (self._probed(template, Shape(text, none), said) for none, said in PROBED)
                 if empty or none:
                     fewer = bool(none) and (not empty or len(none) < len(empty))  # empty content adds something
                     in_turn = said and "umbra_said" in said.partition("umbra_name")[0]
-                    self._shapes[template] = Shape(text, fewer, fewer and not in_turn)
+                    shape = Shape(text, fewer, fewer and not in_turn)
                     break
+            self._shapes[template] = shape
         return self._shapes[template]
 
     def _probed(self, template: str, shape: Shape, said: str) -> str:
