@@ -37,6 +37,7 @@ ASCEND_KERNELS = {
     "causal_conv": 9, "gated_delta_rule": 22, "gated_rms_norm": 3, "sigmoid_mul": 2,
 }  # fmt: skip
 BY_INT8 = " by int8"  # of the name of an op
+EXPANDED_WIDTH = 128  # of heads whose keys and values are made of latents; others stay in the absorbed form
 EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three (two by int8), a cast,
 # combine
 IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
@@ -282,19 +283,51 @@ class CountedOps:
         read, pairs = self._seen(paged, None)
         token, columns = self._token(cache), 2 * q.shape[2] + q_rotary.shape[2]
         self.note("latent_attention", q, q_rotary, q, cached=token * read, macs=pairs * q.shape[1] * columns)
-        return self.made("latent attention", q, *q.shape)
+        return self._latent_attention(q, q_rotary)
+
+    def _latent_attention(self, q: Tensor, q_rotary: Tensor) -> Tensor:
+        """Of heads whose number is no power of two, with others."""
+        heads = q.shape[1]
+        if more := (1 << (heads - 1).bit_length()) - heads:
+            q, q_rotary = (self.made("padded heads", x, len(x), heads + more, x.shape[2]) for x in (q, q_rotary))
+        return self.made("latent attention", q, *q.shape)[:, :heads]
 
     def expanded_attention(
         self, q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: Any, values: Any, paged: Paged, scale: float
     ) -> Tensor:
-        """Keys and values are made once of each token that is read, in memory that is not counted."""
+        """Keys and values are made once of each token that is read."""
         read, pairs = self._seen(paged, None)
         token = self._token(cache)
-        out = self.made("expanded attention", q, *q.shape[:2], values.rows)
         columns, own = q.shape[2] + q_rotary.shape[2] + values.rows, q.shape[2] + values.rows
         weights = sum(t.nbytes for bank in (keys, values) for t in bank.storages)
         macs = q.shape[1] * (pairs * columns + read * own * keys.rows)
+        if q.shape[2] == values.rows == EXPANDED_WIDTH:
+            out = self._expanded_attention(q, q_rotary, keys, paged)
+        else:
+            sums = self._latent_attention(self.made("products of heads", q, *q.shape[:2], keys.rows), q_rotary)
+            out = self.made("products of heads", sums, *q.shape[:2], values.rows)
         self.note("expanded_attention", q, q_rotary, out, weights=weights, cached=token * read, macs=macs)
+        return out
+
+    def _expanded_attention(self, q: Tensor, q_rotary: Tensor, keys: Any, paged: Paged) -> Tensor:
+        """Sequence by sequence."""
+        starts, found = paged.query_starts, []
+        for first, end, length in zip(starts[:-1], starts[1:], paged.kv_lens, strict=True):
+            rows, tokens = q[int(first) : int(end)], int(length)
+            found.append(self._of_sequence(rows, q_rotary.shape[2], keys.rows, tokens))
+        return found[0] if len(found) == 1 else self.made("expanded attention", q, *q.shape)
+
+    def _of_sequence(self, q: Tensor, rotary: int, latent: int, tokens: int) -> Tensor:
+        whole, (_, heads, width) = -(-tokens // self.page_size) * self.page_size, q.shape
+        latents, turned = (self.made("gathered", q, whole, columns) for columns in (latent, rotary))
+        keys, values = (self.made(name, q, tokens, heads * width) for name in ("keys of heads", "values of heads"))
+        if heads > 1:  # else they are no copies
+            matrix = self.made("matrices of values", q, latent, heads * width)
+            del matrix
+            turned = self.made("rotated keys of heads", q, tokens, heads, rotary)
+        copied = q if q.is_contiguous() else self.made("copied queries", q, *q.shape)
+        out = self.made("expanded attention", q, *q.shape)
+        del latents, turned, keys, values, copied
         return out
 
     def silu_mul(self, x: Tensor) -> Tensor:
@@ -359,7 +392,7 @@ class CountedOps:
         self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
     ) -> tuple[Tensor, Tensor]:
         self.note("route", logits)
-        return self._gated(logits, top_k)  # `npu_moe_gating_top_k_softmax` makes less
+        return self._gated(logits, top_k)  # `npu_moe_gating_top_k_softmax` makes less, as plain ops do in groups
 
     def route_sigmoid(
         self,
@@ -373,14 +406,13 @@ class CountedOps:
         self.note("route", logits)
         if not renormalise:
             return self._plain_gating(logits, bias, top_k, scale)
-        weights, ids = self._gated(logits, top_k)
-        return self._in_own_type(weights), ids
+        return self._gated(logits, top_k)
 
     def _gated(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         shape = len(logits), top_k
         weights, ids = self.made("weights", logits, *shape), self.made("ids", logits, *shape, dtype=torch.int32)
         _ = self.made("unused scores", logits, *logits.shape, dtype=torch.float32)
-        return weights, ids
+        return self._in_own_type(weights), ids
 
     def _plain_gating(self, logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
         scores = self.made("scores", logits, *logits.shape)

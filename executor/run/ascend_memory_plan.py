@@ -172,7 +172,12 @@ def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int 
     sets, stateful = len(limits.windows), len(recurrent(sketch.model))
     expanded = groups is not None and limits.expansion is not None and limits.expansion.pays(0, tokens // sequences)
     sizes = tokens, sequences, limits.table_width, page_size, groups, sets, stateful, expanded
-    return batch_of(sketch.build.ops, *sizes)
+    batch = batch_of(sketch.build.ops, *sizes)
+    if not batch.expanded:
+        return batch
+    longest = (limits.max_sequence_length,) * sequences  # of whose tokens keys and values are made
+    paged = tuple(of._replace(kv_lens=longest) for of in batch.paged)
+    return dataclasses.replace(batch, expanded=dataclasses.replace(batch.expanded, paged=paged))
 
 
 def _inputs(batch: Batch) -> int:

@@ -3,6 +3,7 @@
 Splits of a model are even (`check_parallel`), or the first ranks hold a little more: none holds more than rank 0.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import cast
 
@@ -100,9 +101,9 @@ def cache_of(sketch: Sketch) -> Part:
     """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
     caches: list[Tensor] = [cache for layer, *_ in sharing(sketch.model) for cache in layer.caches]
     pages, limits = len(caches[0]), sketch.limits
-    values = caches[0][0].numel() // limits.page_size
-    how = f"{len(caches)} tensors x {pages:,} pages x {limits.page_size} tokens x {values} values x "
-    how += f"{caches[0].itemsize} B"
+    kinds = Counter(cache[0].numel() // limits.page_size for cache in caches)
+    tensors = " and ".join(f"{count} tensors of {values} values" for values, count in kinds.items())
+    how = f"{tensors} x {pages:,} pages x {limits.page_size} tokens x {caches[0].itemsize} B"
     if limits.set_pages:
         how += f"; {limits.state_pages:,} pages of each sequence are recurrent states"
     return Part("pages", sum(cache.nbytes for cache in caches), how)

@@ -30,7 +30,7 @@ class Call(NamedTuple):
     mask: Tensor | None
     ends: Lengths | None  # of the sequences' tokens
     kv_lens: Lengths
-    tables: Tensor
+    tables: Tensor | None  # None: keys and values are packed too, and `kv_lens` are the sequences' ends
     heads: int
     kv_heads: int
     scale: float
@@ -39,6 +39,25 @@ class Call(NamedTuple):
     before: int
     after: int
     page_size: int
+    query_rotary: Tensor | None = None  # further columns of queries and keys
+    key_rotary: Tensor | None = None
+
+
+def checked(paged: Paged) -> tuple[Lengths, bool]:
+    """The ends of the sequences' tokens, and whether their lengths are a tensor on the device, as they may be in a GE
+    graph of a decode step."""
+    on_device = isinstance(paged.kv_lens, Tensor)
+    if isinstance(paged.query_starts, Tensor) or (on_device and not torch.compiler.is_compiling()):
+        raise TypeError("lengths must be host integers, as `paging` makes them")
+    if paged.block_tables.dtype != torch.int32:
+        raise TypeError(f"block_tables: {paged.block_tables.dtype}: npu_fused_infer_attention_score takes int32")
+    return paged.query_starts[1:], on_device
+
+
+def attended(call: Call, on_device: bool) -> Tensor:
+    """`on_device`: lengths are a tensor, which torchair's form of the operator takes."""
+    out, _ = _first(torchair.ops if on_device else torch_npu, call, False)
+    return out
 
 
 def attend(
@@ -54,13 +73,9 @@ def attend(
     takes_sinks: bool,
 ) -> Tensor:
     """`Ops.attention`. `mask` (bool) is that of later tokens; `tiled`: caches are in tiles; `takes_sinks`: the operator
-    does, in bfloat16. `kv_lens` may be a tensor in a GE graph of a decode step."""
-    _, block_tables, query_starts, kv_lens = paged
-    on_device = isinstance(kv_lens, Tensor)
-    if isinstance(query_starts, Tensor) or (on_device and not torch.compiler.is_compiling()):
-        raise TypeError("lengths must be host integers, as `paging` makes them")
-    if block_tables.dtype != torch.int32:
-        raise TypeError(f"block_tables: {block_tables.dtype}: npu_fused_infer_attention_score takes int32")
+    does, in bfloat16."""
+    _, block_tables, _, kv_lens = paged
+    ends, on_device = checked(paged)
     tokens, heads, width = q.shape
     if not tokens:  # a data-parallel group that has no prompt in this step
         return torch.empty_like(q)
@@ -70,7 +85,6 @@ def attend(
         k_cache, v_cache = (x.unflatten(1, (kv_heads, width // TILE)) for x in (k_cache, v_cache))
     decode = tokens == len(kv_lens)
     batch = decode and window is None and sinks is None
-    ends: Lengths = query_starts[1:]
     if decode:  # known when a graph is made
         ends = torch.arange(1, tokens + 1, device=q.device) if on_device else tuple(range(1, tokens + 1))
     call = Call(
@@ -79,10 +93,10 @@ def attend(
         WHOLE_MASK if batch else CAUSAL_AT_THE_END if window is None else BAND,
         ALL_TOKENS if window is None else window - 1, ALL_TOKENS if window is None else 0, page_size,
     )  # fmt: skip
-    ops = torchair.ops if on_device else torch_npu  # the same operators, one with lengths as tensors
     if sinks is None:
-        out, _ = _first(ops, call, False)
+        out = attended(call, on_device)
         return out.squeeze(1) if batch else out
+    ops = torchair.ops if on_device else torch_npu
     if takes_sinks and q.dtype == torch.bfloat16:
         return _second(ops, call, sinks)
     out, sums = _first(ops, call, True)  # sums (tokens, heads, 1) float32: their logarithms
@@ -115,8 +129,8 @@ def _first(fused: Any, call: Call, with_sums: bool) -> tuple[Tensor, Tensor]:
         key_shared_prefix=None,
         value_shared_prefix=None,
         actual_shared_prefix_len=None,
-        query_rope=None,
-        key_rope=None,
+        query_rope=call.query_rotary,
+        key_rope=call.key_rotary,
         key_rope_antiquant_scale=None,
         num_heads=call.heads,
         scale=call.scale,

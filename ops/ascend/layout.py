@@ -1,12 +1,10 @@
 """The tensors that the Ascend ops store, with their shapes: all that a memory plan needs, without a device."""
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
 from ops import reference
-from ops.ascend.weights import AscendExperts, AscendMatrix
+from ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix
 from ops.format import Format
 from ops.interface import SILU_EXPERTS, ExpertKind, Numbers, Paged, tensor_of
 from umbra.errors import UserError
@@ -14,6 +12,7 @@ from umbra.errors import UserError
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
 HEAD_DIMS = (64, 128)  # widths of heads that caches in tiles take
+LATENT_SIZES = 512, 64  # columns of latents and rotated keys that attention and its caches take
 MOST_PAGE = 512  # most tokens of a page, a limit of the attention op
 
 
@@ -24,8 +23,10 @@ class AscendLayout:
 
     def __init__(self, dtype: torch.dtype, tiled: bool = False, in_planes: bool = False):
         self.dtype, self.tiled, self.in_planes, self.banks = dtype, tiled, in_planes, 0
+        self.flat = tiled  # whether the ops that write caches take flat slots
 
     table, fill_table = staticmethod(reference.table), staticmethod(reference.fill_table)
+    latent_parts, heads_in_q8, keys_in_pairs = 2, False, True
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the fused norms need their weight in the type of their input
@@ -50,26 +51,36 @@ class AscendLayout:
     ) -> Tensor:
         """(pages, page_size, kv_heads * width): the layout of paged attention that takes one token per sequence. Tiled:
         (pages, kv_heads * width / 16, page_size, 16). Heads of all layers have one width."""
-        self.tiled = self.tiled and width in HEAD_DIMS
+        self.flat = self.tiled = self.tiled and width in HEAD_DIMS
         columns = kv_heads * width
         shape = (columns // TILE, page_size, TILE) if self.tiled else (page_size, columns)
         return torch.zeros(pages, *shape, dtype=dtype, device=device)
 
-    def _refuse_latents(self, *_: object) -> NoReturn:
-        raise UserError("kv_lora_rank: ascend has no attention over latents yet: use platform: cpu")
+    def head_matrices(self, count: int, rows: int, columns: int, format: Format, device: torch.device) -> AscendHeads:
+        return AscendHeads(count, rows, columns, format, device)
 
-    heads_in_q8 = False
-    head_matrices = head_linear = latent_cache = write_latents = latent_attention = expanded_attention = _refuse_latents
+    def latent_cache(
+        self, part: int, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """(pages, page_size, 1, columns): latents, then rotated keys. So the op that writes them takes a cache; with a
+        view of it, a graph would copy the cache."""
+        if (width, rotary) != LATENT_SIZES:
+            raise UserError(
+                f"kv_lora_rank: {width}, qk_rope_head_dim: {rotary}: attention on ascend takes latents of 512 and "
+                "rotated keys of 64 columns"
+            )
+        self.flat = True
+        return torch.zeros(pages, page_size, 1, (width, rotary)[part], dtype=dtype, device=device)
 
     def paging(
         self, slot_mapping: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int
     ) -> Paged:
-        """Slots (T), or if caches are not tiled (T, 2), each a page and a position in it: with indices into a flat view
-        of such a cache, a graph would copy the cache. Lengths stay host integers, because the launch of the attention
-        op takes integers."""
+        """Slots (T), or (T, 2) for keys and values without tiles, each a page and a position in it: with indices into a
+        flat view of such a cache, a graph would copy the cache. Lengths stay host integers, because the launch of the
+        attention op takes integers."""
         flat = tensor_of(slot_mapping)
         return Paged(
-            flat if self.tiled else torch.stack((flat // page_size, flat % page_size), dim=-1),
+            flat if self.flat else torch.stack((flat // page_size, flat % page_size), dim=-1),
             block_tables.to(torch.int32),
             tuple(query_starts),
             tuple(kv_lens),

@@ -9,7 +9,7 @@ Shapes and types are checked here only if neither the schemas nor the meta funct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,14 @@ import torchair
 from torch import Tensor
 
 from ops import composed
-from ops.ascend import moe, recurrent, w8a8
+from ops.ascend import latents, moe, recurrent, w8a8
 from ops.ascend.attention import attend
 from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from ops.ascend.layout import CAUSAL_MASK, HEAD_DIMS, AscendLayout
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
-from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
+from ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix, Bank
 from ops.cpu import ops as cpu
 from ops.format import W8A8, Format
 from ops.interface import (
@@ -34,6 +34,7 @@ from ops.interface import (
     ExpertMatrices,
     Groups,
     Heads,
+    LatentCache,
     Ops,
     Paged,
     Rounded,
@@ -51,6 +52,14 @@ TILED = "PA_NZ"  # cache_mode
 SOFTMAX, SIGMOID = 0, 1  # values of norm_type
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
+
+
+def gates(experts: int, groups: Groups | None) -> bool:
+    """Whether npu_moe_gating_top_k chooses of so many: it keeps groups in multiples of 32."""
+    if groups is None:
+        return experts <= MOST_GATED
+    each = experts // groups.number
+    return each >= groups.best and groups.number * -(-each // 32) * 32 <= MOST_GATED
 
 
 def installed(cann: str | None) -> Abilities:
@@ -237,6 +246,23 @@ class AscendOps(AscendLayout):
     ) -> Tensor:
         return attend(q, k_cache, v_cache, paged, scale, window, sinks, self.mask, self.tiled, self.can.sinks)
 
+    head_linear, rope_write_latents = staticmethod(latents.head_linear), staticmethod(latents.rope_write)
+
+    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
+        return latents.attend_latents(q, q_rotary, cache, paged, scale, self.mask)
+
+    def expanded_attention(
+        self,
+        q: Tensor,
+        q_rotary: Tensor,
+        cache: LatentCache,
+        keys: AscendHeads,
+        values: AscendHeads,
+        paged: Paged,
+        scale: float,
+    ) -> Tensor:
+        return latents.attend_expanded(q, q_rotary, cache, keys, values, paged, scale, self.mask)
+
     def silu_mul(self, x: Tensor) -> Tensor:
         return moe.swiglu(x)
 
@@ -258,13 +284,9 @@ class AscendOps(AscendLayout):
     def route_softmax(
         self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
     ) -> Routed:
-        if groups or scale != 1:
-            self._refuse_groups()
-        choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise)
-        return self._routed(logits, None, top_k, renormalise, False, choose)
-
-    def _refuse_groups(self) -> NoReturn:
-        raise UserError("n_group: ascend has neither groups of experts nor scaled softmax yet: use platform: cpu")
+        choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise, scale=scale, groups=groups)
+        plain = renormalise and scale == 1 and groups is None
+        return self._routed(logits, None, top_k, plain, False, choose)
 
     def route_sigmoid(
         self,
@@ -275,16 +297,18 @@ class AscendOps(AscendLayout):
         scale: float = 1.0,
         groups: Groups | None = None,
     ) -> Routed:
-        if groups:
-            self._refuse_groups()
-        choose = partial(self.choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise, scale=scale)
-        return self._routed(logits, bias, top_k, renormalise and scale == 1, True, choose)
+        choose = partial(
+            self.choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise, scale=scale, groups=groups
+        )
+        plain = renormalise and scale == 1 and groups is None
+        return self._routed(logits, bias, top_k, plain, True, choose)
 
     def _routed(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, sums_to_one: bool, sigmoid: bool, choose: Choose
+        self, logits: Tensor, bias: Tensor | None, top_k: int, plain: bool, sigmoid: bool, choose: Choose
     ) -> Routed:
-        """Leaves the choice to the mixture where that may be a kernel that chooses. Its weights sum to one."""
-        if not (self.gemv_tokens and sums_to_one and top_k <= MOST_CHOSEN and logits.shape[1] <= MOST_SCORED):
+        """Leaves the choice to the mixture where that may be a kernel that chooses: of all experts, with weights that
+        sum to one."""
+        if not (self.gemv_tokens and plain and top_k <= MOST_CHOSEN and logits.shape[1] <= MOST_SCORED):
             return choose(logits)
 
         def mixture(x: Tensor, scores: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
@@ -297,36 +321,61 @@ class AscendOps(AscendLayout):
 
         return Scores(logits, choose, mixture)
 
-    def choose_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """Weights are in the type of the logits, as the fused op returns them; ids are int32."""
-        if renormalise and self.can.renormalised and logits.shape[1] <= MOST_GATED:
-            return self._gated(logits, None, top_k, 1, SOFTMAX)
-        weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(x=logits, finished=None, k=top_k)
-        return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
-
-    def choose_sigmoid(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0
+    def choose_softmax(
+        self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
     ) -> tuple[Tensor, Tensor]:
         """Weights are in the model's type, ids are int32."""
-        if renormalise and logits.shape[1] <= MOST_GATED:
-            weights, ids = self._gated(logits, bias, top_k, 0, SIGMOID, scale)  # renormalised, whatever `renorm` is
-            return weights.to(self.dtype), ids
+        gated = self.can.renormalised if renormalise else groups is not None or scale != 1
+        if gated and gates(logits.shape[1], groups):
+            return self._gated(logits, None, top_k, int(renormalise), SOFTMAX, scale, groups)
+        if groups:
+            scores = logits.softmax(-1)
+            return self._plainly(scores, scores, top_k, renormalise, scale, groups)
+        weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(x=logits, finished=None, k=top_k)
+        weights = weights / weights.sum(-1, keepdim=True) if renormalise else weights
+        return (weights * scale if scale != 1 else weights).to(self.dtype), ids
+
+    def choose_sigmoid(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        renormalise: bool,
+        scale: float = 1.0,
+        groups: Groups | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Weights are in the model's type, ids are int32."""
+        if renormalise and gates(logits.shape[1], groups):  # as the fused op does, whatever `renorm` is
+            return self._gated(logits, bias, top_k, 0, SIGMOID, scale, groups)
         scores = logits.sigmoid()
-        ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+        return self._plainly(scores, scores if bias is None else scores + bias, top_k, renormalise, scale, groups)
+
+    def _plainly(
+        self, scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool, scale: float, groups: Groups | None
+    ) -> tuple[Tensor, Tensor]:
+        if groups:
+            each = ordered.unflatten(-1, (groups.number, -1))
+            kept = each.topk(min(groups.best, each.shape[-1]), -1).values.sum(-1).topk(groups.kept, -1).indices
+            lost = torch.ones_like(each[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+            ordered = each.masked_fill(lost[..., None], -torch.inf).flatten(-2)
+        ids = ordered.topk(top_k, dim=-1).indices
+        del ordered  # its memory
         weights = scores.gather(-1, ids)
         weights = weights / weights.sum(-1, keepdim=True) if renormalise else weights
         return (weights * scale if scale != 1 else weights).to(self.dtype), ids.int()
 
     def _gated(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renorm: int, norm_type: int, scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renorm: int, norm_type: int, scale: float,
+        groups: Groups | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if not len(logits):  # a data-parallel group that has no prompt in this step
-            return logits.new_empty(0, top_k), logits.new_empty(0, top_k, dtype=torch.int32)
+            return logits.new_empty(0, top_k, dtype=self.dtype), logits.new_empty(0, top_k, dtype=torch.int32)
+        number, kept, best = groups or Groups(1, 1, 1)
         weights, ids, _ = torch_npu.npu_moe_gating_top_k(
-            x=logits, k=top_k, bias=bias, k_group=1, group_count=1, group_select_mode=0, renorm=renorm,
+            x=logits, k=top_k, bias=bias, k_group=kept, group_count=number, group_select_mode=best - 1, renorm=renorm,
             norm_type=norm_type, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
         )  # fmt: skip
-        return weights, ids
+        return weights.to(self.dtype), ids
 
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(-1)

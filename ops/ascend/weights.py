@@ -218,6 +218,22 @@ class AscendMatrix(Matrices):
         self.put((), row, part)
 
 
+class AscendHeads:
+    """The transposed matrices of heads, (count, columns, rows)."""
+
+    def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device):
+        self.rows, self.columns = rows, columns
+        self.data = _kept((count, columns, rows), getattr(torch, format.kind), device)
+        self.storages = [self.data]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def fill(self, head: int, part: Tensor) -> None:
+        self.data[head] = part.T
+
+
 class AscendExperts:
     """w13: gate and up side by side, (count, hidden, 2 inner); w2: down, (count, inner, hidden)."""
 

@@ -16,6 +16,8 @@ from executor.engine.sequence import Sequence
 from executor.model_runner import ModelRunner, make_runner
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
+from models.deepseek.config import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
+from models.deepseek.model import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM
 from models.glm4_moe.config import Glm4MoeConfig
 from models.glm4_moe.model import Glm4MoeForCausalLM
 from models.gpt_oss.config import GptOssConfig
@@ -70,6 +72,30 @@ OSS_SIZES = dict(hidden_size=128, head_dim=64, intermediate_size=64, num_hidden_
 GPT_OSS = Family(
     "gpt_oss", partial(save_tiny_of, family="gpt_oss"), OSS_SIZES, "intermediate_size", GptOssConfig,
     GptOssForCausalLM,
+)  # fmt: skip
+
+# The only widths of latents and rotated keys that Ascend takes.
+LATENT_SIZES = dict(
+    hidden_size=128, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=512, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, moe_intermediate_size=64, num_hidden_layers=2, vocab_size=96,
+    first_k_dense_replace=0,
+)  # fmt: skip
+V3 = Family(
+    "deepseek_v3", partial(save_tiny_of, family="deepseek_v3"), LATENT_SIZES, "moe_intermediate_size", DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+)  # fmt: skip
+V2 = Family(
+    "deepseek_v2", partial(save_tiny_of, family="deepseek_v2"), LATENT_SIZES, "moe_intermediate_size", DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+)  # fmt: skip
+# Heads that are no power of two.
+FLASH_SIZES = LATENT_SIZES | dict(
+    num_attention_heads=6, num_key_value_heads=6, qk_nope_head_dim=192, v_head_dim=256, first_k_dense_replace=None,
+    intermediate_size=64,
+)  # fmt: skip
+FLASH = Family(
+    "glm4_moe_lite", partial(save_tiny_of, family="glm4_moe_lite"), FLASH_SIZES, "moe_intermediate_size",
+    Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM,
 )  # fmt: skip
 
 # Heads of 256, of which 64 columns rotate; a layer with states, then one that attends.

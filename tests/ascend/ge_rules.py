@@ -24,9 +24,11 @@ KERNELS = {  # type of a node -> kernel
     "FusedInferAttentionScore": "aclnnFusedInferAttentionScoreV3",
     "GroupedMatmul": "aclnnGroupedMatmulWeightNz",
     "GroupedMatmulSwigluQuantV2": "aclnnGroupedMatmulSwigluQuantWeightNzV2",
+    "KvRmsNormRopeCache": "aclnnKvRmsNormRopeCache",
     "MoeDistributeCombineV2": "aclnnMoeDistributeCombineV4",
     "MoeDistributeDispatchV2": "aclnnMoeDistributeDispatchV4",
     "MoeFinalizeRoutingV2": "aclnnMoeFinalizeRoutingV2",
+    "MoeGatingTopK": "aclnnMoeGatingTopK",
     "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
     "MoeInitRoutingV3": "aclnnMoeInitRoutingV3",
     "QkvRmsNormRopeCache": "aclnnQkvRmsNormRopeCache",
@@ -35,6 +37,7 @@ KERNELS = {  # type of a node -> kernel
     "QuantBatchMatmulV3": "aclnnQuantMatmulWeightNz",
     "ScatterNdUpdate": "aclnnScatterNdUpdate",
     "ScatterPaKvCache": "aclnnScatterPaKvCache",
+    "TransposeBatchMatMul": "aclnnTransposeBatchMatMul",
 }
 TYPES = {  # the numbers of AscendCL
     torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.int64: 9, torch.bool: 12,

@@ -147,6 +147,48 @@ def npu_qkv_rms_norm_rope_cache(
 
 
 @under_schema
+def npu_kv_rmsnorm_rope_cache_v2(
+    kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor, *,
+    epsilon: float = 1e-5, cache_mode: str = "Norm", is_output_kv: bool = False, **others: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Neighbouring columns of keys rotate, of which the first ones of all pairs are then before the second ones."""
+    tokens = len(kv)
+    expect(cache_mode == "PA" and not is_output_kv and not any(others.values()), "kv_rmsnorm_rope_cache: plain pages")
+    expect(kv.shape == (tokens, 1, 1, 576) and gamma.shape == (512,), "kv_rmsnorm_rope_cache: (T, 1, 1, 576)")
+    expect(cos.shape == sin.shape == (tokens, 1, 1, 64), "kv_rmsnorm_rope_cache: cos and sin are (T, 1, 1, 64)")
+    expect(index.dtype == torch.int64 and index.shape == (tokens,), "kv_rmsnorm_rope_cache: a slot for each row")
+    expect(len(index.unique()) == tokens, "kv_rmsnorm_rope_cache: no slot is written twice")
+    page, one = k_cache.shape[1:3]
+    expect(page % 16 == 0 and one == 1, "kv_rmsnorm_rope_cache: pages of multiples of 16 tokens, one head")
+    expect(ckv_cache.shape == (len(k_cache), page, 1, 512) and k_cache.shape[3] == 64, "kv_rmsnorm_rope_cache: caches")
+    expect(len({t.dtype for t in (kv, gamma, cos, sin, k_cache, ckv_cache)}) == 1, "kv_rmsnorm_rope_cache: one type")
+    latents, keys = kv[:, 0, 0].split([512, 64], 1)
+    apart = torch.cat((keys[:, ::2], keys[:, 1::2]), 1)
+    for cache, rows in (
+        (ckv_cache, npu_rms_norm(latents, gamma, epsilon)[0]),  # type: ignore[index]
+        (k_cache, turned(apart, cos[:, 0, 0], sin[:, 0, 0])),
+    ):
+        expect(cache.is_contiguous(), "kv_rmsnorm_rope_cache: caches without gaps")
+        cache.flatten(0, 2)[index] = rows
+    undefined = kv.new_full((), torch.nan)
+    return undefined, undefined.clone()
+
+
+@under_schema
+def npu_transpose_batchmatmul(
+    input: Tensor, weight: Tensor, *, perm_x1: Sequence[int] = (), perm_x2: Sequence[int] = (),
+    perm_y: Sequence[int] = (), batch_split_factor: int = 1, **others: object,
+) -> Tensor:  # fmt: skip
+    orders = [list(order) for order in (perm_x1, perm_x2, perm_y)]
+    expect(orders == [[1, 0, 2], [0, 1, 2], [1, 0, 2]] and batch_split_factor == 1, "transpose_batchmatmul: orders")
+    expect(not any(others.values()) and input.dtype == weight.dtype, "transpose_batchmatmul: one type")
+    tokens, heads, inputs = input.shape
+    expect(inputs % 128 == 0 and weight.shape[2] % 128 == 0, "transpose_batchmatmul: K, N are multiples of 128")
+    expect(tokens > 0 and heads * inputs < 65536, "transpose_batchmatmul: fewer than 65,536 values a row")
+    return torch.einsum("thk,hkn->thn", input.float(), weight.float()).to(input.dtype)
+
+
+@under_schema
 def npu_moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,16 +203,26 @@ def npu_moe_gating_top_k(
     k_group: int = 1, group_count: int = 1, group_select_mode: int = 0, renorm: int = 0, norm_type: int = 0,
     out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One group of experts. A softmax is renormalised if `renorm` says so, a sigmoid always."""
+    """A softmax is renormalised if `renorm` says so, a sigmoid always."""
     expect(x.dim() == 2 and len(x) > 0 and 0 < k <= x.shape[1] <= 2048, "gating_top_k: (T, experts), k of at most 2048")
     expect(x.dtype in (torch.float32, torch.float16, torch.bfloat16), "gating_top_k: floats")
     expect(bias is None or (bias.dtype, bias.shape) == (x.dtype, x.shape[1:]), "gating_top_k: a bias as x")
     expect(input_ids is None and tid2eid is None, "gating_top_k: no table of experts")
-    expect((k_group, group_count, group_select_mode) == (1, 1, 0), "gating_top_k: one group")
+    each, rest = divmod(x.shape[1], group_count)
+    expect(rest == 0 and 0 < k_group <= group_count and k <= k_group * each, "gating_top_k: groups")
+    expect(group_select_mode in (0, 1) and each > group_select_mode, "gating_top_k: groups by one score or two")
+    plain = group_count in (1, x.shape[1]) or k_group == group_count
+    expect(plain or group_count * -(-each // 32) * 32 <= 2048, "gating_top_k: groups in multiples of 32")
     expect(renorm in (0, 1), "gating_top_k: renormalises or does not")
     expect(norm_type in (0, 1), "gating_top_k: softmax or sigmoid")
     scores = x.float().sigmoid() if norm_type else x.float().softmax(-1)
     biased = scores if bias is None else scores + bias.float()
+    if not plain:
+        apart = biased.unflatten(1, (group_count, -1))
+        best = apart.sort(dim=-1, descending=True).values[..., : 1 + group_select_mode].sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :k_group]
+        here = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+        biased = apart.masked_fill(~here[..., None], -torch.inf).flatten(1)
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(-1, ids)
     if norm_type or renorm:
@@ -485,12 +537,39 @@ def attended(
     query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int] | None, kv_lens: Sequence[int] | None, heads: int,
     scale: float, sinks: Tensor | None, *, atten_mask: Tensor | None = None, block_table: Tensor | None = None,
     input_layout: str = "BSH", num_key_value_heads: int = 0, sparse_mode: int = 0, block_size: int = 0,
-    pre_tokens: int = 2**31 - 1, next_tokens: int = 2**31 - 1, **others: object,
+    pre_tokens: int = 2**31 - 1, next_tokens: int = 2**31 - 1, query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None, **others: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> attention, and the logarithms (T, heads, 1) of the sums of exponentials. Keys that a mask hides are not read:
     of a band, those before the first query's."""
-    assert block_table is not None
     assert kv_lens is not None
+    if query_rope is not None and key_rope is not None:
+        widths = query.shape[-1], query_rope.shape[-1], key_rope.shape[-1]
+        expect(widths in ((512, 64, 64), (128, 64, 64)), "attention: 512 or 128 columns beside rotated ones")
+        one = num_key_value_heads == 1 and heads in (1, 2, 4, 8, 16, 32, 64, 128) and block_table is not None
+        expect(widths[0] == 128 or one, "attention: a power of two of heads over latents in pages")
+        expect(query_rope.shape[:-1] == query.shape[:-1] and key_rope.shape[:2] == key.shape[:2], "attention: rope")
+        padding = torch.zeros_like(query_rope), torch.zeros_like(key_rope)
+        shaped = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1), torch.cat((value, padding[1]), -1)
+        given: Any = dict(
+            atten_mask=atten_mask, block_table=block_table, input_layout=input_layout, sparse_mode=sparse_mode,
+            num_key_value_heads=num_key_value_heads, block_size=block_size, pre_tokens=pre_tokens,
+            next_tokens=next_tokens, **others,
+        )  # fmt: skip
+        out, sums = attended(*shaped, ends, kv_lens, heads, scale, sinks, **given)
+        return out[..., : widths[0]].contiguous(), sums
+    if block_table is None:  # keys and values are packed
+        expect(key.shape == value.shape == (kv_lens[-1], num_key_value_heads, query.shape[2]), "attention: packed keys")
+        lengths = [end - start for start, end in zip([0, *kv_lens], kv_lens, strict=False)]
+        pages = [-(-n // 16) for n in lengths]
+        block_table, block_size = torch.zeros(len(lengths), max(pages), dtype=torch.int32), 16
+        caches = [x.new_full((sum(pages), 16, x.shape[1] * x.shape[2]), torch.nan) for x in (key, value)]
+        for s, (end, n) in enumerate(zip(kv_lens, lengths, strict=True)):
+            first = sum(pages[:s])
+            block_table[s, : pages[s]] = torch.arange(first, first + pages[s])
+            for cache, x in zip(caches, (key, value), strict=True):
+                cache[first : first + pages[s]].flatten(0, 1)[:n] = x[end - n : end].flatten(1)
+        (key, value), kv_lens = caches, lengths
     expect(block_table.dtype == torch.int32 and block_size % 16 == 0 and block_size <= 512, "attention: pages")
     if input_layout == "BSND":
         expect(query.shape[1] == 1 and atten_mask is None and sparse_mode == 0, "attention: one token, no mask")

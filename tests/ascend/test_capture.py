@@ -14,6 +14,7 @@ from tests.ascend.engine import (
     CAPTURE_MODES,
     GPT_OSS,
     QWEN3,
+    V3,
     Family,
     ascend_case,
     ascend_runner,
@@ -41,7 +42,7 @@ def step_log(runner: Any, running: list[Any]) -> list[str]:
     return log.lines
 
 
-@pytest.mark.parametrize("family", [QWEN3, GPT_OSS], ids=str)
+@pytest.mark.parametrize("family", [QWEN3, GPT_OSS, V3], ids=str)
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -> None:
     """A step is four copies that do not wait, two more for each further set of layers, one replay, and an update
@@ -52,7 +53,10 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -
     first = step_log(runner, running)
     kernels = [line.removeprefix("captured ") for line in first if line.startswith("captured acl")]
     names = [line.split()[0] for line in last_layer(kernels)]
-    assert names == [line.split()[0] for line in golden("fusion_v2", family)]  # so caches are not copied either
+    expected = " ".join(line.split()[0] for line in golden("fusion_v2", family))
+    # torchair's own fusion: the norm before the router gives its input in float32 as well
+    expected = expected.replace("aclnnAddRmsNorm aclnnInplaceCopy", "aclnnAddRmsNormCast")
+    assert names == expected.split()  # so caches are not copied either
     for step in (1, 2):
         lines = step_log(runner, running)
         assert lines[: len(copies)] == copies

@@ -9,7 +9,21 @@ import torch
 
 from executor.platform.ascend import device
 from ops.ascend.cann import ALL_ABILITIES
-from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family, ascend_case, ascend_runner, in_int8, prefilled
+from tests.ascend.engine import (
+    FLASH,
+    GLM,
+    GPT_OSS,
+    M2,
+    QWEN2,
+    QWEN3,
+    V2,
+    V3,
+    Family,
+    ascend_case,
+    ascend_runner,
+    in_int8,
+    prefilled,
+)
 from tests.ascend.log import device_log
 
 ATTENTION = [
@@ -138,6 +152,36 @@ OSS_ROUTER = [
     "aclnnAddmm (8)bfloat16 (3,128)bfloat16 (128,8)bfloat16 scalar:int64 scalar:int64 (3,8)bfloat16",
     ROUTER[1],
 ]
+LATENT_ATTENTION = [  # queries have latents of their own; rotated keys lie beside the cache of latents
+    "aclnnMatmulWeightNz (3,128)bfloat16 (128,608)bfloat16:NZ (3,608)bfloat16",
+    "aclnnRmsNorm (3,32)bfloat16@strides(608,1) (32)bfloat16 (3,32)bfloat16 (3,1)float32",
+    "aclnnMatmulWeightNz (3,32)bfloat16 (32,384)bfloat16:NZ (3,384)bfloat16",
+    "aclnnKvRmsNormRopeCache (3,1,1,576)bfloat16@strides(608,576,576,1) (512)bfloat16 (3,1,1,64)bfloat16"
+    " (3,1,1,64)bfloat16 (3)int64 (5,128,1,64)bfloat16 (5,128,1,512)bfloat16 (3,1,1,64)bfloat16 (3,1,1,512)bfloat16",
+    "aclnnRotaryPositionEmbeddingV2 (1,3,2,64)bfloat16@strides(1152,384,64,1) (1,3,1,64)bfloat16 (1,3,1,64)bfloat16"
+    " (1,3,2,64)bfloat16",
+    "aclnnTransposeBatchMatMul (3,2,128)bfloat16@strides(384,128,1) (2,128,512)bfloat16 ints(1,0,2) ints(0,1,2)"
+    " ints(1,0,2) (3,2,512)bfloat16",
+    "aclnnFusedInferAttentionScoreV3 (3,1,2,512)bfloat16 [(5,128,512)bfloat16] [(5,128,512)bfloat16] ints(5,2,24)"
+    " (3,1)int32 (3,1,2,64)bfloat16 (5,128,64)bfloat16 (3,1,2,512)bfloat16 (0)float32",
+    "aclnnTransposeBatchMatMul (3,2,512)bfloat16 (2,512,128)bfloat16 ints(1,0,2) ints(0,1,2) ints(1,0,2)"
+    " (3,2,128)bfloat16",
+    *ATTENTION[-2:],
+]
+FLASH_ATTENTION = [  # eight heads in place of six; no multiple of 128 columns
+    *LATENT_ATTENTION[:2],
+    LATENT_ATTENTION[2].replace("384", "1536"),
+    LATENT_ATTENTION[3],
+    LATENT_ATTENTION[4].replace("(1,3,2,", "(1,3,6,").replace("1152,384", "4608,1536"),
+    "aclnnBatchMatMul (6,3,192)bfloat16@strides(192,1536,1) (6,192,512)bfloat16 (6,3,512)bfloat16",
+    "aclnnConstantPadNd (3,6,512)bfloat16@strides(512,1536,1) ints(0,0,0,2) scalar:float64 (3,8,512)bfloat16",
+    "aclnnConstantPadNd (3,6,64)bfloat16 ints(0,0,0,2) scalar:float64 (3,8,64)bfloat16",
+    LATENT_ATTENTION[6].replace("(3,1,2,", "(3,1,8,"),
+    "aclnnTransposeBatchMatMul (3,6,512)bfloat16@strides(4096,512,1) (6,512,256)bfloat16 ints(1,0,2) ints(0,1,2)"
+    " ints(1,0,2) (3,6,256)bfloat16",
+    ATTENTION[-2].replace("(3,256)", "(3,1536)").replace("(256,128)", "(1536,128)"),
+    ATTENTION[-1],
+]
 OSS_EXPERTS = {  # which kernel replaces which
     **{line: line.replace(":NZ]", ":NZ] [(8,128)float32]") for line in EXPERTS[::2]},
     EXPERTS[1]: EXPERTS[1].replace("SwiGlu", "ClippedSwiglu"),
@@ -148,6 +192,9 @@ LAYERS: dict[Family, tuple[list[str], list[str], list[str]]] = {  # attention, r
     QWEN2: (QWEN2_ATTENTION, EARLIER_ROUTER[:2], QWEN2_SHARED),
     GLM: ([WITH_BIAS, *ATTENTION[1:]], M2_ROUTER, GLM_SHARED),
     GPT_OSS: (OSS_ATTENTION, OSS_ROUTER, []),
+    V3: (LATENT_ATTENTION, M2_ROUTER, GLM_SHARED),
+    V2: (LATENT_ATTENTION, [line.replace(" (8)float32", "") for line in M2_ROUTER], GLM_SHARED),
+    FLASH: (FLASH_ATTENTION, M2_ROUTER, GLM_SHARED),
 }
 FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
@@ -236,7 +283,7 @@ def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("family", "routing"),
-    [*((QWEN3, routing) for routing in MOE), *((family, "fusion_v2") for family in (M2, QWEN2, GLM, GPT_OSS))],
+    [*((QWEN3, routing) for routing in MOE), *((family, "fusion_v2") for family in list(LAYERS)[1:])],
     ids=str,
 )
 def test_kernels_of_a_decode_layer(tmp_path: Path, family: Family, routing: str) -> None:

@@ -10,8 +10,6 @@ import torch
 
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from ops.ascend.ops import AscendOps
-from ops.format import FORMATS
-from ops.interface import Groups
 from tests.ascend.engine import ascend_case, ascend_runner, generate
 from tests.ascend.ge import ge_programs
 from umbra.errors import UserError
@@ -55,11 +53,3 @@ def test_what_torchair_warns_of(capsys: pytest.CaptureFixture[str]) -> None:
         warnings.warn(said, stacklevel=1)  # nothing watches any more
     assert capsys.readouterr().out == f"WARNING: {said} (strict: true makes this an error)\n"
     assert [str(warning.message) for warning in shown] == ["something else", said]
-
-
-def test_latents_and_groups_of_experts_are_refused() -> None:
-    ops = AscendOps(torch.bfloat16, torch.device("cpu"), "fusion_v2")
-    with pytest.raises(UserError, match="kv_lora_rank: ascend has no attention over latents yet"):
-        ops.head_matrices(1, 16, 16, FORMATS["bfloat16"], torch.device("cpu"))
-    with pytest.raises(UserError, match="n_group: ascend has neither groups"):
-        ops.route_sigmoid(torch.ones(1, 8), None, 2, True, 1.0, Groups(4, 2, 2))

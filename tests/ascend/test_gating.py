@@ -10,14 +10,15 @@ from models.layers.experts import chosen
 from ops import reference
 from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from ops.ascend.ops import AscendOps
+from ops.interface import Groups
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 
 CPU, PLAIN = torch.device("cpu"), abilities(None)
 SIGMOID_MOST = 2048  # experts that the fused op takes
 
 
-def ops(can: Abilities = ALL_ABILITIES) -> AscendOps:
-    return AscendOps(torch.bfloat16, CPU, "fusion_v2", can=can)
+def ops(can: Abilities = ALL_ABILITIES, dtype: torch.dtype = torch.bfloat16) -> AscendOps:
+    return AscendOps(dtype, CPU, "fusion_v2", can=can)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_as_the_reference_chooses(fused: list[Any], experts: int, biased: bool, 
 def test_as_the_reference_chooses_by_softmax(fused: list[Any], can: Abilities, renormalise: bool) -> None:
     torch.manual_seed(5)
     scores = torch.randn(7, 128) * 2
-    weights, ids = chosen(ops(can).route_softmax(scores, 8, renormalise))
+    weights, ids = chosen(ops(can, torch.float32).route_softmax(scores, 8, renormalise))
     expected, best = reference.route_softmax(scores, 8, renormalise)
     assert torch.equal(ids.long(), best)
     assert bool((weights.sum(-1) > 0.999).all()) == renormalise
@@ -61,6 +62,32 @@ def test_as_the_reference_chooses_by_softmax(fused: list[Any], can: Abilities, r
     assert [(given["renorm"], given["norm_type"]) for given in fused] == [(1, 0)] * (
         renormalise and can is ALL_ABILITIES
     )
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(
+    ("experts", "groups", "fused_ops"),
+    [
+        (64, None, 1),
+        (256, Groups(8, 4, 2), 1),
+        (160, Groups(8, 3, 1), 1),
+        (520, Groups(65, 20, 2), 0),  # in multiples of 32 they would be more than 2048
+    ],
+)
+def test_groups_and_scales(
+    fused: list[Any], experts: int, groups: Groups | None, fused_ops: int, renormalise: bool
+) -> None:
+    torch.manual_seed(3)
+    scores, bias = torch.randn(7, experts) * 2, -5 + torch.randn(experts)
+    rest = 6, renormalise, 2.5, groups
+    for name, of, count in (("route_sigmoid", (scores, bias), renormalise), ("route_softmax", (scores,), True)):
+        weights, ids = chosen(getattr(ops(), name)(*of, *rest))
+        wanted = getattr(reference, name)(*of, *rest)
+        assert torch.equal(ids.long(), wanted[1])
+        assert (weights.dtype, ids.dtype) == (torch.bfloat16, torch.int32)
+        torch.testing.assert_close(weights.float(), wanted[0], atol=0, rtol=2**-7)
+        assert len(fused) == (fused_ops and count)
+        fused.clear()
 
 
 def test_a_group_without_tokens_chooses_nothing() -> None:

@@ -24,6 +24,7 @@ from tests.ascend.engine import (
     PROMPTS,
     QWEN2,
     QWEN3,
+    V3,
     Family,
     ascend_case,
     ascend_runner,
@@ -65,8 +66,14 @@ GPT_OSS_FUSED = (  # as Qwen2-MoE's attention, all products with biases, a clipp
     - Counter(MatMul=3, MoeGatingTopKSoftmax=1, ReduceSum=1, RealDiv=1, RmsNorm=2, ScatterNdUpdate=2, SwiGlu=1)
     + Counter(ClippedSwiglu=1, Identity=2, MatMulV2=3, MoeGatingTopK=1, ScatterPaKvCache=1)
 )
+V3_FUSED = (  # as GLM's experts; latents
+    Counter(GLM_FUSED)
+    - Counter(QkvRmsNormRopeCache=1, MatMulV2=1)
+    + Counter(KvRmsNormRopeCache=1, MatMul=2, RmsNorm=1, RotaryMul=1, TransposeBatchMatMul=2)
+)
 OF_FAMILY = {
-    QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED), GLM: dict(GLM_FUSED), GPT_OSS: dict(GPT_OSS_FUSED)
+    QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED), GLM: dict(GLM_FUSED), GPT_OSS: dict(GPT_OSS_FUSED),
+    V3: dict(V3_FUSED),
 }  # fmt: skip
 
 
@@ -112,7 +119,7 @@ def check(
     count = program.count()
     copies = {"TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate"}
     assert not program.of(*(copies - OF_FAMILY[family].keys()))
-    assert casts(program) == [("MoeGatingTopK", torch.bfloat16)] * layers * (family in (M2, GLM))
+    assert casts(program) == [("MoeGatingTopK", torch.bfloat16)] * layers * (family in (M2, GLM, V3))
     (logits,) = program.outputs()  # and no KV cache
     assert (logits.shape, logits.dtype) == ((4, 96), torch.bfloat16)
     for node in program.of("FusedInferAttentionScore"):
@@ -125,7 +132,7 @@ def check(
         assert count[name] == of_layer.get(name, 0) * layers + around.get(name, 0), name
 
 
-@pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3, GPT_OSS), ids=str)
+@pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3, GPT_OSS, V3), ids=str)
 def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
     check(two_layers(family), family)
 

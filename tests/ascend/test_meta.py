@@ -24,14 +24,14 @@ from executor.run.activations import CountedGroup
 from models.batch import Batch
 from models.build import Build, Formats
 from models.causal_lm import CausalLM
-from models.layers.attention import PagedAttention
+from models.layers.attention import PagedCache
 from ops.ascend import moe
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
 from ops.interface import Paged, fixed
 from ops.parallel.groups import Parallel, Shard
-from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, QWEN2, QWEN3, V2, V3, Family
 from umbra.errors import UserError
 
 NPU, BF16 = torch.device("npu", 0), torch.bfloat16
@@ -96,9 +96,8 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
         module = family.model(config, build)
         pool = PagePool(5, 128)
         for layer in module.modules():
-            if isinstance(layer, PagedAttention):
-                sizes = 6, 128, layer.kv_heads, layer.head_dim, BF16, NPU
-                layer.bind(fixed(ops.kv_cache(*sizes)), fixed(ops.kv_cache(*sizes)))
+            if isinstance(layer, PagedCache):
+                layer.bind(*(fixed(layer.new_cache(part, 6, 128, BF16, NPU)) for part in range(layer.tensors)))
         return Model(module, ops, pool)
 
     return made
@@ -110,7 +109,8 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
         *((QWEN3, routing, None) for routing in moe.ROUTINGS), (QWEN3, "fusion_v2", Format("q4", 32)),
         (GLM, "fusion_v2", Format("w8a8", 32)),
         (M2, "fusion_v2", Format("q4", 64, zeros=True)), (QWEN2, "fusion_v2", Format("q4", 32)),
-        (GLM, "fusion_v2", None), (GPT_OSS, "fusion_v2", Format("q4", 32)),
+        (GLM, "fusion_v2", None), (GPT_OSS, "fusion_v2", Format("q4", 32)), (V3, "fusion_v2", None),
+        (FLASH, "fusion_v2", Format("q4", 32)), (V2, "fusion_v2", Format("w8a8", 32)),
     ],
     ids=str,
 )  # fmt: skip

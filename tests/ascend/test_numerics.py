@@ -20,7 +20,7 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import pack, quantise
 from ops.format import Format
-from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import FLASH, GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V2, V3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -68,6 +68,9 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
         (GLM, dict(use_qk_norm=False, norm_topk_prob=False)),
         (GPT_OSS, {}),
         (HYBRID, {}),
+        (V3, {}),
+        (V2, {}),
+        (FLASH, dict(initializer_range=0.15)),
     ],
     ids=str,
 )
@@ -175,6 +178,8 @@ TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "d
         (GPT_OSS, "dp2", "fusion_v1"),
         (HYBRID, "tp2", "fusion_v2"),
         (HYBRID, "dp2", "fusion_v2"),
+        (V3, "tp2", "fusion_v2"),
+        (V3, "dp2", "fusion_v2"),
     ],
     ids=str,
 )

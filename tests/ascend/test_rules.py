@@ -4,6 +4,7 @@ CANN's sources demand (tests/fakes/cann/rules.cpp) is broken."""
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import pytest
@@ -12,13 +13,25 @@ import torch_npu
 
 from executor.platform.ascend.versions import ROWS
 from models.layers.experts import chosen
+from ops.ascend.attention import Call, attended
 from ops.ascend.cann import abilities
 from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
 from ops.ascend.recurrent import for_graphs
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import W8A8, Format
-from ops.interface import SILU_EXPERTS, ExpertKind, Heads, Matrix, Paged, Recurrent, Rounded, fixed
+from ops.interface import (
+    SILU_EXPERTS,
+    ExpertKind,
+    Groups,
+    Heads,
+    LatentNorm,
+    Matrix,
+    Paged,
+    Recurrent,
+    Rounded,
+    fixed,
+)
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
@@ -147,6 +160,35 @@ def delta_net(heads: tuple[int, int], cann: str) -> None:
         ops.attention(q, k_cache, v_cache, Paged(places, block, starts, (70, 9, 9)[: len(block)]), 1.0)
 
 
+def latents(heads: int, key: int, value: int, cann: str) -> None:
+    """A decode step of three rows, and two prompts in both forms: heads with keys and values of so many columns."""
+    device = torch.device("npu")
+    ops, plain = AscendOps(BF16, device, "fusion_v2", can=abilities(cann)), FORMATS["bf16"]
+    keys, values = (ops.head_matrices(heads, *of, plain, device) for of in ((512, key), (value, 512)))
+    cache = (
+        ops.latent_cache(0, PAGES, PAGE, 512, 64, BF16, device),
+        ops.latent_cache(1, PAGES, PAGE, 512, 64, BF16, device),
+    )
+    for starts, lengths in (((0, 1, 2, 3), (300, 1, 7)), ((0, 7, 40), (7, 133))):
+        tokens = starts[-1]
+        slots, tables = made(tokens, dtype=torch.int64), torch.zeros(len(lengths), 4, dtype=torch.int32, device=device)
+        paged, wide = Paged(slots, tables, starts, lengths), made(tokens, heads * (key + 64) + 576)
+        q, rows = wide.split([heads * (key + 64), 576], 1)
+        still, turning = (part.unflatten(1, (heads, -1)) for part in q.split([heads * key, heads * 64], 1))
+        norm = LatentNorm(1e-6, made(512), made(tokens, 64), made(tokens, 64))
+        turned = ops.rope_write_latents(turning, rows, norm, cache, slots)
+        found = ops.head_linear(ops.latent_attention(ops.head_linear(still, keys), turned, cache, paged, 0.1), values)
+        if tokens > 3:
+            assert ops.expanded_attention(still, turned, cache, keys, values, paged, 0.1).shape == found.shape
+        scores = made(tokens, 256, dtype=F32)
+        ops.route_sigmoid(scores, scores[0], 8, True, 2.5, Groups(8, 4, 2))
+        ops.route_softmax(scores[:, :160].contiguous(), 6, False, 16.0, Groups(8, 3, 1))
+
+
+LATENTS = {
+    "v2_lite": (16, 128, 128), "flash": (20, 192, 256), "flash_tp4": (5, 192, 256), "v3": (128, 128, 128),
+    "v3_tp16": (8, 128, 128), "k2_tp16": (4, 128, 128),
+}  # fmt: skip
 DELTA_NETS = {"35b": (16, 32), "35b_tp8": (2, 4), "122b": (16, 64), "397b_tp16": (1, 4)}
 Broken = dict[tuple[str, str, str], list[str]]
 
@@ -168,9 +210,11 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
                         found.setdefault((name, format, routing), []).append(str(error).splitlines()[0])
                     if rules := violations():
                         found.setdefault((name, format, routing), []).extend(rules)
-    for name, of in DELTA_NETS.items():
+    others = {name: partial(delta_net, of, cann) for name, of in DELTA_NETS.items()}
+    others |= {name: partial(latents, *of, cann) for name, of in LATENTS.items()}
+    for name, steps in others.items():
         try:
-            delta_net(of, cann)
+            steps()
             torch.npu.synchronize()
         except RuntimeError as error:
             found.setdefault((name, "", ""), []).append(str(error).splitlines()[0])
@@ -300,6 +344,31 @@ def combine(weights: torch.dtype = torch.float32, places: int = 128) -> None:
     )
 
 
+def split_attention(width: int = 512, heads: int = 2, rotary: int = 64, page: int = 128) -> None:
+    """Over latents of `width` columns and their rotated keys."""
+    cache, tables = (made(4, page, width), made(4, page, rotary)), made(2, 2, dtype=torch.int32)
+    paged, rows = Paged(tables, tables, (0, 1, 2), (9, 9)), (made(2, heads, width), made(2, heads, rotary))
+    call = Call(
+        rows[0][:, None], cache[0], cache[0], None, None, paged.kv_lens, tables, heads, 1, 1.0, "BSND", 0, 0, 0, page,
+        rows[1][:, None], cache[1],
+    )  # fmt: skip
+    attended(call, False)
+
+
+def write_latents(columns: int = 576, slots: torch.dtype = torch.int64, page: int = 128) -> None:
+    angles = [made(3, 1, 1, 64) for _ in range(2)]
+    torch_npu.npu_kv_rmsnorm_rope_cache_v2(
+        made(3, 1, 1, columns), made(columns - 64), *angles, made(3, dtype=slots), made(4, page, 1, 64),
+        made(4, page, 1, columns - 64), epsilon=1e-6, cache_mode="PA",
+    )  # fmt: skip
+
+
+def products_of_heads(heads: int = 4, inputs: int = 128, outputs: int = 512) -> None:
+    torch_npu.npu_transpose_batchmatmul(
+        made(3, heads, inputs), made(heads, inputs, outputs), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+    )
+
+
 BROKEN: dict[str, Callable[[], object]] = {
     "group_list is (experts) int64": lambda: grouped(counts=3),
     "x has as many columns": lambda: grouped(inputs=32),
@@ -346,6 +415,13 @@ BROKEN: dict[str, Callable[[], object]] = {
         made(8, 64), made(2, 1, dtype=torch.int32), made(2, 32)
     ),
     "packed tokens have 256 values": lambda: packed_attention(320),
+    "heads with 64 rotated columns": lambda: split_attention(heads=6),
+    "or 512 over one head of keys": lambda: split_attention(width=256),
+    "rows are (tokens, 1, 1, 576)": lambda: write_latents(columns=320),
+    "a multiple of 16 tokens, 1, 64 or 512": lambda: write_latents(slots=torch.int32),
+    "multiples of 128, of all heads": lambda: products_of_heads(inputs=192),
+    "fewer than 65,536 inputs": lambda: products_of_heads(heads=128, inputs=512, outputs=128),
+    "scores are of 2,048 experts at most": lambda: torch_npu.npu_moe_gating_top_k(made(3, 4096), 4),
 }  # fmt: skip
 
 

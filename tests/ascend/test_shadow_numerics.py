@@ -12,7 +12,7 @@ from cpu_offload.ascend import AscendDevice, NpuExperts
 from executor.config.env import RankEnv
 from executor.model_runner import ModelRunner, make_runner
 from ops.ascend.vector_core import blocks
-from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V2, V3, Family
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.ascend.stored import values_of
@@ -59,11 +59,11 @@ def used(runner: ModelRunner) -> tuple[int, int]:
     [
         (QWEN3, ELASTIC), (QWEN3, {"mode": "fixed", "slots": -1}), (M2, FIVE),
         (QWEN3, {"mode": "resident"}), (QWEN2, FIVE), (GLM, FIVE), (GPT_OSS, FIVE),
-        (HYBRID, FIVE),
+        (HYBRID, FIVE), (V3, FIVE), (V2, {"mode": "elastic", "arena_mb": 2}),
     ],
     ids=[
         "elastic", "none", "5", "all", "5 and a gated shared one", "5 and a shared one", "5 with biases",
-        "5 and states",
+        "5 and states", "5 in groups", "elastic, beside latents",
     ],
 )  # fmt: skip
 def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], family: Family) -> None:

@@ -21,7 +21,7 @@ from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
 from ops.interface import fixed
 from ops.parallel.groups import Parallel, Shard
-from tests.ascend.engine import GLM, GPT_OSS, M2, QWEN2, QWEN3, Family
+from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, QWEN2, QWEN3, V3, Family
 
 BF16 = torch.bfloat16
 TWO = CountedGroup(0, 2)
@@ -52,6 +52,8 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
         (QWEN2, None, 3),
         (GLM, Format("q4", 32), 2),
         (GPT_OSS, None, 2),
+        (V3, None, 2),
+        (FLASH, Format("q4", 32), 2),
     ],
     ids=str,
 )
@@ -76,9 +78,9 @@ def test_as_much_is_alive_at_the_fullest_moment(
             exchange = CountedExchange(ops, 2, 4) if isinstance(ops, CountedOps) else of_npu
         model = family.model(config, Build(ops, parallel, formats, BF16, device, 256, exchange=exchange))
         for layer in attentions(model):
-            sizes = 6, 128, layer.kv_heads, layer.head_dim, BF16, device
-            layer.bind(fixed(ops.kv_cache(*sizes)), fixed(ops.kv_cache(*sizes)))
-        batch = batch_of(ops, tokens, sequences, 2, 128, parallel.attn_dp.size).to(device)
+            layer.bind(*(fixed(layer.new_cache(part, 6, 128, BF16, device)) for part in range(layer.tensors)))
+        expanded = family in (V3, FLASH) and tokens > sequences
+        batch = batch_of(ops, tokens, sequences, 2, 128, parallel.attn_dp.size, expanded=expanded).to(device)
         return ledger.fullest(model, model.forward, batch).nbytes
 
     for tokens, sequences in ((96, 3), (4, 4)):

@@ -70,6 +70,25 @@ int64_t tiled_columns(const Object& cache) {
     return cache.shape.size() == 4 && size(cache, 3) == 16 ? 16 * size(cache, 1) : 0;
 }
 
+// The widths of keys that are split: of their own columns in the cache, and of those that rotate, which a tensor of its
+// own has as the queries have theirs. {0, 0}: queries and keys are whole.
+struct Split {
+    const Object *queries = nullptr, *keys = nullptr;  // the rotated columns
+};
+
+// Attention: query; lists of keys and of values; mask; tables; rotated columns of queries and of keys; result, sums.
+Split split(const Call& call) {
+    std::vector<const Object*> rotated;
+    const Object& query = call.at(0);
+    for (size_t i = 1; i < call.tensors.size(); ++i) {
+        const Object* tensor = call.tensors[i];
+        if (tensor->type == query.type && tensor->shape.size() >= 3 && size(*tensor, -1) == 64)
+            rotated.push_back(tensor);
+    }
+    if (rotated.size() < 2 || size(query, -1) == 64) return {};
+    return {rotated[0], rotated[1]};
+}
+
 // Lists of a grouped product: rows, weights, biases if there are any, results. By 4-bit weights scales follow the biases,
 // and offsets if there are any.
 bool biased(const Call& call) {
@@ -362,12 +381,13 @@ const Rule kRules[] = {
      [](const Call& call) {
          const Object* tables = call.find(ACL_INT32, 2);
          const Object& key = call.first(0);
+         if (!tables && size(key, -1) == 128 && split(call).keys) return true;  // packed
          return tables && size(key, key.shape.size() == 5 ? 3 : 1) == 128;
      },
      "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
      "OT 8.5.0 and 9.1.0, documents of aclnnFusedInferAttentionScoreV3; code: .._tiling_check_feature.cpp 70"},
     {"aclnnFusedInferAttentionScore*", kAny,
-     [](const Call& call) { return call.at(0).shape.size() != 3 || size(call.at(0), 2) <= 256; },
+     [](const Call& call) { return call.at(0).shape.size() != 3 || size(call.at(0), 2) <= 256 || split(call).keys; },
      "heads of packed tokens have 256 values at most",
      "OT 8.5.0 attention/fused_infer_attention_score/op_host/fused_infer_attention_score_tiling.cpp 1063; 9.0.0 1167; "
      "9.1.0 1205"},
@@ -381,6 +401,64 @@ const Rule kRules[] = {
      "sinks are (heads) bfloat16, of packed queries of 64 or 128 values",
      "OT 8.5.0 attention/fused_infer_attention_score/op_host/arch32/.._tiling_check_feature.cpp 410, .._def.cpp 505, "
      ".._tiling_v3.cpp 562; 9.0.0 444, .._tiling_v3.cpp 901; 9.1.0 op_host/arch22 506, 1084"},
+    {"aclnnFusedInferAttentionScore*", kAny,
+     [](const Call& call) {
+         const Split rotated = split(call);
+         if (!rotated.keys) return size(call.at(0), -1) != 512;
+         const Object &query = call.at(0), &key = call.first(0);
+         const int64_t width = size(query, -1), heads = size(query, -2);
+         const std::vector<int64_t> rows(query.shape.begin(), query.shape.end() - 1),
+             own(key.shape.begin(), key.shape.end() - 1);
+         const auto begins = [](const Object& tensor, const std::vector<int64_t>& shape) {
+             return std::vector<int64_t>(tensor.shape.begin(), tensor.shape.end() - 1) == shape;
+         };
+         const bool shaped = begins(*rotated.queries, rows) && begins(*rotated.keys, own) && half(query);
+         if (width == 128) return shaped && size(key, -1) == 128;
+         return shaped && width == 512 && size(key, -1) == 512 && heads <= 128 && (heads & (heads - 1)) == 0;
+     },
+     "heads with 64 rotated columns have 128 others, or 512 over one head of keys: 1, 2, 4, .., 128 heads of 16 bits",
+     "OT 8.5.0 attention/fused_infer_attention_score/op_host/arch32/.._tiling_check_feature.cpp 30, 66, 82, 114; 9.0.0 "
+     "623, 724; 9.1.0 op_host/arch22 685, 787"},
+    {"aclnnKvRmsNormRopeCache*", kAny,
+     [](const Call& call) {
+         const int64_t tokens = size(call.at(0), 0);
+         const std::vector<int64_t> angles{tokens, 1, 1, 64};
+         return call.at(0).shape == std::vector<int64_t>{tokens, 1, 1, 576} && size(call.at(1), 0) == 512 &&
+                call.at(2).shape == angles && call.at(3).shape == angles && tokens > 0;
+     },
+     "rows are (tokens, 1, 1, 576), the weight (512), angles (tokens, 1, 1, 64)",
+     "OT 8.5.0 posembedding/kv_rms_norm_rope_cache/op_host/kv_rms_norm_rope_cache_ds_tiling.cpp, .._base_tiling.cpp; "
+     "9.0.0 ds 222, 234, base 337; 9.1.0"},
+    {"aclnnKvRmsNormRopeCache*", kAny,
+     [](const Call& call) {
+         const Object &index = call.at(4), &keys = call.at(5), &latents = call.at(6);
+         return index.type == ACL_INT64 && index.shape == std::vector<int64_t>{size(call.at(0), 0)} &&
+                one_type(call, {1, 2, 3, 5, 6}) && size(keys, 2) == 1 && size(keys, 3) == 64 && size(latents, 2) == 1 &&
+                size(latents, 3) == 512 && size(keys, 1) % 16 == 0 && size(latents, 1) == size(keys, 1);
+     },
+     "index is (tokens) int64, caches (blocks, a multiple of 16 tokens, 1, 64 or 512) of the type of the rows",
+     "OT 9.0.0 posembedding/kv_rms_norm_rope_cache/op_host/kv_rms_norm_rope_cache_base_tiling.cpp 205, 257, "
+     ".._def.cpp 67; 8.5.0, 9.1.0 the same files"},
+    {"aclnnTransposeBatchMatMul", kAny,
+     [](const Call& call) {
+         const Object &rows = call.at(0), &weight = call.at(1);
+         return size(rows, 2) == size(weight, 1) && size(rows, 1) == size(weight, 0) && rows.type == weight.type &&
+                size(rows, 2) % 128 == 0 && size(weight, 2) % 128 == 0 && size(rows, 1) * size(rows, 2) < 65536 &&
+                size(rows, 0) > 0;
+     },
+     "rows (tokens, heads, inputs) meet (heads, inputs, outputs): multiples of 128, of all heads fewer than 65,536 "
+     "inputs",
+     "ON 8.5.0 matmul/transpose_batch_mat_mul/op_api/aclnn_transpose_batch_mat_mul.cpp 149, 160, 270; 9.0.0 146, 157, "
+     "271; 9.1.0 187 has no multiples"},
+    {"aclnnMoeGatingTopK", kAny,
+     [](const Call& call) {
+         const Object &scores = call.at(0), &second = call.at(1);
+         const bool biased = second.shape.size() == 1;
+         return scores.shape.size() == 2 && size(scores, 1) <= 2048 && size(scores, 0) > 0 &&
+                (!biased || (second.type == scores.type && size(second, 0) == size(scores, 1)));
+     },
+     "scores are of 2,048 experts at most, a bias has their type",
+     "OT 9.0.0 moe/moe_gating_top_k/op_host/moe_gating_top_k_tiling.cpp 142, 155, 263; 8.5.0 and 9.1.0 the same file"},
     {"aclnnMoeDistributeDispatchV*", kAny, [](const Call& call) { return exchangeable(dispatched(call)); },
      "1 to 512 rows of 1,024 to 8,192 columns are sent to 1 to 16 of at most 1,024 experts",
      "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 542, 682, 737, "

@@ -1,0 +1,105 @@
+"""Attention over latents by the fused operator of ops/ascend/attention.py, which takes latents and rotated keys apart:
+in two caches whose pages have the same numbers.
+
+Its kernels are for latents of 512 columns, keys of 64 and a power of two of query heads, so others are added that are
+zeros. Prompts whose heads have keys and values of 128 columns may have these made of all tokens that they read.
+"""
+
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from ops.ascend.attention import ALL_TOKENS, CAUSAL_AT_THE_END, WHOLE_MASK, Call, attended, checked
+from ops.ascend.weights import AscendHeads
+from ops.interface import LatentCache, LatentNorm, Paged
+
+EXPANDED_WIDTH = 128  # of keys and values of a head, beside rotated keys of 64 columns
+# OT 8.5.0 to 9.1.0: ON matmul/transpose_batch_mat_mul/op_api/aclnn_transpose_batch_mat_mul.cpp
+MOST_INPUTS, WHOLE_INPUTS = 65535, 128  # of all heads together; a divisor of those of a head, and of its outputs
+
+
+def head_linear(x: Tensor, weights: AscendHeads) -> Tensor:
+    """x (T, heads, K) -> (T, heads, N)"""
+    (tokens, heads, inputs), outputs = x.shape, weights.rows
+    if not tokens:  # a data-parallel group that has no prompt in this step
+        return x.new_empty(0, heads, outputs)
+    if inputs % WHOLE_INPUTS or outputs % WHOLE_INPUTS or heads * inputs > MOST_INPUTS:
+        return torch.bmm(x.transpose(0, 1), weights.data).transpose(0, 1)
+    return torch_npu.npu_transpose_batchmatmul(
+        input=x, weight=weights.data, bias=None, scale=None, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2],
+        batch_split_factor=1,
+    )  # fmt: skip
+
+
+def rope_write(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor) -> Tensor:
+    """`Ops.rope_write_latents`. One kernel normalises and writes latents, and rotates and writes keys, of which it puts
+    the first columns of all pairs before the second ones; so queries have them at load."""
+    if not len(q):
+        return q
+    latents, keys = cache
+    angles = [angle[:, None, None] for angle in (norm.cos, norm.sin)]
+    torch_npu.npu_kv_rmsnorm_rope_cache_v2(
+        kv=rows[:, None, None], gamma=norm.weight, cos=angles[0], sin=angles[1], index=slot_mapping,
+        k_cache=keys, ckv_cache=latents, k_rope_scale=None, c_kv_scale=None,
+        k_rope_offset=None, c_kv_offset=None, epsilon=norm.eps, cache_mode="PA", is_output_kv=False,
+    )  # fmt: skip
+    turned = torch_npu.npu_rotary_mul(
+        input=q[None], r1=norm.cos[None, :, None], r2=norm.sin[None, :, None], rotary_mode="half"
+    )
+    return turned.squeeze(0)
+
+
+def attend_latents(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float, mask: Tensor) -> Tensor:
+    """`Ops.latent_attention`, of decode steps and of prompts."""
+    ends, on_device = checked(paged)
+    tokens, heads, _ = q.shape
+    if not tokens:
+        return torch.empty_like(q)
+    more = (1 << (heads - 1).bit_length()) - heads
+    if more:
+        q, q_rotary = (F.pad(x, (0, 0, 0, more)) for x in (q, q_rotary))
+    latents, keys = (part.squeeze(2) for part in cache)
+    decode = tokens == len(paged.kv_lens)
+    q, q_rotary = (x[:, None] if decode else x for x in (q, q_rotary))
+    call = Call(
+        q, latents, latents, None if decode else mask, None if decode else ends, paged.kv_lens, paged.block_tables,
+        heads + more, 1, scale, "BSND" if decode else "TND", WHOLE_MASK if decode else CAUSAL_AT_THE_END, ALL_TOKENS,
+        ALL_TOKENS, latents.shape[1], q_rotary, keys,
+    )  # fmt: skip
+    out = attended(call, on_device)
+    return (out.squeeze(1) if decode else out)[:, :heads]
+
+
+def attend_expanded(
+    q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: AscendHeads, values: AscendHeads, paged: Paged, scale: float,
+    mask: Tensor,
+) -> Tensor:  # fmt: skip
+    """`Ops.expanded_attention`. Sequences come one after another, so that keys and values of one take memory."""
+    ends, _ = checked(paged)
+    if q.shape[2] != EXPANDED_WIDTH or values.rows != EXPANDED_WIDTH:
+        sums = attend_latents(head_linear(q, keys), q_rotary, cache, paged, scale, mask)
+        return head_linear(sums, values)
+    found, start = [], 0
+    for end, length, table in zip(ends, paged.kv_lens, paged.block_tables, strict=True):
+        rows = slice(start, int(end))
+        found.append(_of_sequence(q[rows], q_rotary[rows], cache, keys, values, table, int(length), scale, mask))
+        start = rows.stop
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _of_sequence(
+    q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: AscendHeads, values: AscendHeads, table: Tensor, length: int,
+    scale: float, mask: Tensor,
+) -> Tensor:  # fmt: skip
+    """The cached tokens of a sequence are gathered, and each head's keys and values made of them."""
+    heads, pages = q.shape[1], table[: -(-length // cache[0].shape[1])]
+    latents, turned = (part[pages].flatten(0, 2)[:length] for part in cache)
+    own = torch.mm(latents, keys.data.permute(2, 0, 1).flatten(1)).view(length, heads, -1)
+    value = torch.mm(latents, values.data.transpose(0, 1).flatten(1)).view(length, heads, -1)
+    turned = turned[:, None].expand(-1, heads, -1).contiguous()
+    call = Call(
+        q.contiguous(), own, value, mask, (len(q),), (length,), None, heads, heads, scale, "TND", CAUSAL_AT_THE_END,
+        ALL_TOKENS, ALL_TOKENS, 0, q_rotary, turned,
+    )  # fmt: skip
+    return attended(call, False)
