@@ -49,7 +49,7 @@ class Batch:
     # are other rows, `absorbed` has those.
     expanded: Subset | None = None
     absorbed: Subset | None = None
-    # Of a step that guesses tokens: the hidden states (T, H) of the tokens before `token_ids`, after the final norm.
+    # Of a step that guesses tokens: the hidden states (T, H) of the tokens before `token_ids`.
     hidden: Tensor | None = None
 
     def rows(self, parallel: Parallel) -> GroupRows:
@@ -74,6 +74,11 @@ class Batch:
             return x, residual, self
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
         return x, residual, dataclasses.replace(self, tokens_per_group=counts)
+
+    def picked(self, x: Tensor) -> Tensor:
+        """Those rows of hidden states `x` whose logits are wanted."""
+        rows = self.logit_rows
+        return x if rows is None or self.wanted_per_group is not None else x.index_select(0, rows)
 
     def fields(self) -> dict[str, Any]:
         """All fields by name, also those of `paged`, which have the number of their set in their names after the

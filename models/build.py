@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.eagle3_config import Eagle3Config
 from ops.format import GROUP_SIZES, LARGEST_GROUP, Format
 from ops.interface import Exchange, ExpertKind, ExpertMatrices, Matrix, Ops, fixed
 from ops.parallel.groups import Parallel
@@ -61,6 +62,7 @@ class Build:
     max_positions: int  # tokens of the longest sequence that the case allows
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step
     mtp: bool = False  # whether the model's own layer that predicts further tokens is made
+    eagle3: Eagle3Config | None = None  # the head for drafts that is made
     shadows: Shadows | None = None
     exchange: Exchange | None = None  # over all ranks, where a rank has its own tokens and whole experts
     path: str = ""  # path of the module that is being made, as in the checkpoint
@@ -69,6 +71,13 @@ class Build:
     # Whether the checkpoint has the module at a path, where families' files differ in their modules.
     holds: Callable[[str], bool] = lambda path: False
     norm_base: float = 0.0  # what the checkpoint's weights of norms lack
+
+    @property
+    def of_head(self) -> "Build":
+        """The Build of a head for drafts, whose weights are floats in a checkpoint of its own."""
+        plain = self.formats.plain
+        tiled = dataclasses.replace(plain, tiled=True)
+        return Build(self.ops, self.parallel, Formats(plain, tiled, tiled), self.dtype, self.device, self.max_positions)
 
     def at(self, name: str) -> "Build":
         """Returns this Build for the child module `name`."""

@@ -1,7 +1,7 @@
 """A decoder-only language model: embedding, a family's decoder layers, output head."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from models.batch import Batch
 from models.build import Build
 from models.layers.decoder_layer import DecoderLayer
+from models.layers.eagle3 import Eagle3Head
 from models.layers.embedding import HEAD, LMHead, VocabEmbedding
 from models.layers.mtp import DEEPSEEK_MTP, MtpNames, MultiTokenPrediction, add_at
 from models.layers.norm import RMSNorm
@@ -49,20 +50,20 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(build.at("model.norm"), config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
+        return self.with_taps(batch, ())[0]
+
+    def with_taps(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """The same, and this rank's rows of the hidden states before the layers `taps`, in order, of which the last one
+        may be their number."""
         rows = batch.rows(self.parallel)
         x, residual = rows.own(self.embed_tokens(batch.token_ids)), None  # (T, H)
         cos, sin = self.rotary(batch.positions)
-        *layers, last = self.layers[: self.depth]
-        for layer in layers:
-            x, residual = layer(x, residual, cos, sin, batch.with_all_rows)
-        x, residual = last(x, residual, cos, sin, batch)
-        return rows.gather(self.norm.add(x, residual)[0])
-
-
-def wanted(x: Tensor, batch: Batch) -> Tensor:
-    """Those rows of hidden states whose logits are wanted."""
-    rows = batch.logit_rows
-    return x if rows is None or batch.wanted_per_group is not None else x.index_select(0, rows)
+        tapped: list[Tensor] = []
+        for number, layer in enumerate(self.layers[: self.depth], 1):
+            x, residual = layer(x, residual, cos, sin, batch if number == self.depth else batch.with_all_rows)
+            if number in taps:
+                tapped.append(self.norm.ops.add_gated(x.clone(), residual, None))
+        return rows.gather(self.norm.add(x, residual)[0]), tapped
 
 
 class CausalLM(nn.Module):
@@ -99,24 +100,35 @@ class CausalLM(nn.Module):
         elif build.mtp:
             raise UserError("draft_config.method: mtp: the model has no layers that predict further tokens")
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
+        self.eagle3 = Eagle3Head(build.eagle3, build.of_head) if build.eagle3 else None
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the model has a part that predicts further tokens."""
+        return bool(self.mtp_at or self.eagle3)
 
     def forward(self, batch: Batch) -> Tensor:
         """Runs a step's tokens; of decode steps graphs are captured. -> logits (rows wanted, vocabulary)"""
-        return self.lm_head(wanted(self.model(batch), batch))
+        return self.lm_head(batch.picked(self.model(batch)))
 
     def with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same, of a batch without `wanted_per_group`. -> logits, and the hidden states (T, H) of all rows"""
-        hidden = self.model(batch)
-        return self.lm_head(wanted(hidden, batch)), hidden
+        """The same, of a batch without `wanted_per_group`. -> logits, and the hidden states (T, H) of all rows from
+        which further tokens are predicted"""
+        hidden, tapped = self.model.with_taps(batch, self.eagle3.config.taps if self.eagle3 else ())
+        logits = self.lm_head(batch.picked(hidden))
+        return logits, self.eagle3.fused(tapped, batch) if self.eagle3 else hidden
 
     def guess(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Caches what its further layer keeps of a step's tokens, which follow those of `batch.hidden`. -> for each row
-        wanted, the token that follows most likely, and the hidden state from which the next guess goes on"""
+        """Caches what the part that predicts further tokens keeps of a step's tokens, which follow those of
+        `batch.hidden`. -> for each row wanted, the token that follows most likely, and the hidden state from which the
+        next guess goes on"""
         if batch.hidden is None:
             raise AssertionError("guesses are made from hidden states")
         model = self.model
+        if self.eagle3:
+            return self.eagle3(model.embed_tokens, batch.hidden, batch)
         embedded, angles = model.embed_tokens(batch.token_ids), model.rotary(batch.positions)
-        hidden = wanted(self.get_submodule(self.mtp_at)(embedded, batch.hidden, *angles, batch), batch)
+        hidden = batch.picked(self.get_submodule(self.mtp_at)(embedded, batch.hidden, *angles, batch))
         return self.lm_head.ops.argmax(self.lm_head(hidden)), hidden
 
     def ignores(self, name: str) -> bool:

@@ -47,6 +47,9 @@ class ModelConfig(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
     def max_positions(self) -> int:
         """Tokens of the longest sequence that the position embedding is made for."""
 

@@ -37,7 +37,7 @@ class Frame(NamedTuple):
 
     units: int
     nbytes: int
-    beside: int  # bytes of its pages of caches of other sizes, which lie beside the arena
+    beside: int  # bytes of its pages of other caches, which lie beside the arena
 
 
 @dataclass(frozen=True)

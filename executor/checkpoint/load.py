@@ -16,7 +16,7 @@ from executor.checkpoint.files import TensorFiles
 from executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
 from executor.checkpoint.gguf_files import open_files
 from executor.checkpoint.progress import loading_bar
-from models.layers.base import Piece, layers_of
+from models.layers.base import Piece, Separate, layers_of
 from ops.format import Alternating, Blocks, Quantised
 from umbra.errors import UserError, listed
 
@@ -70,9 +70,12 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
 
 
 def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
-    """The pieces of the model that each weight of the checkpoint fills, by the weight's name; a tied weight has two."""
+    """The pieces of the model that each weight of its checkpoint fills, by the weight's name; a tied weight has two."""
     wanted: dict[str, list[Piece]] = {}
+    elsewhere = tuple(f"{path}." for path, part in model.named_modules() if path and isinstance(part, Separate))
     for path, layer in layers_of(model):
+        if path.startswith(elsewhere):
+            continue
         pieces = list(layer.pieces(path))
         if sum(p.kept_elements for p in pieces) != layer.elements:
             raise AssertionError(f"the pieces of {path} do not fill it exactly")  # a bug in the layer

@@ -58,18 +58,18 @@ class PackedCache:
         }
         self.large = {f"{name}.bin": storage for name, storage in storages.items() if memory.is_allocated(storage)}
         self.small = [storage for storage in storages.values() if not memory.is_allocated(storage)]
-        name, sources = _sources(checkpoint)
+        name, sources = sources_of(checkpoint)
         settings = {
             "layout": LAYOUT,
-            "checkpoint": str(name),
+            "checkpoint": name,
             "rank": rank,
             **facts,
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        self.folder = root / f"{name_of(name)}-{digest}"
+        self.folder = root / f"{name_of(Path(name))}-{digest}"
         self.manifest: dict[str, Any] = {
             "settings": settings,
-            "sources": {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sources},
+            "sources": sources,
             "bytes": {name: storage.nbytes for name, storage in storages.items()},
         }
 
@@ -168,9 +168,12 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _sources(checkpoint: Path) -> tuple[Path, list[Path]]:
-    """The path of the checkpoint in this folder, and the files that its weights depend on."""
+def sources_of(checkpoint: Path) -> tuple[str, dict[str, list[int]]]:
+    """The path of the checkpoint in this folder, and the sizes and times of the files that its weights depend on."""
     if (checkpoint / INDEX).is_file():
-        parts = read_index(checkpoint).paths
-        return parts[0], parts
-    return checkpoint.resolve(), sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))
+        files = read_index(checkpoint).paths
+        path = files[0]
+    else:
+        files = sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))
+        path = checkpoint.resolve()
+    return str(path), {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in files}

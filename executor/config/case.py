@@ -20,7 +20,7 @@ EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in
 
 
 MOST_DRAFTING = 16  # sequences of a data-parallel group that get drafts; steps of more read most weights anyway
-LOOKUP_TOKENS, MTP_TOKENS = 7, 3  # guessed tokens of a sequence in a step, unless the case says how many
+LOOKUP_TOKENS, MODEL_TOKENS = 7, 3  # guessed tokens of a sequence in a step, unless the case says how many
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,24 @@ class DraftSettings:
     method: str = key(
         "none", "how a decode step guesses further tokens of each sequence, which the next step checks, so that the "
         "tokens stay the same. lookup: those that followed the same tokens before, in the prompt or the answer; mtp: "
-        "those that the model's own layer for it predicts, or where the same tokens came before, what followed them",
-        choices=("none", "lookup", "mtp"), elsewhere=("speculative_algorithm",), bare=False,
+        "those that the model's own layer for it predicts, eagle3: those of the head in `model_path`, made for the "
+        "model; with both, where the same tokens came before, what followed them",
+        choices=("none", "lookup", "mtp", "eagle3"), elsewhere=("speculative_algorithm",), bare=False,
+    )  # fmt: skip
+    model_path: str = key(
+        "", "folder of an EAGLE3 head, or its name on a hub; a relative path starts at the project's root",
+        elsewhere=("speculative_draft_model_path",), bare=False,
     )  # fmt: skip
     tokens: int | None = key(
         None, "most guessed tokens of a sequence in a step, which has only as many as are measured to pay, while at "
-        f"most {MOST_DRAFTING} sequences of a group decode; auto: {LOOKUP_TOKENS}, or {MTP_TOKENS} with mtp",
+        f"most {MOST_DRAFTING} sequences of a group decode; auto: {LOOKUP_TOKENS}, or {MODEL_TOKENS} without lookup",
         means={"auto": None}, minimum=1, maximum=15, elsewhere=("num_speculative_tokens",),
     )  # fmt: skip
 
     @property
     def most(self) -> int:
         """Most guessed tokens of a sequence in a step; 0: none are."""
-        default = {"none": 0, "lookup": LOOKUP_TOKENS, "mtp": MTP_TOKENS}[self.method]
+        default = {"none": 0, "lookup": LOOKUP_TOKENS}.get(self.method, MODEL_TOKENS)
         return default and (self.tokens or default)
 
 

@@ -14,6 +14,7 @@ from executor.config.rules import check
 from executor.config.schema import override, read
 from executor.config.units import MB
 from models.config import ModelConfig
+from models.eagle3_config import Eagle3Config
 from models.gguf.folder import checkpoint_folder
 from models.registry import read_config
 from umbra.errors import UserError, short
@@ -144,12 +145,24 @@ def load_model_config(case: Case) -> ModelConfig:
                 f"case {case.name}: parallel_config.expert_slots: {slots} must be from {least} to {most}: "
                 f"{sizes.moe_ep} ranks hold the model's {most} experts, none of them twice on one rank"
             )
+    if head := load_draft_config(case, config):
+        head.check_parallel(sizes.attn_tp, sizes.lmhead_tp)
     if case.max_sequence_length > config.max_positions:
         raise UserError(
             f"case {case.name}: input_max_len + max_new_tokens: {case.max_sequence_length} exceed the model's "
             f"{config.max_positions} positions: lower max_model_len"
         )
     return config
+
+
+def draft_folder(case: Case) -> Path:
+    """The folder of the case's head for drafts."""
+    return ROOT / Path(case.draft_config.model_path).expanduser()
+
+
+def load_draft_config(case: Case, model: ModelConfig) -> Eagle3Config | None:
+    """The configuration of the case's head for drafts of `model`; None: it has none."""
+    return Eagle3Config.from_folder(draft_folder(case), model) if case.draft_config.method == "eagle3" else None
 
 
 def find_case(name: str) -> Path | None:

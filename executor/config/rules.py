@@ -57,6 +57,12 @@ def check(case: Case, where: str) -> None:
         raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
     if wanted.zero_points and wanted.method != "q4":
         raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")
+    draft = case.draft_config
+    if (draft.method == "eagle3") != bool(draft.model_path):
+        raise UserError(
+            f"{where}: draft_config.model_path: {draft.model_path!r} with draft_config.method: {draft.method}: "
+            + ("name the head's folder" if draft.method == "eagle3" else "only eagle3 has a head of its own")
+        )
     temperature = case.sampling_config.temperature
     if 0 < temperature < LEAST_TEMPERATURE:
         raise UserError(

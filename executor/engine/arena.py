@@ -8,7 +8,7 @@ from cpu_offload.memory.arena import NO_STATES, Arena, Frame, StateSizes, extent
 from executor.config.case import Case
 from executor.config.units import MB
 from executor.engine.batch_limits import Limits
-from executor.engine.kv_caches import bind_arena, frame_of, state_sizes
+from executor.engine.kv_caches import bind_arena, bind_aside, frame_of, state_sizes
 from executor.engine.pages import ElasticPages, Pages
 from models.build import Build
 from umbra.errors import UserError
@@ -28,6 +28,7 @@ def open_arena(
     spare = -(-spare // unit) * unit + (states.nbytes if padding_states else 0)
     memory, *beside = bind_arena(model, case, build, arena.frames, spare)
     frames = [part[: arena.frames * arena.units].view(arena.frames, -1) for part in (memory, *beside)]
+    frames += [cache.view(arena.frames, -1) for cache in bind_aside(model, case, build, arena.frames)]
 
     def copy(old: int, new: int) -> None:
         for part in frames:
@@ -48,7 +49,7 @@ def open_arena(
     if states.layers:
         line += f"; a sequence's states take {arena.set_frames}"
     if frame.beside:
-        line += f"; {arena.frames * frame.beside / 1e6:.1f} MB beside it are rotated keys of all frames"
+        line += f"; {arena.frames * frame.beside / 1e6:.1f} MB beside it are caches of other sizes"
     print(f"arena: {memory.nbytes / 1e6:.1f} MB that {tenants} share, {line}")
     return pages
 

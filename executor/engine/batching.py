@@ -27,9 +27,11 @@ def pack(
     wanted_per_group: tuple[int, ...] | None = None,
     sets: int = 1,
     state_layers: int = 0,
+    aside: bool = False,
 ) -> Batch:
     """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
-    group, and their pages are reserved, for `sets` sets of layers; so are their states in `state_layers` layers.
+    group, and their pages are reserved, for `sets` sets of layers; so are their states in `state_layers` layers. With
+    `aside` one more set has the pages of caches that lie aside: those of the first set, numbered without gaps.
 
     In a decode step each token is a row by itself, with its own block table and length, also where several are of one
     sequence: so drafted tokens are computed as they would be without drafts. All rows' keys are written before any row
@@ -81,9 +83,13 @@ def pack(
         starts.append(len(ids))
         rows_wanted.append(len(ids) - 1)
         absorbed.add(len(lengths) - 1, len(ids) - 1, len(ids), PADDING_LENGTH)
+    slots_of = [slots for slots, _ in places]
     tables_of = [tensor_of(tables).view(len(lengths), table_width) for _, tables in places]
+    if aside:
+        slots_of.append(without_gaps(slots_of[0], size, pool))
+        tables_of.append(tables_of[0] // pool.stride)
     paged = tuple(
-        ops.paging(slots, tables, starts, lengths, size) for (slots, _), tables in zip(places, tables_of, strict=True)
+        ops.paging(slots, tables, starts, lengths, size) for slots, tables in zip(slots_of, tables_of, strict=True)
     )
     return Batch(
         tensor_of(ids),
@@ -97,6 +103,11 @@ def pack(
         expanded=expanded.subset(ops, tables_of, size) if expanded.rows else None,
         absorbed=absorbed.subset(ops, tables_of, size) if expanded.rows and absorbed.rows else None,
     )
+
+
+def without_gaps(slots: "array[int]", size: int, pool: Pages) -> "array[int]":
+    """`slots` in pages of `size` tokens whose numbers are those of `pool` divided by its stride."""
+    return array("q", [slot // size // pool.stride * size + slot % size for slot in slots])
 
 
 class Picked:
@@ -130,9 +141,10 @@ def pack_rows(
     tokens_per_group: tuple[int, ...],
     table_width: int,
     sets: int = 1,
+    aside: bool = False,
 ) -> Batch:
     """The batch of one token of each of `rows`, (sequence, position), whose pages are reserved, without its ids. None
-    is a padding row."""
+    is a padding row. `aside` is as of `pack`."""
     size = pool.page_size
     positions = array("q", (row[1] if row else 0 for row in rows))
     starts, lengths = array("q", range(len(rows) + 1)), array("q", (r[1] + 1 if r else PADDING_LENGTH for r in rows))
@@ -147,6 +159,10 @@ def pack_rows(
             tables.append(torch.nn.functional.pad(tensor_of(table), (0, table_width - len(table))))
         stacked = torch.stack(tables) if tables else torch.empty(0, table_width, dtype=torch.int64)
         paged.append(ops.paging(slots, stacked, starts, lengths, size))
+        if aside and not number:
+            first = without_gaps(slots, size, pool), stacked // pool.stride
+    if aside:
+        paged.append(ops.paging(*first, starts, lengths, size))
     ids = torch.zeros(len(rows), dtype=torch.int64)
     return Batch(ids, tensor_of(positions), tuple(paged), logit_rows=None, tokens_per_group=tokens_per_group)
 

@@ -1,7 +1,7 @@
 """Speculative decoding: guesses the next tokens of sequences, so that one decode step checks several.
 
 A draft is what followed the last tokens of a sequence where they occurred before, in its prompt or its answer (prompt
-lookup), or what a part of the model that predicts further tokens has guessed after the last step (mtp_drafts.py),
+lookup), or what a part of the model that predicts further tokens has guessed after the last step (model_drafts.py),
 whichever is likelier to come true. A step computes the drafted tokens as further rows. The token of each row is chosen
 as it always is, from the row's logits and its position's random number; a draft counts as far as it is what was chosen.
 So the tokens are those of a run without drafts, sampled ones as well.

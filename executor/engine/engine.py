@@ -18,7 +18,7 @@ from executor.config.load import model_folder
 from executor.engine.arena import open_arena, set_pages_of
 from executor.engine.batch_limits import limits_of
 from executor.engine.batching import pack
-from executor.engine.kv_caches import bind_caches, recurrent
+from executor.engine.kv_caches import attentions, bind_caches, recurrent
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
 from executor.engine.rebalancing import Rebalancing
@@ -71,7 +71,7 @@ class Engine:
         set_pages = set_pages_of(self.model, case, build, *slots)
         limits = limits_of(case, config, True, set_pages)
         self.table_width, self.layer_sets = limits.table_width, len(limits.windows)
-        self.state_layers = len(recurrent(self.model))
+        self.state_layers, self.aside = len(recurrent(self.model)), bool(attentions(self.model, aside=True))
         if self.shadows or set_pages:
             self.pages: Pages = open_arena(case, build, self.model, self.shadows, limits, platform.padding_states)
         else:
@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def _step(self) -> ForwardStep:
-        return self.model.with_hidden if self.model.mtp_at else self.model.forward
+        return self.model.with_hidden if self.model.guesses else self.model.forward
 
     def eager_step(self, batch: Batch) -> Any:
         """Runs a step op by op."""
@@ -111,13 +111,13 @@ class Engine:
             rows = len(mine) + tokens[group] - live[group]
         whole = all_logits or decode
         # The experts' shadows and shares of rows are made for all tokens of a step.
-        # The layer that guesses tokens takes the hidden states of all rows.
-        narrow = not (whole or shared or self.shadows or self.model.mtp_at)
+        # What guesses tokens takes the hidden states of all rows.
+        narrow = not (whole or shared or self.shadows or self.model.guesses)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
             sequence_parallel=shared, decode=decode, wanted_per_group=wanted, sets=self.layer_sets,
-            state_layers=self.state_layers,
+            state_layers=self.state_layers, aside=self.aside,
         )  # fmt: skip
         if self.shadows:
             self.shadows.started(tokens, live)
@@ -129,7 +129,7 @@ class Engine:
         chosen tokens waits for it."""
         with self.profiler.step("decode" if decode else "prefill"):
             found = self.decode_step(batch) if decode else self.eager_step(batch)
-        if self.model.mtp_at:
+        if self.model.guesses:
             found, self.hidden = found
         logits: Tensor = found
         return logits

@@ -24,14 +24,21 @@ def cache_type(case: Case, build: Build) -> torch.dtype:
 
 def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
     """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
-    dtype = cache_type(case, build)
     for layers in sharing(model):
-        first = _alike(layers, case)
-        shape = (pages + 1, case.cache_config.page_size)
-        caches = [first.new_cache(part, *shape, dtype, build.device) for part in range(first.tensors)]
+        caches = _caches(_alike(layers, case), case, build, pages + 1)
         for number, layer in enumerate(layers):
             layer.bind(*map(apart, caches), layers=number)
+    bind_aside(model, case, build, pages + 1)
     _bind_states(model, torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device))
+
+
+def bind_aside(model: nn.Module, case: Case, build: Build, pages: int) -> list[Tensor]:
+    """Gives the layers whose caches lie aside theirs, of `pages` pages, and returns these (pages, *shape of a page)."""
+    number, found = len(sets_of(model)), list[Tensor]()
+    for layer in attentions(model, aside=True):
+        found += (caches := _caches(layer, case, build, pages))
+        layer.bind(*map(apart, caches), layers=number)
+    return found
 
 
 def recurrent(model: nn.Module) -> list[RecurrentStates]:
@@ -61,8 +68,9 @@ def _bind_states(model: nn.Module, units: Tensor) -> None:
         layer.bind(number, *views)
 
 
-def attentions(model: nn.Module) -> list[PagedCache]:
-    return [layer for layer in model.modules() if isinstance(layer, PagedCache)]
+def attentions(model: nn.Module, aside: bool = False) -> list[PagedCache]:
+    """The layers of `model` with pages: those whose caches share memory, or those whose caches lie aside."""
+    return [layer for layer in model.modules() if isinstance(layer, PagedCache) and layer.aside == aside]
 
 
 def sets_of(model: nn.Module) -> tuple[LayerSet, ...]:
@@ -81,8 +89,9 @@ def frame_of(model: nn.Module, case: Case, build: Build, windows: Sequence[int |
     sets = sets_of(model) if windows is None else layer_sets(windows)
     inside, others = _pages(model, case, build)
     layers = max(len(of.layers) for of in sets)
-    sizes = (sum(page.nbytes for page in pages) for pages in (inside, others))
-    return Frame(len(inside) * layers, *(layers * size for size in sizes))
+    nbytes, beside = (layers * sum(page.nbytes for page in pages) for pages in (inside, others))
+    aside = (page for layer in attentions(model, aside=True) for page in _caches(layer, case, build, 1))
+    return Frame(len(inside) * layers, nbytes, beside + sum(page.nbytes for page in aside))
 
 
 def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> list[Tensor]:
@@ -121,10 +130,15 @@ def apart(cache: Tensor) -> nn.Parameter:
     return fixed(torch.utils.dlpack.from_dlpack(cache))  # by its whole name: torch_npu puts its own there
 
 
+def _caches(layer: PagedCache, case: Case, build: Build, pages: int) -> list[Tensor]:
+    """New caches of so many pages for `layer`, and for those that share them."""
+    shape, dtype = (pages, case.cache_config.page_size), cache_type(case, build)
+    return [layer.new_cache(part, *shape, dtype, build.device) for part in range(layer.tensors)]
+
+
 def _pages(model: nn.Module, case: Case, build: Build) -> tuple[list[Tensor], list[Tensor]]:
     """A page of each cache of a layer: of those with the size of the first, and of others."""
-    layer, dtype = _alike(attentions(model), case), cache_type(case, build)
-    pages = [layer.new_cache(i, 1, case.cache_config.page_size, dtype, build.device) for i in range(layer.tensors)]
+    pages = _caches(_alike(attentions(model), case), case, build, 1)
     alike = [page for page in pages if page.shape == pages[0].shape]
     return alike, pages[len(alike) :]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from executor.engine.batch_limits import limits_of
 from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
-from executor.engine.mtp_drafts import Computed, MtpDrafter
+from executor.engine.model_drafts import Computed, ModelDrafter
 from executor.engine.request import Event, Request, TokenLogprob
 from executor.engine.sampling import token_logprob
 from executor.engine.scheduler import Scheduler, Step
@@ -31,7 +31,7 @@ class Loop:
         self.engine, self.stop_ids = engine, stop_ids
         limits = limits_of(engine.case, engine.config, serving, engine.pages.set_pages)
         self.scheduler = Scheduler(limits, stop_ids, engine.pages, engine.parallel.attn_dp.rank)
-        self.drafter = MtpDrafter(engine) if engine.model.mtp_at else None
+        self.drafter = ModelDrafter(engine) if engine.model.guesses else None
         self.timings = Timings()
         self._group = engine.parallel.attn_dp.rank
         self._ids = itertools.count()
@@ -115,7 +115,7 @@ class Loop:
                 events[index] = events[index]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
 
     def _guess(
-        self, drafter: MtpDrafter, drafts: Drafts, step: Step, batch: Batch, computed: list[list[Computed]]
+        self, drafter: ModelDrafter, drafts: Drafts, step: Step, batch: Batch, computed: list[list[Computed]]
     ) -> tuple[int, int, float]:
         """Guesses the next tokens of the sequences of `step`, which has just run. -> how many sequences got how many
         guesses, and the seconds that this took"""

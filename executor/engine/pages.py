@@ -76,6 +76,7 @@ class Pages(ABC):
     pages: int  # most pages that all sequences together may hold
     padding: int  # number of one more page, which no sequence holds: padding rows are written to it
     page_size: int
+    stride: int = 1  # of the numbers of pages
     set_pages: int = 0  # pages that a set of recurrent states takes; 0: the model has none
 
     @abstractmethod
@@ -143,7 +144,7 @@ class ElasticPages(Pages):
         self.arena, self.make_room, self.copy = arena, make_room, copy
         self.blocks: dict[int, Block] = {}  # by page
         self.pages, self.padding, self.page_size = arena.frames - pinned - 1, self.take().page, page_size
-        self.set_pages = arena.set_frames
+        self.stride, self.set_pages = arena.units, arena.set_frames
 
     def available(self, wanted: int) -> int:
         if wanted > self.arena.free_frames:

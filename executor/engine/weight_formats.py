@@ -7,10 +7,14 @@ import torch
 
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Scheme
+from executor.checkpoint.index import names_in
+from executor.checkpoint.packed import sources_of
 from executor.config.case import Case
-from executor.config.load import model_folder
+from executor.config.load import draft_folder, load_draft_config, load_model_config, model_folder
 from executor.config.platforms import PLATFORMS
 from models.build import Build, Formats, Shadows
+from models.eagle3_config import ALIASES, Eagle3Config
+from models.layers.eagle3 import TOKENS
 from ops.cpu.engine import native
 from ops.format import FORMATS, W8A8, Format
 from ops.interface import Exchange, Ops
@@ -71,11 +75,22 @@ def build_of(
         max_positions=case.max_sequence_length,
         draft_tokens=case.draft_config.most,
         mtp=case.draft_config.method == "mtp",
+        eagle3=_head_of(case),
         shadows=shadows,
         exchange=exchange,
         biased=scheme.biased,
         holds=scheme.holds,
     )
+
+
+def _head_of(case: Case) -> Eagle3Config | None:
+    """The config of the case's head for drafts, with what its files hold."""
+    if case.draft_config.method != "eagle3" or (config := load_draft_config(case, load_model_config(case))) is None:
+        return None
+    names = names_in(draft_folder(case), ALIASES) or {}
+    own = "embed_tokens.weight" in names or config.hidden_size != config.target_hidden_size
+    mapped = TOKENS in names or config.draft_vocab_size < config.vocab_size
+    return dataclasses.replace(config, own_embedding=own, mapped=mapped)
 
 
 def packed_facts(case: Case) -> dict[str, Any]:
@@ -85,6 +100,7 @@ def packed_facts(case: Case) -> dict[str, Any]:
         "parallel": dataclasses.asdict(case.parallel_sizes),
         "quantization": dataclasses.asdict(case.quantization),
         "mtp": case.draft_config.method == "mtp",
+        "head": sources_of(draft_folder(case)) if case.draft_config.method == "eagle3" else None,
         "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
         "order": native.order(),  # each of ARM's instruction sets has its own
     }

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from executor.checkpoint.formats.detect import read_scheme
+from executor.checkpoint.formats.eagle3 import Eagle3
 from executor.checkpoint.formats.scheme import Encoding, Scheme
 from executor.checkpoint.load import linear_modules, load_checkpoint, wanted_by
 from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.random import random_weights
 from executor.config.case import Case
+from executor.config.load import draft_folder
 from executor.config.platforms import PLATFORMS
 from executor.engine.weight_formats import packed_facts
 from models.causal_lm import CausalLM
@@ -42,6 +44,8 @@ def fill_weights(
             return None
     start = time.perf_counter()
     read = load_checkpoint(model, folder, scheme, model.ignores, rank == 0)
+    if head := model.eagle3:
+        read += load_checkpoint(head, draft_folder(case), Eagle3(), head.ignores, rank == 0)
     seconds = time.perf_counter() - start
     print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
     if settings.method == "q4" and any(encoding.format == MXFP4 for encoding in scheme.encodings):

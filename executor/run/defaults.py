@@ -1,7 +1,9 @@
 """Opens a case, or chooses settings for a checkpoint that is run without a case file, by what it is run for and by what
 fits into this machine's memory."""
 
+import copy
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from executor.checkpoint.hub.fetch import fetched, hub_name
+from executor.checkpoint.hub.fetch import fetched, fetched_head, hub_name
 from executor.checkpoint.hub.repository import HubName
 from executor.config.case import Case, SamplingSettings
 from executor.config.load import find_case, make_case, model_folder, no_case, read_yaml, set_all
@@ -24,7 +26,7 @@ from models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
 from models.registry import family_in, read_config
 from text.tokenizer_file import has_chat_template
 from umbra.errors import UserError
-from umbra.files import read_json, write_whole
+from umbra.files import ROOT, read_json, write_whole
 
 LONGEST, SHORTEST = 32768, 256  # tokens of a prompt and its answer that are tried
 LEAST = 4096  # tokens for one sequence that should fit before weights are quantised for them
@@ -61,9 +63,10 @@ def open_case(
     hub."""
     if file := find_case(model):
         data = read_yaml(file, "a case")
+        overrides = _with_head(data, overrides, settings)
         case = make_case(data, file.stem, file.name, overrides, settings)
     else:
-        set_all({}, overrides, settings)  # refuse unknown keys before anything is fetched
+        overrides = _with_head({}, overrides, settings)  # refuses unknown keys before anything is fetched
         path = Path(model).expanduser()
         if name := _on_hub(model):
             path = fetched(name)
@@ -83,6 +86,19 @@ def checkpoint_path(model: str) -> Path:
 def _on_hub(model: str) -> HubName | None:
     """What `model` says if it is to be looked up on a hub: a path that is there goes before."""
     return None if Path(model).expanduser().exists() else hub_name(model)
+
+
+def _with_head(
+    data: Mapping[str, Any], overrides: Sequence[str], settings: Mapping[str, object] | None
+) -> Sequence[str]:
+    """`overrides` of a case's `data`, with the folder of a head for drafts that is named as on a hub, now fetched."""
+    asked = copy.deepcopy(dict(data))
+    set_all(asked, overrides, settings)
+    drafts = asked.get("draft_config")
+    head = drafts.get("model_path") if isinstance(drafts, dict) else None
+    if isinstance(head, str) and not (ROOT / Path(head).expanduser()).exists() and (name := hub_name(head)):
+        return [*overrides, f"draft_config.model_path={json.dumps(str(fetched_head(name)))}"]
+    return overrides
 
 
 def _neither(model: str, path: Path) -> UserError:

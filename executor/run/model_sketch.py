@@ -15,7 +15,7 @@ from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.engine.arena import set_pages_of
 from executor.engine.batch_limits import Limits, limits_of
-from executor.engine.kv_caches import bind_caches, sharing
+from executor.engine.kv_caches import attentions, bind_caches, sharing
 from executor.engine.weight_formats import build_of
 from executor.run.activations import Part, counted
 from models.build import Build, Shadows
@@ -75,7 +75,7 @@ def sketch_of(
 
 def weights_of(model: nn.Module) -> list[Part]:
     """The memory of all weights, by kinds of layers."""
-    names = ("embedding", "attention", "router", *EXPERTS, "dense MLP", "norms", "head", "rotary")
+    names = ("embedding", "attention", "router", *EXPERTS, "dense MLP", "norms", "head", "head for drafts", "rotary")
     sizes = dict.fromkeys(names, 0)
     for path, layer in layers_of(model):
         name = kind_of(model, path, layer)
@@ -91,6 +91,8 @@ def weights_of(model: nn.Module) -> list[Part]:
 
 def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
     """The kind of a layer as the plan names it: by its class or, for a plain matrix, by its neighbouring modules."""
+    if path.startswith("eagle3."):
+        return "head for drafts"
     if type(layer) in KINDS:
         return KINDS[type(layer)]
     around = model.get_submodule(path.rpartition(".")[0]).children()
@@ -100,10 +102,13 @@ def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
 def cache_of(sketch: Sketch) -> Part:
     """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
     caches: list[Tensor] = [cache for layer, *_ in sharing(sketch.model) for cache in layer.caches]
+    aside = sum(cache.nbytes for layer in attentions(sketch.model, aside=True) for cache in layer.caches)
     pages, limits = len(caches[0]), sketch.limits
     kinds = Counter(cache[0].numel() // limits.page_size for cache in caches)
     tensors = " and ".join(f"{count} tensors of {values} values" for values, count in kinds.items())
     how = f"{tensors} x {pages:,} pages x {limits.page_size} tokens x {caches[0].itemsize} B"
     if limits.set_pages:
         how += f"; {limits.state_pages:,} pages of each sequence are recurrent states"
-    return Part("pages", sum(cache.nbytes for cache in caches), how)
+    if aside:
+        how += f"; {aside:,} B of the head for drafts"
+    return Part("pages", sum(cache.nbytes for cache in caches) + aside, how)

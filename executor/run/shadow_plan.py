@@ -100,7 +100,7 @@ def show_offload_plan(case: Case) -> list[Part]:
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
     parts = [Part("frames", arena.frames * arena.frame_bytes)]
     if sizes.frame.beside:
-        parts.append(Part("rotated keys beside it", arena.frames * sizes.frame.beside))
+        parts.append(Part("caches beside it", arena.frames * sizes.frame.beside))
     if platform.is_host:
         total = sizes.fixed_bytes + sum(part.nbytes for part in parts)
         print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")

@@ -34,6 +34,7 @@ class PagedCache(nn.Module):
     sizes: tuple[int, int]
     window: int | None  # tokens, up to itself, that a token sees; None: all
     layers: int  # number of the set of layers that this one is in, whose pages `Batch.paged` has
+    aside = False  # whether its caches lie apart from those of the other layers, whatever sizes these have
 
     def new_cache(self, part: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         raise NotImplementedError
@@ -127,7 +128,8 @@ class GroupedAttention(nn.Module):
     """Grouped-query attention with rotary embedding of a whole head or of its first columns. `bias`: of the projections
     to queries, keys and values; `out_bias`: of that back; `normed`: each head of queries and keys has a norm. With
     `window` a token sees so many tokens up to itself; with `sinks` each head has a score that takes part in the softmax
-    and no value; if `gated`, the rows of a gate of its result follow its rows of the projection to queries."""
+    and no value; if `gated`, the rows of a gate of its result follow its rows of the projection to queries. `inputs` is
+    the width of what it projects, if that is not the hidden size."""
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class GroupedAttention(nn.Module):
         window: int | None = None,
         sinks: bool = False,
         gated: bool = False,
+        inputs: int = 0,
     ):
         super().__init__()
         dim, tp, hidden = config.head_dim, build.parallel.attn_tp, config.hidden_size
@@ -154,7 +157,7 @@ class GroupedAttention(nn.Module):
         ]
         self.ops, self.head_dim = build.ops, dim
         self.sizes = [part.stop - part.start for part in (q_part, kv_part, kv_part)]
-        self.qkv_proj = MergedLinear(build, hidden, [*sources, *(s for of in gates for s in of)], bias)
+        self.qkv_proj = MergedLinear(build, inputs or hidden, [*sources, *(s for of in gates for s in of)], bias)
         if normed:
             self.q_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
             self.k_norm = RMSNorm(build, dim, config.rms_norm_eps, order)

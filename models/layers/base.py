@@ -67,6 +67,10 @@ class Layer(nn.Module):
             yield from getattr(value, "storages", ())
 
 
+class Separate(nn.Module):
+    """A part of a model with a checkpoint of its own."""
+
+
 def nbytes_of(weight: Matrix, bias: Tensor | None) -> int:
     return weight.nbytes + (0 if bias is None else bias.nbytes)
 

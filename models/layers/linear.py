@@ -79,15 +79,15 @@ class MergedLinear(Layer):
         return self.ops.linear(x, self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        parent, inputs = path.rpartition(".")[0], self.weight.columns
+        above, inputs = path[: path.rfind(".") + 1], self.weight.columns
         row = 0
         for source in self.sources:
             fill = source.fills(partial(self.weight.fill, row))
-            name, shape, part = f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL)
+            name, shape, part = f"{above}{source.name}.weight", (source.rows, inputs), (source.part, ALL)
             yield Piece(name, shape, part, fill, linear=True, router=self.small)
             if self.bias is not None:
                 into = self.bias[row : row + source.kept]
-                yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), source.fills(into.copy_))
+                yield Piece(f"{above}{source.name}.bias", (source.rows,), (source.part,), source.fills(into.copy_))
             row += source.kept
 
 

@@ -11,18 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from executor.engine.loop import Loop
-from executor.engine.request import Request, SamplingParams
-from models.batch import Batch
 from models.hybrid import MTP
 from models.layers.mtp import DEEPSEEK_MTP
-from tests.fakes.drafts import FreeDrafts
+from tests.models.guesses import compare_guesses
 from tests.tiny import make_runner, save_tiny_of, tiny_case
 from umbra.errors import UserError
 
 FAMILIES = "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next"
 KINDS = ["linear_attention", "full_attention", "full_attention"]
-PROMPTS = [[5, 17, 3, 88, 21, 9, 40, 9, 40, 9], list(range(30, 53))]
 
 
 class Oracle:
@@ -65,66 +61,31 @@ class Oracle:
             module.weight.data.copy_(extra[name])
 
     @torch.no_grad()
-    def guesses(self, ids: list[int], depth: int) -> list[Tensor]:
-        """The logits of `depth` guesses of what follows `ids`."""
+    def guesses(self, ids: list[int], depth: int) -> list[tuple[Tensor, int]]:
+        """`depth` guesses of what follows `ids`, with their logits."""
         hidden = self.main.model(torch.tensor([ids[:-1]])).last_hidden_state
-        found, known = [], ids[1:]
+        found, known = list[tuple[Tensor, int]](), ids[1:]
         for _ in range(depth):
             after = self.mtp.forward_layer(
                 0, hidden, torch.arange(len(known))[None], None, input_ids=torch.tensor([known])
             )
-            found.append(self.main.lm_head(after[0, -1]))
+            logits = self.main.lm_head(after[0, -1])
+            found.append((logits, int(logits.argmax())))
             hidden = torch.cat((hidden, after[:, -1:]), 1)
-            known = [*known, int(found[-1].argmax())]
+            known = [*known, found[-1][1]]
         return found
-
-
-def finish(loop: Loop) -> None:
-    while not loop.idle:
-        loop.step()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_guesses_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    """Some drafts come true: after guesses of the layer those that the model chooses."""
+    """After guesses of the layer those that the model chooses."""
     oracle = Oracle(tmp_path / "model", family)
     case = tiny_case(
         tmp_path, tmp_path / "model", model_name=family, data_config={"batch_size": 2, "chunked_prefill_size": 9},
         draft_config={"method": "mtp", "tokens": 3},
     )  # fmt: skip
     loop = make_runner(case, tmp_path).loop
-    loop.scheduler.drafts = FreeDrafts(3)
-    drafter, model, seen = loop.drafter, loop.engine.model, list[Tensor]()
-    assert drafter
-
-    def run(batch: Batch) -> tuple[Tensor, Tensor]:
-        ids, hidden = model.guess(batch)
-        seen.append(model.lm_head(hidden))
-        return ids, hidden
-
-    drafter.run = run
-    # Twice the same answer: the second time with the right guesses in place of half of those that are made.
-    first = [loop.submit(Request(tuple(prompt), SamplingParams(max_tokens=12))) for prompt in PROMPTS]
-    finish(loop)
-    right = {tuple(s.ids[: s.prompt_len]): s.ids.tolist() for s in first}
-    again = [loop.submit(Request(tuple(prompt), SamplingParams(max_tokens=12))) for prompt in PROMPTS]
-    steps = checked = 0
-    while not loop.idle:
-        seen.clear()
-        rows = [event.id - len(first) for event in loop.step()]
-        steps += 1
-        for row, s in enumerate(again[i] for i in rows):
-            expected = oracle.guesses(s.ids.tolist(), len(s.guesses)) if s.guesses else []
-            assert list(s.guesses) == [int(logits.argmax()) for logits in expected]
-            for logits, own in zip(expected, seen, strict=False):
-                torch.testing.assert_close(own[row], logits, atol=1e-4, rtol=1e-4)
-            checked += len(s.guesses)
-            if steps % 2:
-                known = right[tuple(s.ids[: s.prompt_len])]
-                s.guesses[:2] = type(s.guesses)("q", known[len(s.ids) : len(s.ids) + 2])[: len(s.guesses)]
-    assert [s.ids for s in again] == [s.ids for s in first]
-    assert checked > 20
-    assert 5 < loop.timings.accepted_tokens < loop.timings.drafted_tokens
+    compare_guesses(loop, oracle.guesses, loop.engine.model.lm_head)
 
 
 def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from executor.config.load import load_case
 from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
 from executor.engine.loop import Loop
-from executor.engine.mtp_drafts import MtpDrafter
+from executor.engine.model_drafts import ModelDrafter
 from executor.engine.request import Request, SamplingParams
 from executor.engine.timings import Timings
 from executor.model_runner import make_runner
@@ -87,7 +87,7 @@ class Recorded(Drafts):
         self.total += seconds
 
 
-class GuessedAt(MtpDrafter):
+class GuessedAt(ModelDrafter):
     """The model's guesses, of which a part is right."""
 
     def __init__(self, script: "Scripted"):

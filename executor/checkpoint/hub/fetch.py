@@ -35,7 +35,7 @@ def hub_name(model: str) -> HubName | None:
 
 def fetched(model: HubName) -> Path:
     """The folder of the model, or its GGUF file, the first one if it is split; fetched if it is not here already."""
-    repository: Repository = ModelScope(model) if use_modelscope() else HuggingFace(model)
+    repository = _repository(model)
     sizes = repository.sizes
     weights = weights_among(sizes, model.name)
     in_gguf = bool(model.file) or weights is None
@@ -58,9 +58,29 @@ def fetched(model: HubName) -> Path:
     repository.fetch(companions)
     read_config(repository.folder, family)
     read_scheme(repository.folder)
+    _fetch_tensors(repository, weights)
+    return repository.folder
+
+
+def fetched_head(model: HubName) -> Path:
+    """The folder of a head for drafts, fetched if it is not here already."""
+    repository = _repository(model)
+    weights = weights_among(repository.sizes, model.name)
+    if weights is None or CONFIG not in repository.sizes:
+        raise _lacking(repository, f"has no {CONFIG} beside {SINGLE} or {INDEX}", ": name an EAGLE3 head that has")
+    repository.fetch([file for file in repository.sizes if "/" not in file and file.endswith(".json")])
+    _fetch_tensors(repository, weights)
+    return repository.folder
+
+
+def _repository(model: HubName) -> Repository:
+    return ModelScope(model) if use_modelscope() else HuggingFace(model)
+
+
+def _fetch_tensors(repository: Repository, weights: str) -> None:
+    """Fetches the file `weights`, or those of this index, which is here."""
     indexed = read_index(repository.folder / weights).values() if weights.endswith(".json") else [weights]
     _fetch(repository, sorted(set(indexed)))
-    return repository.folder
 
 
 def _fetch(repository: Repository, files: Sequence[str]) -> None:

@@ -1,4 +1,5 @@
-"""Guesses of the next tokens by a model's own layer for it (models/layers/mtp.py), after each step.
+"""Guesses of the next tokens by a model's own layer for it (models/layers/mtp.py), or by an EAGLE3 head made for the
+model (models/layers/eagle3.py), after each step.
 
 The layer takes every token that a step has computed, with the token after it, and caches what it keeps of it in pages
 of the sequence, as the other layers do. From the last token of each sequence it guesses the one after the next;
@@ -30,7 +31,7 @@ Computed = tuple[
 ]  # a sequence, and the first position and the last one, plus one, that a step computed
 
 
-class MtpDrafter:
+class ModelDrafter:
     def __init__(self, engine: Engine):
         self.engine = engine
         model, platform = engine.model, engine.platform
@@ -106,11 +107,11 @@ class MtpDrafter:
         mine = late[self.engine.parallel.attn_dp.rank]
         rows = [(sequence, position) for sequence, begin, end in mine for position in range(begin, end)]
         ids = array("q", (sequence.ids[position + 1] for sequence, position in rows))
-        hidden = [kept for sequence, *_ in mine for kept in self._kept.pop(sequence.id, [])]
-        none = torch.empty(0, self.engine.config.hidden_size, device=self.engine.platform.device)
+        hidden = [] if self.engine.hidden is None else [self.engine.hidden[:0]]  # a group may have no tokens
+        hidden += [kept for sequence, *_ in mine for kept in self._kept.pop(sequence.id, [])]
         self.run(
             dataclasses.replace(
-                self._pack(rows, counts), token_ids=tensor_of(ids), hidden=torch.cat(hidden) if hidden else none,
+                self._pack(rows, counts), token_ids=tensor_of(ids), hidden=torch.cat(hidden),
                 logit_rows=tensor_of(array("q")), wanted_per_group=(0,) * len(counts),
             )
         )  # fmt: skip
@@ -119,4 +120,6 @@ class MtpDrafter:
 
     def _pack(self, rows: ListOf[tuple[Sequence, int] | None], counts: tuple[int, ...]) -> Batch:
         engine = self.engine
-        return pack_rows(engine.platform.ops, rows, engine.pages, counts, engine.table_width, engine.layer_sets)
+        return pack_rows(
+            engine.platform.ops, rows, engine.pages, counts, engine.table_width, engine.layer_sets, engine.aside
+        )

@@ -1,0 +1,140 @@
+"""EAGLE3 heads, compared with a reference in plain torch: the same guesses after prompts, in chunks, and while drafts
+are accepted and refused, whatever sizes and layout a head has; what does not fit the model is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.models.guesses import compare_guesses
+from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
+from umbra.errors import UserError
+
+EPS, THETA, GUESSED = 1e-5, 5000.0, 40
+
+
+class Head:
+    """A random head for `main`, which is saved to `folder` and computes guesses over whole sequences. `hidden`: it has
+    an embedding and a width of its own, and the layout of speculators."""
+
+    def __init__(self, folder: Path, main: PreTrainedModel, layers: list[int], taps: tuple[int, ...], hidden: int = 0):
+        torch.manual_seed(3)
+        self.main, self.taps, self.own = main, taps, hidden > 0
+        target, vocabulary = main.config.hidden_size, main.config.vocab_size
+        size, self.heads, self.kv_heads, self.dim = hidden or target, 4, 2 if hidden else 4, 16
+        shapes = {
+            "self_attn.q_proj": (self.heads * self.dim, 2 * size), "self_attn.o_proj": (size, self.heads * self.dim),
+            "self_attn.k_proj": (self.kv_heads * self.dim, 2 * size), "mlp.gate_proj": (40, size),
+            "self_attn.v_proj": (self.kv_heads * self.dim, 2 * size), "mlp.up_proj": (40, size),
+            "mlp.down_proj": (size, 40), "input_layernorm": (size,), "hidden_norm": (size,),
+            "post_attention_layernorm": (size,),
+        }  # fmt: skip
+        names = {f"layers.0.{name}.weight": shape for name, shape in shapes.items()}
+        names |= {"fc.weight": (size, 3 * target), "norm.weight": (size,), "lm_head.weight": (GUESSED, size)}
+        names |= {"embed_tokens.weight": (vocabulary, size)} if hidden else {}
+        self.weights = {name: torch.randn(shape) * 0.2 + (len(shape) == 1) for name, shape in names.items()}
+        self.tokens = torch.randperm(vocabulary)[:GUESSED].sort().values
+        plain = {
+            "model_type": "llama", "hidden_size": size, "intermediate_size": 40, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.dim, "rms_norm_eps": EPS, "rope_theta": THETA,
+            "vocab_size": vocabulary, "num_hidden_layers": 1, "attention_bias": False, "hidden_act": "silu",
+        }  # fmt: skip
+        config: dict[str, Any] = {"draft_vocab_size": GUESSED}
+        if hidden:
+            config |= {"transformer_layer_config": plain, "target_hidden_size": target, "norm_before_residual": True}
+            config |= {"eagle_aux_hidden_state_layer_ids": layers}
+        else:
+            config |= plain | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers or None}}
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        stored = self.weights if hidden else {k.replace("layers.0", "midlayer"): v for k, v in self.weights.items()}
+        maps = {"d2t": self.tokens - torch.arange(GUESSED), "t2d": torch.zeros(vocabulary, dtype=torch.bool)}
+        save_file(stored | maps, folder / "model.safetensors")
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], EPS)
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self.norm("norm", state) @ self.weights["lm_head.weight"].T
+
+    @torch.no_grad()
+    def guesses(self, ids: list[int], depth: int) -> list[tuple[Tensor, int]]:
+        hidden = self.main.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[tap][0] for tap in self.taps], -1) @ self.weights["fc.weight"].T
+        found, known = list[tuple[Tensor, int]](), ids[1:]
+        for _ in range(depth):
+            last = self._layer(torch.tensor(known), states)[-1:]
+            logits = self.logits(last[0])
+            found.append((logits, int(self.tokens[logits.argmax()])))
+            states, known = torch.cat((states, last)), [*known, found[-1][1]]
+        return found
+
+    def _layer(self, known: Tensor, states: Tensor) -> Tensor:
+        table = self.weights["embed_tokens.weight"] if self.own else self.main.model.embed_tokens.weight
+        normed, at = self.norm("layers.0.hidden_norm", states), "layers.0.self_attn"
+        both = torch.cat((self.norm("layers.0.input_layernorm", table[known]), normed), -1)
+        q, k, v = (
+            (both @ self.weights[f"{at}.{name}_proj.weight"].T).unflatten(-1, (-1, self.dim)).transpose(0, 1)
+            for name in "qkv"
+        )
+        angles = torch.arange(len(known))[:, None] * THETA ** (-torch.arange(0, self.dim, 2) / self.dim).repeat(2)
+        q, k = (
+            x * angles.cos() + torch.cat((-x[..., self.dim // 2 :], x[..., : self.dim // 2]), -1) * angles.sin()
+            for x in (q, k)
+        )
+        x = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        x = (normed if self.own else states) + x.transpose(0, 1).flatten(1) @ self.weights[f"{at}.o_proj.weight"].T
+        y = self.norm("layers.0.post_attention_layernorm", x)
+        gate, up, down = (self.weights[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        return x + (F.silu(y @ gate) * (y @ up)) @ down
+
+
+def drafted(folder: Path, family: str, **sections: Any) -> Any:
+    return tiny_case(
+        folder, folder / "model", model_name=family, data_config={"batch_size": 2, "chunked_prefill_size": 9},
+        draft_config={"method": "eagle3", "model_path": str(folder / "head"), "tokens": 3}, **sections,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+def test_guesses_are_those_of_the_reference(tmp_path: Path, family: str, arena: bool) -> None:
+    """With an arena the head's pages lie beside it."""
+    if family == "qwen3_moe":
+        main: PreTrainedModel = save_tiny(tmp_path / "model", num_hidden_layers=8, eos_token_id=None)
+        head = Head(tmp_path / "head", main, [], (2, 4, 5))
+    else:
+        main = save_tiny_m2(tmp_path / "model", **TINY_AS_M2 | {"num_hidden_layers": 6})
+        head = Head(tmp_path / "head", main, [1, 2, 4], (2, 3, 5), hidden=48)
+    case = drafted(tmp_path, family, **({"offload_config": {"mode": "resident"}} if arena else {}))
+    compare_guesses(make_runner(case, tmp_path).loop, head.guesses, head.logits)
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    main = save_tiny(tmp_path / "model", num_hidden_layers=8)
+    Head(tmp_path / "head", main, [], (2, 4, 5))
+    config, tensors = tmp_path / "head" / "config.json", tmp_path / "head" / "model.safetensors"
+    settings, weights = json.loads(config.read_text()), load_file(tensors)
+
+    def refusal(changes: dict[str, Any], own: dict[str, Tensor] | None = None) -> str:
+        config.write_text(json.dumps(settings | changes))
+        save_file({name: t for name, t in (weights | (own or {})).items() if len(t)}, tensors)
+        with pytest.raises(UserError) as error:
+            make_runner(drafted(tmp_path, "qwen3_moe"), tmp_path)
+        return str(error.value)
+
+    assert "vocab_size: 97 is not the model's: 96" in refusal({"vocab_size": 97})
+    assert "hidden_size: 64 is not the model's: 32" in refusal({"hidden_size": 64})
+    assert "norm_before_fc: True is not implemented" in refusal({"norm_before_fc": True})
+    for layers in ([2, 4], [2, 4, 9], [4, 2, 5], [0, 2, 4]):
+        assert "must be 3 different layers" in refusal({"eagle_aux_hidden_state_layer_ids": layers})
+    assert "d2t: names token 96, outside" in refusal({}, {"d2t": torch.full([GUESSED], 96 - GUESSED + 1)})
+    assert "1 tensors missing: d2t" in refusal({}, {"d2t": torch.zeros(0)})
+    assert "tensors missing: embed_tokens.weight" in refusal({"hidden_size": 64, "target_hidden_size": 32})
+    assert "does not know: input_norm.weight" in refusal({}, {"input_norm.weight": torch.ones(96)})
