@@ -10,7 +10,7 @@ from typing import NamedTuple
 from text.answer import Answer, ToolCall
 from text.chat import Chat, Shape, for_harmony, numbered
 from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
-from text.template import Renderer, failed, variables_of
+from text.template import TOO_MUCH, Renderer, failed, variables_of
 from text.tiktoken_file import converted
 from text.tokenizer_file import adds_bos, check_tokenizer, has_tokenizer, no_template, read_template
 from text.tokenizer_sandbox import Encoder, is_linear
@@ -165,7 +165,9 @@ class Tokenizer:
         try:
             variables = variables_of(chat.for_template(shape), {**self.hf.special_tokens_map, "tools": None})
             text = self._renderer.render(template, variables).text
-        except UserError:
+        except UserError as error:
+            if TOO_MUCH in str(error):
+                raise  # at once: others would take as long
             return ""
         return text if "umbra_name" in text and "umbra_key" in text and "'umbra_key'" not in text else ""
 
