@@ -9,7 +9,7 @@ from executor.config.load import read_yaml, set_keys
 from executor.config.schema import key, read, section
 from umbra.errors import UserError
 
-METHODS = ("none", "q8", "q4")
+METHODS = ("auto", "none", "q8", "q4")
 DOCS = "docs/cluster_keys.md"
 
 
@@ -30,7 +30,7 @@ class Targets:
 class Search:
     """The values that are tried; every layout of these is counted."""
 
-    methods: tuple[str, ...] = key(("none",), "quantization.method of the weights: none, q8, q4")
+    methods: tuple[str, ...] = key(("none",), "quantization.method of the weights: auto, none, q8, q4")
     resident: tuple[float, ...] = key((1.0,), "shares of the experts that the devices hold; hosts compute the rest")
     worlds: tuple[int, ...] = key((), "ranks of a replica; empty: every number that divides the devices")
     most_sequences: int = key(256, "most sequences of a data-parallel group at once", minimum=1)

@@ -39,7 +39,7 @@ class Sizes:
     def __str__(self) -> str:
         text = f"{self.replicas} x {self.world}: attention tp {self.attn_tp} dp {self.attn_dp}, "
         text += f"experts tp {self.moe_tp} ep {self.moe_ep}"
-        text += f", {self.method}" * (self.method != "none")
+        text += f", {self.method}" * (self.method not in ("auto", "none"))
         return text + f", {self.resident:.0%} resident" * (self.resident < 1)
 
 

@@ -31,8 +31,9 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
     ("gpt_oss_120b_bf16_tp8", ()),
     ("qwen35_397b_w4a16_tp16", ()),
     ("deepseek_v2_lite_q4_cpu", ()),
+    ("deepseek_r1_w8a8_tp16", ()),
 ]
-IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states", "latents"]
+IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states", "latents", "r1"]
 PRINTED = Path(__file__).parents[1] / "data" / "cluster_plan.txt"
 LINKS = Links(devices=8, gbps=100.0, collective_us=10.0, peer_us=1.0, exchange_us=40.0)
 HARDWARE = Hardware(
@@ -73,6 +74,18 @@ def test_a_decode_step_reads_what_the_memory_plan_says(name: str, overrides: tup
     biases = rest - norms - work.total("weights") + experts
     assert 0 <= biases < 2e-4 * rest
     assert work.total("cached") == pytest.approx(cached, rel=1e-9)
+
+
+def test_tensor_parallelism_does_not_divide_latents() -> None:
+    """Of which a token has 1,152 bytes in each of 61 layers. With 128 heads a die multiplies longer than it reads."""
+    dp = ("attn_tp_size=4", "batch_size=64", "aiv_group=none")
+    tp, dp4 = (Counted(load_case("deepseek_r1_w8a8_tp16", overrides)) for overrides in ((), dp))
+    assert tp.page_bytes == dp4.page_bytes == 61 * 1152 * 128
+    reads = [counted.decode(16, 4095).total("cached") for counted in (tp, dp4)]
+    assert reads == [16 * 4096 * 61 * 1152] * 2
+    whole = Counted(load_case("deepseek_v3_w4a16_offload", ("offload_config.mode=none", "offload_config.arena_mb=0")))
+    [attention] = {(one.cached, one.macs) for one in whole.decode(1, 8191).done if one.name == "latent_attention"}
+    assert attention == (8192 * 1152, 8192 * 128 * 1088)
 
 
 def test_kernels_and_collectives_of_a_layer() -> None:
