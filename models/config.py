@@ -14,20 +14,22 @@ LARGEST_DEPTH = 4096  # layers
 MOST_EXPERTS = 1 << 19  # of all layers together
 
 
-LEAST_EXPANDED = 16  # tokens of a prompt: with fewer, the steps of the expanded form are too small to be worth while
+# Cached tokens whose keys and values take as long to make as the heads' matrices to be laid out for that (measured on
+# the CPU; docs/performance.md).
+LAID_OUT = 16
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The expanded form of attention over latents: keys and values of each head are made of them once in a step.
-    Counts are multiply-adds of a head, by which the form beats the absorbed one, or not."""
+    """When the expanded form of attention over latents, which makes keys and values of each head once in a step, takes
+    fewer multiply-adds than the absorbed one. Counts are a head's."""
 
     saved: int  # of each new token and one that it sees
-    made: int  # more of each cached token, of which new tokens of the absorbed form take as many
+    made: int  # more of each cached token; new tokens of the absorbed form take as many
 
     def pays(self, cached: int, new: int) -> bool:
         """Whether `new` tokens of a prompt behind `cached` ones take it."""
-        return new >= LEAST_EXPANDED and new * (2 * cached + new) * self.saved > 2 * cached * self.made
+        return new * (2 * cached + new) * self.saved > 2 * (cached + LAID_OUT) * self.made
 
 
 class ModelConfig(Protocol):

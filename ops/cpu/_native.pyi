@@ -191,6 +191,37 @@ def latent_attention(
     scale: float,
     type: int,
 ) -> None: ...
+
+class ExpandedAttention:
+    def __init__(
+        self,
+        keys: SplitMatrix,
+        values: SplitMatrix,
+        q: int,
+        q_rotary: int,
+        cache: int,
+        block_tables: int,
+        query_starts: int,
+        kv_lens: int,
+        out: int,
+        peaks: int,
+        sequences: int,
+        heads: int,
+        width: int,
+        rotary: int,
+        key: int,
+        value: int,
+        page_size: int,
+        most_pages: int,
+        tokens: int,
+        q_stride: int,
+        scale: float,
+        type: int,
+    ) -> None: ...
+    @property
+    def memory_bytes(self) -> int: ...
+
+def expanded_attention(op: ExpandedAttention, memory: int) -> None: ...
 def head_linear(
     w: SplitMatrix, x: int, out: int, scratch: int, tokens: int, heads: int, n: int, stride: int
 ) -> None: ...

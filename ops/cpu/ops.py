@@ -247,10 +247,28 @@ def latent_attention(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Pag
     return out
 
 
+@traced
 def expanded_attention(
     q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: NativeHeads, values: NativeHeads, paged: Paged, scale: float
 ) -> Tensor:
-    return head_linear(latent_attention(head_linear(q, keys), q_rotary, cache, paged, scale), values)
+    tokens, heads, key = q.shape
+    (rows,), width, value = cache, keys.rows, values.rows
+    if max(key, value) > native.most_width:
+        raise UserError(
+            f"qk_nope_head_dim: {key}, v_head_dim: {value}: the cpu's attention takes heads of at most "
+            f"{native.most_width} columns"
+        )
+    block_tables, query_starts, kv_lens = _lengths(paged)
+    out, peaks = torch.empty(tokens, heads, value), torch.empty(tokens, heads, 2)
+    op = native.ExpandedAttention(
+        keys.packed.handle, values.packed.handle, strided(q), pointer(q_rotary), pointer(rows, rows.dtype),
+        pointer(block_tables, INT), pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), pointer(peaks),
+        len(kv_lens), heads, width, q_rotary.shape[2], key, value, rows.shape[2], block_tables.shape[1], tokens,
+        q.stride(0), scale, TYPES[rows.dtype],
+    )  # fmt: skip
+    memory = torch.empty(op.memory_bytes, dtype=torch.uint8)
+    native.expanded_attention(op, pointer(memory, torch.uint8))
+    return out
 
 
 @traced

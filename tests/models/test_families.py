@@ -69,6 +69,7 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek_v2": {
         "tiny": {},
         "as_lite": {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "initializer_range": 0.15},
+        "expanded": {"qk_nope_head_dim": 12, "v_head_dim": 6, "initializer_range": 0.2},  # for 23 tokens, not for 7
         "no_yarn": {"rope_parameters": {"rope_theta": 1e4}, "v_head_dim": 40, "first_k_dense_replace": 0},
     },
     "deepseek_v3": {

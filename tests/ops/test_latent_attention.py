@@ -122,6 +122,16 @@ def test_expanded_attention(
     torch.testing.assert_close(ours.expand(q, q_rotary, native, lens, new), expected, atol=close, rtol=0)
 
 
+def test_matrices_in_8_bits_are_expanded_as_they_multiply() -> None:
+    engine.start(2, "auto")
+    ours, theirs = (Latents(ops, [80], 64, 16, 16, torch.float32) for ops in (cpu, reference))
+    native = key_and_value_matrices(cpu, 3, 64, 32, 64, Format("q8", 32))
+    plain = key_and_value_matrices(reference, 3, 64, 32, 64, FORMATS["float32"])
+    q, q_rotary = torch.randn(80, 3, 32), torch.randn(80, 3, 16)
+    expected = theirs.expand(q, q_rotary, plain, [80], [80])
+    torch.testing.assert_close(ours.expand(q, q_rotary, native, [80], [80]), expected, atol=0.02, rtol=0)
+
+
 @pytest.mark.parametrize("instruction_set", VECTORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_bits_do_not_depend_on_threads_company_or_chunks(instruction_set: str, dtype: torch.dtype) -> None:
@@ -129,13 +139,17 @@ def test_bits_do_not_depend_on_threads_company_or_chunks(instruction_set: str, d
     engine.start(1, instruction_set)
     latents = Latents(cpu, lens, 64, 16, 16, dtype)
     q, q_rotary = torch.randn(71, 40, 64), torch.randn(71, 40, 16)
-    together = latents.attend(q, q_rotary, lens, new)
+    heads = key_and_value_matrices(cpu, 40, 64, 64, 24, FORMATS["bfloat16"])
+    together = latents.attend(q, q_rotary, lens, new), latents.expand(q, q_rotary, heads, lens, new)
     for threads in (1, 3):
         engine.start(threads, instruction_set)
         for first, count in ((40, 30), (43, 5), (69, 1)):
             rows, length = slice(first, first + count), lens[1] - (70 - first - count)
-            alone = latents.attend(q[rows], q_rotary[rows], [length], [count], 1)
-            assert torch.equal(alone, together[rows])
+            alone = (
+                latents.attend(q[rows], q_rotary[rows], [length], [count], 1),
+                latents.expand(q[rows], q_rotary[rows], heads, [length], [count], 1),
+            )
+            assert all(torch.equal(one, of[rows]) for one, of in zip(alone, together, strict=True))
 
 
 @pytest.mark.parametrize("format", [*(FORMATS[kind] for kind in ("float32", "bfloat16")), Format("q8", 32)])

@@ -138,6 +138,50 @@ void bind_ops(py::module_& m) {
         py::arg("q"), py::arg("q_rotary"), py::arg("cache"), py::arg("block_tables"), py::arg("query_starts"),
         py::arg("kv_lens"), py::arg("out"), py::arg("sequences"), py::arg("heads"), py::arg("width"), py::arg("rotary"),
         py::arg("page_size"), py::arg("most_pages"), py::arg("tokens"), py::arg("scale"), py::arg("type"));
+    py::class_<ExpandedAttention>(m, "ExpandedAttention")
+        .def(py::init([](const SplitMatrix& keys, const SplitMatrix& values, uintptr_t q, uintptr_t q_rotary,
+                         uintptr_t cache, uintptr_t block_tables, uintptr_t query_starts, uintptr_t kv_lens,
+                         uintptr_t out, uintptr_t peaks, int64_t sequences, int64_t heads, int64_t width,
+                         int64_t rotary, int64_t key, int64_t value, int64_t page_size, int64_t most_pages,
+                         int64_t tokens, int64_t q_stride, float scale, int type) {
+                 return new ExpandedAttention{fitting(keys),
+                                              fitting(values),
+                                              at<const float>(q),
+                                              at<const float>(q_rotary),
+                                              at<const void>(cache),
+                                              at<const int64_t>(block_tables),
+                                              at<const int64_t>(query_starts),
+                                              at<const int64_t>(kv_lens),
+                                              at<float>(out),
+                                              at<float>(peaks),
+                                              nullptr,
+                                              sequences,
+                                              heads,
+                                              width,
+                                              rotary,
+                                              key,
+                                              value,
+                                              page_size,
+                                              most_pages,
+                                              tokens,
+                                              q_stride,
+                                              scale,
+                                              static_cast<Type>(type)};
+             }),
+             py::arg("keys"), py::arg("values"), py::arg("q"), py::arg("q_rotary"), py::arg("cache"),
+             py::arg("block_tables"), py::arg("query_starts"), py::arg("kv_lens"), py::arg("out"), py::arg("peaks"),
+             py::arg("sequences"), py::arg("heads"), py::arg("width"), py::arg("rotary"), py::arg("key"),
+             py::arg("value"), py::arg("page_size"), py::arg("most_pages"), py::arg("tokens"), py::arg("q_stride"),
+             py::arg("scale"), py::arg("type"))
+        .def_property_readonly("memory_bytes",
+                               [](const ExpandedAttention& op) { return op.memory_bytes(*engine.kernels); });
+    m.def(
+        "expanded_attention",
+        [](ExpandedAttention op, uintptr_t memory) {
+            op.memory = at<uint8_t>(memory);
+            submit(op);
+        },
+        py::arg("op"), py::arg("memory"));
     m.def(
         "head_linear",
         [](const SplitMatrix& w, uintptr_t x, uintptr_t out, uintptr_t scratch, int64_t tokens, int64_t heads,

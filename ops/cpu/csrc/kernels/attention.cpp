@@ -2,8 +2,13 @@
 
 #include "kernels/attention.h"
 
+#include "kernels/expanded.h"
+#include "kernels/products.h"
+
 namespace umbra {
 namespace {
+
+constexpr int64_t kMostExpanded = 16 << 20;  // bytes of keys and values of a section, of a few heads
 
 #if defined(__x86_64__)
 constexpr int kAtOnce = 8;  // 8 sums of 16 lanes: 8 AVX-512 registers
@@ -225,6 +230,11 @@ void attend_latents_bf16(const Attention& a, const Span& span) { attend<FloatDot
 void attend_latents_f16(const Attention& a, const Span& span) { attend<FloatDot, F16, true>(a, span); }
 void attend_latents_i8(const Attention& a, const Span& span) { attend<FloatDot, int8_t, true>(a, span); }
 
+const ExpandedSteps expanded_f32 = Expanded<FloatDot, float>::kSteps;
+const ExpandedSteps expanded_bf16 = Expanded<FloatDot, Bf16>::kSteps;
+const ExpandedSteps expanded_f16 = Expanded<FloatDot, F16>::kSteps;
+const ExpandedSteps expanded_i8 = Expanded<FloatDot, int8_t>::kSteps;
+
 int64_t Attention::latent_parts(int64_t heads) {
     int64_t parts = (heads + 31) / 32;
     while (heads % parts) parts++;
@@ -323,6 +333,46 @@ void Attention::run(Context& context) const {
             scale_to(to, 1 / whole(total, peak, row % heads), to, width);
         }
     });
+}
+
+int64_t ExpandedAttention::together(const Kernels& kernels) const {
+    const int64_t bytes = ExpandedSizes(*this).head * kernels.expanded[static_cast<int>(type)]->bytes;
+    return std::clamp<int64_t>(kMostExpanded / bytes, 1, heads);
+}
+
+int64_t ExpandedAttention::memory_bytes(const Kernels& kernels) const {
+    return together(kernels) * ExpandedSizes(*this).head * kernels.expanded[static_cast<int>(type)]->bytes + 64;
+}
+
+void ExpandedAttention::run(Context& context) const {
+    const ExpandedSteps& steps = *context.kernels.expanded[static_cast<int>(type)];
+    Pool& pool = context.pool;
+    const int64_t most = together(context.kernels), parts = (heads + most - 1) / most;
+    const int64_t slabs = (width + kKeys - 1) / kKeys + (value + kKeys - 1) / kKeys;
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t first = heads * part / parts, count = heads * (part + 1) / parts - first;
+        const ExpandedHeads of{*this, first, count, aligned(memory)};
+        pool.each(static_cast<int>(count * slabs),
+                  [&](int task, int) { steps.matrices(of, first + task / slabs, task % slabs); });
+        for (int64_t s = 0; s < sequences; s++) {
+            const int64_t begin = query_starts[s], end = query_starts[s + 1];
+            const int64_t blocks = (end - begin + kMostRows - 1) / kMostRows;
+            for (int64_t start = 0; start < kv_lens[s]; start += kSection) {
+                const int64_t tiles = (std::min<int64_t>(kSection, kv_lens[s] - start) + kKeys - 1) / kKeys;
+                // A task makes all heads' keys of a tile, or if there are few tiles some heads'.
+                const int64_t shares = std::clamp<int64_t>(4 * pool.threads() / tiles, 1, count);
+                pool.each(static_cast<int>(tiles * shares), [&](int task, int) {
+                    const int64_t share = task % shares;
+                    steps.tile(of, s, start + task / shares * kKeys, first + count * share / shares,
+                               first + count * (share + 1) / shares);
+                });
+                pool.each(static_cast<int>(count * blocks), [&](int task, int) {
+                    const int64_t token = begin + task % blocks * kMostRows;
+                    steps.rows(of, s, start, first + task / blocks, token, std::min<int64_t>(kMostRows, end - token));
+                });
+            }
+        }
+    }
 }
 
 }  // namespace umbra

@@ -110,7 +110,8 @@ struct Softened {
 //   kByRows  whether latents are multiplied as they lie, row by row:
 //     score(rows, q, deep, latents, scores)  scores (rows, kKeys) = q (rows, deep) times the latents
 //     add(rows, weights, latents, width, sums, wide)  sums (rows, wide) += weights (rows, kKeys) times the latents
-//   or else values(from, pairs, columns, stride, to, to_columns)  rows `stride` apart as steps of the product
+// and where these are not multiplied as they lie
+//   values(from, pairs, columns, stride, to, to_columns)  rows `stride` apart as steps of the product
 template <class Dot, class T, bool kLatent>
 class QueryRows {
     using E = typename Dot::Operand;

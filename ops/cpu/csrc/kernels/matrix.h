@@ -200,6 +200,12 @@ struct SplitMatrix {
     }
     const Matrix& like() const { return parts[0]; }  // any part, for format, columns and group, which are equal in all
     int blocks() const { return first.back(); }
+    // The part of matrix `index` that has row block `block`, and its number in the part.
+    std::pair<Matrix, int64_t> at(int64_t index, int64_t block) const {
+        size_t node = 0;
+        while (block >= first[node + 1]) node++;
+        return {parts[node].at(index), block - first[node]};
+    }
     int blocks(int node) const { return first[node + 1] - first[node]; }
 };
 
@@ -245,6 +251,10 @@ void attend_latents_bf16(const Attention&, const Span&);
 void attend_latents_f16(const Attention&, const Span&);
 void attend_latents_i8(const Attention&, const Span&);
 
+// Attention over latents in its expanded form (expanded.h).
+struct ExpandedSteps;
+extern const ExpandedSteps expanded_f32, expanded_bf16, expanded_f16, expanded_i8;
+
 // The gated delta rule of one sequence and value head, in a slab of columns from `column` on (delta.h).
 struct GatedDelta;
 using Delta = void (*)(const GatedDelta&, int64_t sequence, int64_t head, int64_t column);
@@ -257,6 +267,7 @@ struct Kernels {
     Products several[kFormats] = {};                                      // or null: one row block after the other
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
     Attend latents[4] = {attend_latents_f32, attend_latents_bf16, attend_latents_f16, attend_latents_i8};
+    const ExpandedSteps* expanded[4] = {&expanded_f32, &expanded_bf16, &expanded_f16, &expanded_i8};
     Delta delta = delta_of_four;
     Order order = Order::fours;  // of the matrices that `product` reads
 };

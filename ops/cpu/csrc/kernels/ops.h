@@ -146,6 +146,25 @@ struct Attention {
     static int64_t latent_parts(int64_t heads);
 };
 
+// Attention over latents, of which each head's keys and values are made.
+struct ExpandedAttention {
+    SplitMatrix keys, values;  // of each head one after another: (width, key) and (value, width)
+    const float* q;            // (T, heads, key), tokens `q_stride` apart
+    const float* q_rotary;     // (T, heads, rotary)
+    const void* cache;         // as of WriteLatents
+    const int64_t *block_tables, *query_starts, *kv_lens;
+    float* out;       // (T, heads, value)
+    float* peaks;     // (T, heads, 2): scratch
+    uint8_t* memory;  // memory_bytes: scratch
+    int64_t sequences, heads, width, rotary, key, value, page_size, most_pages, tokens, q_stride;
+    float scale;
+    Type type;
+    void run(Context&) const;
+    // Heads that are computed together: as many as `memory` has a few MB for.
+    int64_t together(const Kernels&) const;
+    int64_t memory_bytes(const Kernels&) const;
+};
+
 struct SiluMul {
     const float* x;  // (T, 2 width)
     float* out;      // (T, width)

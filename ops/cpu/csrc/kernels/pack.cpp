@@ -55,6 +55,12 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
         const int zero = from.zeros ? from.zeros[at] : whole_bytes(w.format) ? 128 : 8;
         const float scale =
             w.wide_scales() ? reinterpret_cast<const float*>(from.scales)[at] : half_to_float(from.scales[at]);
+        if (w.format == Format::q8 && w.order == Order::fours) {  // as below, four at once
+            for (int i = 0; i < kBlock; i += 4)
+                for (int j = 0; j < 4; j++)
+                    to[c + i + j] = static_cast<float>(block[i * kRows + lane * 4 + j] - zero) * scale;
+            continue;
+        }
         for (int i = 0; i < kBlock; i++)
             to[c + i] = static_cast<float>(quant_at(w.format, w.order, block, lane, i) - zero) * scale;
     }
@@ -232,6 +238,21 @@ int pack_floats(const RowBlock& to, const Given& from, int64_t c, int64_t column
     return finite ? 0 : kStrange;
 }
 
+void unpack(const Matrix& w, const Place& from, int lane, float* out) {
+    if (w.quantised()) return unpack_quantised(w, from, lane, out);
+    if (w.format == Format::f8) {
+        const float* scales = reinterpret_cast<const float*>(from.scales) + lane;
+        for (int64_t c = 0; c < w.k; c++)
+            out[c] = f8_to_float(from.quants[c * kRows + lane]) * scales[c / w.group * kRows];
+        return;
+    }
+    with_type(static_cast<Type>(w.format), [&](auto example) {
+        using T = decltype(example);
+        const T* column = reinterpret_cast<const T*>(from.quants) + lane;
+        for (int64_t c = 0; c < w.k; c++) out[c] = widen(column[c * kRows]);
+    });
+}
+
 }  // namespace
 
 int pack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, int64_t columns,
@@ -297,42 +318,26 @@ bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t col
 
 void EmbeddingOf::run(Context& context) const {
     context.pool.each(static_cast<int>(tokens), [&](int t, int) {
-        const int64_t row = ids[t] - first_id, block = row / kRows;
+        const int64_t row = ids[t] - first_id;
         float* to = out + t * hidden;
         if (row < 0 || row >= vocabulary) {
             std::memset(to, 0, hidden * sizeof(float));
             return;
         }
-        size_t node = 0;
-        while (block >= table.first[node + 1]) node++;
-        const Matrix& part = table.parts[node];
-        unpack_quantised(part, place_of(part, block - table.first[node]), static_cast<int>(row % kRows), to);
+        unpack_row(table, 0, row, to);
     });
 }
 
 void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {
     for_blocks(context, split, where, count, 1, [&](const RowBlock* block, int) {
-        const Matrix& w = block->w;
-        const Place& from = block->place;
-        for (int lane = block->rows.lane; lane < block->rows.lane + block->rows.count; lane++) {
-            float* out = to + block->rows.row(lane) * w.k;
-            if (w.quantised()) {
-                unpack_quantised(w, from, lane, out);
-                continue;
-            }
-            if (w.format == Format::f8) {
-                const float* scales = reinterpret_cast<const float*>(from.scales) + lane;
-                for (int64_t c = 0; c < w.k; c++)
-                    out[c] = f8_to_float(from.quants[c * kRows + lane]) * scales[c / w.group * kRows];
-                continue;
-            }
-            with_type(static_cast<Type>(w.format), [&](auto example) {
-                using T = decltype(example);
-                const T* column = reinterpret_cast<const T*>(from.quants) + lane;
-                for (int64_t c = 0; c < w.k; c++) out[c] = widen(column[c * kRows]);
-            });
-        }
+        for (int lane = block->rows.lane; lane < block->rows.lane + block->rows.count; lane++)
+            unpack(block->w, block->place, lane, to + block->rows.row(lane) * block->w.k);
     });
+}
+
+void unpack_row(const SplitMatrix& w, int64_t index, int64_t row, float* to) {
+    const auto [part, block] = w.at(index, row / kRows);
+    unpack(part, place_of(part, block), static_cast<int>(row % kRows), to);
 }
 
 }  // namespace umbra

@@ -28,6 +28,8 @@ int pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int
 // Writes a row-major table (rows, columns) of `type`. Returns whether all values are finite numbers.
 bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Given& from);
 
+// Row `row` of matrix `index`, dequantised to float32.
+void unpack_row(const SplitMatrix& w, int64_t index, int64_t row, float* to);
 // Reads `count` rows and writes them dequantised to float32.
 void unpack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, float* to);
 

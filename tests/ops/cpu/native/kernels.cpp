@@ -8,8 +8,8 @@
 
 #include <stdexcept>
 
-#include "attention.h"
 #include "delta.h"
+#include "expanded.h"
 #include "kernels/dispatch.h"
 #include "kernels/pack.h"
 #include "runtime/probe.h"
@@ -428,6 +428,8 @@ void check_all(const Kernels& kernels) {
     for (Format format : {Format::q8, Format::q4})
         for (bool zeros : {false, true}) check_orders(format, zeros);
     for (Format format : {Format::mx4, Format::q4k, Format::q5k, Format::q6k, Format::iq4}) check_orders(format, false);
+    for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8}) check_expanded(kernels, type, 48, 10, 21, 40);
+    check_expanded(kernels, Type::bf16, 512, 64, 128, 256);
     check_delta(kernels, 2, 6, 24, 48);
     check_delta(kernels, 1, 2, 128, 64);
     std::puts("ok");

@@ -4,6 +4,7 @@
 // a product sum is at most 2^-9 of sum |x * w|. Neighbouring columns (matrix.h) become pairs of a lane by one permutation,
 // which up to eight activation rows share, and an activation is loaded once for two row blocks.
 
+#include "kernels/expanded.h"
 #include "kernels/x86/bf16.h"
 
 namespace umbra {
@@ -109,6 +110,8 @@ const Kernels& kernels_avx512_bf16() {
         own.attend[static_cast<int>(Type::i8)] = attend<Bf16Dot, int8_t>;
         own.latents[static_cast<int>(Type::bf16)] = attend<Bf16Dot, Bf16, true>;
         own.latents[static_cast<int>(Type::i8)] = attend<Bf16Dot, int8_t, true>;
+        own.expanded[static_cast<int>(Type::bf16)] = &Expanded<Bf16Dot, Bf16>::kSteps;
+        own.expanded[static_cast<int>(Type::i8)] = &Expanded<Bf16Dot, int8_t>::kSteps;
         return own;
     }();
     return kernels;

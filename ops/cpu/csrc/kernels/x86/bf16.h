@@ -107,16 +107,16 @@ TARGET void score_pass(const Bf16* q, int64_t deep, const Bf16* const* keys, con
     if constexpr (R > 3) _mm_storeu_ps(scores + 3 * kKeys, _mm512_extractf32x4_ps(all, 3));
 }
 
+// Element i of a first vector, element i of a second one.
+alignas(64) constexpr uint16_t kInPairs[2 * kLanes] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
 constexpr int kMostAdded = 10;  // rows of one pass: 20 sums of 16 lanes
 
 // sums (R, `columns`) += weights (R, kKeys) times the columns of latents from `column` on, two of these at a time.
 template <int R>
 TARGET void add_pass(const Bf16* weights, const LatentRows<Bf16>& of, int64_t column, int64_t columns, int64_t ahead,
                      float* sums, int64_t wide) {
-    alignas(64) static constexpr uint16_t kLow[2 * kLanes] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
-                                                              37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-                                                              11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+    const __m512i low = _mm512_load_si512(kInPairs), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
     const __mmask32 some = columns < kColumns ? (1u << columns) - 1 : ~0u;
     __m512 left[R], right[R];
 #pragma GCC unroll 10
@@ -193,6 +193,20 @@ struct Bf16Dot {
     template <class T>
     static void widen(const T* from, int64_t count, Bf16* to) {
         copy(from, 1, count / 2, 0, to, 0);
+    }
+    TARGET static void values(const Bf16* from, int64_t pairs, int64_t columns, int64_t stride, Bf16* to,
+                              int64_t to_columns) {
+        const __m512i low = _mm512_load_si512(kInPairs), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+        for (int64_t i = 0; i < pairs; i++, from += 2 * stride, to += 2 * to_columns)
+            for (int64_t j = 0; j < columns; j += 2 * kLanes) {
+                const __mmask32 some = columns - j < 2 * kLanes ? (1u << (columns - j)) - 1 : ~0u;
+                const __m512i first = _mm512_maskz_loadu_epi16(some, from + j);
+                const __m512i second = _mm512_maskz_loadu_epi16(some, from + stride + j);
+                _mm512_mask_storeu_epi32(to + 2 * j, some & 0xffff, _mm512_permutex2var_epi16(first, low, second));
+                if (some >> kLanes)
+                    _mm512_mask_storeu_epi32(to + 2 * j + 2 * kLanes, some >> kLanes,
+                                             _mm512_permutex2var_epi16(first, high, second));
+            }
     }
     static constexpr bool kByRows = true;
 
