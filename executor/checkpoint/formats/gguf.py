@@ -59,6 +59,8 @@ class GgufScheme(Scheme):
 
     def said(self, *spellings: str) -> Encoding | None:
         module = spellings[0]
+        if split := self._split(f"{module}.weight"):
+            return next((self._blocks[info.kind] for _, info in split if info.kind in self._blocks), None)
         kinds = {self._kind(name) for name in self._apart(module) or (f"{module}.weight", module)} - {None}
         encoding = self._blocks.get(kinds.pop() or "") if len(kinds) == 1 else None
         if encoding and (heads := self._heads(f"{module}.weight")):
