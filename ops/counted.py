@@ -8,6 +8,7 @@ and with `npu_qkv_rms_norm_rope_cache`, a step makes fewer temporaries than are 
 *Work*, on any platform: kernels, bytes and products of each op, as `Notes` has them.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,9 +104,11 @@ class CountedOps:
         routing: str = "fusion_v2",
         kernels: Mapping[str, int] | None = None,
         name: Callable[[Tensor, str], object] | None = None,
+        most_columns: int = sys.maxsize,
     ):
         """`routing` is one of ops.ascend.moe.ROUTINGS; `kernels` are those of ops that are not one; `name(tensor,
-        what)` is called for every tensor made."""
+        what)` is called for every tensor made; kernels for few rows take matrices of `most_columns` at most."""
+        self.most_columns = most_columns
         self.layout, self.dtype, self.page_size, self.experts = layout, dtype, page_size, experts
         self.routing, self.kernels, self.name, self.notes = routing, kernels or {}, name, Notes()
 
@@ -120,11 +123,11 @@ class CountedOps:
 
     def note(
         self, name: str, *rows: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0,
-        plain: bool = True,
+        plain: bool = True, few: bool = True,
     ) -> None:  # fmt: skip
         nbytes, times = float(sum(t.numel() for t in rows) * self.dtype.itemsize), self.notes.multiple
         kernels = self.kernels.get(name, 1)
-        self.notes.done.append(Done(name, times, kernels, weights, cached, nbytes, macs, plain=plain))
+        self.notes.done.append(Done(name, times, kernels, weights, cached, nbytes, macs, plain=plain, few=few))
 
     def embedding(self, ids: Tensor, table: Any, first_id: int | None) -> Tensor:
         columns = table.shape[1] if isinstance(table, Tensor) else table.columns
@@ -149,7 +152,8 @@ class CountedOps:
     def _product(self, name: str, x: Tensor, weight: Any) -> Tensor:
         out = self.made("product", x, len(x), weight.rows)
         size, macs = sum(t.nbytes for t in weight.storages), len(x) * weight.rows * weight.columns
-        self.note(name, x, out, weights=size, macs=macs, plain=plain(weight))
+        few = weight.columns <= self.most_columns
+        self.note(name, x, out, weights=size, macs=macs, plain=plain(weight), few=few)
         return out
 
     def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:

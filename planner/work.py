@@ -27,6 +27,7 @@ from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.states import RecurrentStates
 from models.registry import load, model_class
+from ops.ascend.vector_core.planes import MOST_ROWS
 from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
 from ops.interface import Exchange, Ops
 from ops.parallel.groups import Group
@@ -91,6 +92,7 @@ class Counted:
             case.cache_config.page_size,
             case.parallel_sizes.physical(config.expert_count),
             kernels=ASCEND_KERNELS if case.platform == "ascend" else None,
+            most_columns=MOST_ROWS if case.platform == "ascend" else sys.maxsize,
         )
         self.notes = ops.notes
         own = parallel_of(case.parallel_sizes, 0, {})

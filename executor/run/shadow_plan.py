@@ -93,21 +93,12 @@ def show_offload_plan(case: Case) -> list[Part]:
         load_platform(case.platform)(platform_settings(case), ranks)
     planner, choices = choose(wanted_of(case), sizes, (ranks.local_rank, ranks.local_world_size))
     longest, experts, most_slots = sizes.pages, sizes.split.experts, choices.slots.value
-    arena, pinned = make_arena(
-        case, sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.least, sizes.alignment, sizes.states
-    )
+    arena, pinned, parts = arena_of(case, sizes, most_slots)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
-    parts = [Part("frames", arena.frames * arena.frame_bytes)]
-    if sizes.frame.beside:
-        parts.append(Part("caches beside it", arena.frames * sizes.frame.beside))
     if platform.is_host:
         total = sizes.fixed_bytes + sum(part.nbytes for part in parts)
         print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")
-    else:
-        unit = sizes.frame.nbytes // sizes.frame.units
-        parts.append(Part("a slot of zeros", -(-sizes.slot_bytes // unit) * unit))
-        parts += [Part("states of padding rows", sizes.states.nbytes)] if sizes.states.layers else []
     pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
     print(
         f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
@@ -116,6 +107,21 @@ def show_offload_plan(case: Case) -> list[Part]:
     print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))
     print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")
     return parts
+
+
+def arena_of(case: Case, sizes: ShadowSizes, most_slots: int) -> tuple[Arena, int, list[Part]]:
+    """The arena, the number of its frames that experts keep, and the parts of the buffer that it is in."""
+    arena, pinned = make_arena(
+        case, sizes.frame, sizes.slot_bytes, most_slots, sizes.pages, sizes.least, sizes.alignment, sizes.states
+    )
+    parts = [Part("frames", arena.frames * arena.frame_bytes)]
+    if sizes.frame.beside:
+        parts.append(Part("caches beside it", arena.frames * sizes.frame.beside))
+    if not PLATFORMS[case.platform].is_host:
+        unit = sizes.frame.nbytes // sizes.frame.units
+        parts.append(Part("a slot of zeros", -(-sizes.slot_bytes // unit) * unit))
+        parts += [Part("states of padding rows", sizes.states.nbytes)] if sizes.states.layers else []
+    return arena, pinned, parts
 
 
 def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots: int, experts: int) -> list[str]:

@@ -84,6 +84,13 @@ def test_products_of_a_matrix(kind: str) -> None:
     assert ops.notes.done == [Done("linear", 7, 1, weights=weight.nbytes, rows=rows, macs=180)]
 
 
+def test_four_bits_are_unpacked_where_no_kernel_takes_the_columns() -> None:
+    ops = CountedOps(AscendLayout(BF16), BF16, PAGE, 128, most_columns=8192)
+    for columns in (8192, 16384):
+        ops.linear(zeros(3, columns), ops.matrix(8, columns, Format("q4", 32), META), None)
+    assert [(done.plain, done.few) for done in ops.notes.done] == [(False, True), (False, False)]
+
+
 def test_products_by_int8_read_a_byte_a_weight() -> None:
     ops = counted()
     weight = ops.matrix(64, 32, Format("w8a8", 32), META)
