@@ -76,6 +76,7 @@ def key_and_value_matrices(ops: Any, heads: int, latent: int, key: int, value: i
     [
         pytest.param([9, 1, 16], [9, 1, 16], 6, 32, 8, 4, id="prefill"),
         pytest.param([1100, 17, 64], [1, 1, 1], 16, 512, 64, 16, id="decode over sections, true sizes"),
+        pytest.param([70], [1], 20, 48, 16, 16, id="heads divided over threads"),
         pytest.param([130, 40], [70, 3], 20, 48, 6, 5, id="later chunks, columns that no vector divides"),
         pytest.param([70], [2], 96, 64, 16, 16, id="heads in three parts"),
     ],

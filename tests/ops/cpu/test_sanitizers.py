@@ -68,7 +68,7 @@ def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> 
 @pytest.mark.parametrize(
     "files",
     [
-        ["tests/ops/cpu/test_ops.py"],
+        ["tests/ops/cpu/test_ops.py", "tests/ops/test_latent_attention.py"],
         ["tests/executor/platform/test_graph.py"]
         + [f"tests/ops/cpu/test_{name}.py" for name in ("numa", "shadow", "shadow_worker")],
     ],

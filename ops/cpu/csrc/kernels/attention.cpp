@@ -289,12 +289,18 @@ void WriteLatents::run(Context& context) const {
 void Attention::run(Context& context) const {
     if (tokens == 0) return;  // a data-parallel group without sequences
     const Kernels& kernels = context.kernels;
+    const int64_t longest = *std::max_element(kv_lens, kv_lens + sequences);
+    // Queries of a window see parts of few sections, which are not worth dividing.
+    const int64_t sections = window ? 1 : (longest + kSection - 1) / kSection;
+    if (rotary && tokens == sequences && heads / kv_heads % 2 == 0 && heads / kv_heads > 4 &&
+        tokens * kv_heads * sections < context.pool.threads()) {  // half of the heads read the same latents
+        Attention finer = *this;
+        finer.kv_heads *= 2;
+        return finer.run(context);
+    }
     const Attend one = (rotary ? kernels.latents : kernels.attend)[static_cast<int>(type)];
     const int64_t group = heads / kv_heads, threads = context.pool.threads();
     const int64_t most = std::max<int64_t>(1, kMostRows / group);  // tokens of a block
-    // Queries of a window see parts of few sections, which are not worth dividing.
-    const int64_t longest = *std::max_element(kv_lens, kv_lens + sequences);
-    const int64_t sections = window ? 1 : (longest + kSection - 1) / kSection;
     // Tokens of a sequence that are computed together share the keys they read. Each of a decode step has its own.
     const int64_t step = tokens == sequences ? 1
                          : sections > 1      ? most

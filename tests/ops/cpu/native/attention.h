@@ -20,9 +20,12 @@ std::vector<float> rounded(umbra::Type type, const std::vector<float>& row) {
     return out;
 }
 
-void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_size, int width) {
-    std::printf("attention, cache type %d, pages of %d, heads of %d\n", static_cast<int>(type), page_size, width);
-    constexpr int kHeads = 6, kKvHeads = 2, kPages = 40;
+// With `rotary` columns over latents: a key is a whole row, its value the first `width` columns.
+void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_size, int width, int rotary = 0) {
+    std::printf("attention, cache type %d, pages of %d, heads of %d + %d\n", static_cast<int>(type), page_size, width,
+                rotary);
+    constexpr int kHeads = 6, kPages = 40;
+    const int kKvHeads = rotary ? 1 : 2, deep = width + rotary;
     const std::vector<int64_t> lens{70, 1, 48}, fresh{3, 1, 48};  // cached tokens; those that ask
     const int64_t most_pages = 70 / page_size + 1;
     std::vector<int64_t> tables(lens.size() * most_pages), slots, starts{0};
@@ -34,13 +37,16 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
         tokens += lens[s], asking += fresh[s];
         starts.push_back(asking);
     }
-    const std::vector<float> k = random_floats(tokens * kKvHeads * width), v = random_floats(k.size());
+    const std::vector<float> k = random_floats(tokens * kKvHeads * deep), v = rotary ? k : random_floats(k.size());
     std::vector<float> q = random_floats(asking * kHeads * width), out(q.size()), expected(q.size());
+    std::vector<float> turned = rotary ? random_floats(asking * kHeads * rotary) : std::vector<float>();
     for (float& x : q) x *= 4;
-    std::vector<float> k_cache(kPages * kKvHeads * page_size * (width + 1)), v_cache(k_cache.size());
+    std::vector<float> k_cache(kPages * kKvHeads * page_size * (deep + 1)), v_cache(k_cache.size());
     const float scale = 0.3f;
-    const bool rounds =
-        kernels.attend[static_cast<int>(type)] != umbra::kernels_generic().attend[static_cast<int>(type)];
+    const auto of = [&](const umbra::Kernels& set) {
+        return (rotary ? set.latents : set.attend)[static_cast<int>(type)];
+    };
+    const bool rounds = of(kernels) != of(umbra::kernels_generic());
 
     int64_t first = 0;  // token of a sequence in k and v
     for (size_t s = 0; s < lens.size(); first += lens[s++])
@@ -48,8 +54,8 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
             for (int h = 0; h < kHeads; h++) {
                 const int64_t seen = lens[s] - (starts[s + 1] - t) + 1;
                 const auto row = [&](const std::vector<float>& x, int64_t i) {
-                    const auto at = x.begin() + ((first + i) * kKvHeads + h / (kHeads / kKvHeads)) * width;
-                    return rounded(type, std::vector<float>(at, at + width));
+                    const auto at = x.begin() + ((first + i) * kKvHeads + h / (kHeads / kKvHeads)) * deep;
+                    return rounded(type, std::vector<float>(at, at + deep));
                 };
                 std::vector<double> weights;
                 double total = 0;
@@ -57,6 +63,7 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
                     double score = 0;
                     const std::vector<float> key = row(k, i);
                     for (int d = 0; d < width; d++) score += q[(t * kHeads + h) * width + d] * key[d];
+                    for (int d = 0; d < rotary; d++) score += turned[(t * kHeads + h) * rotary + d] * key[width + d];
                     weights.push_back(std::exp(score * scale));
                     total += weights.back();
                 }
@@ -69,13 +76,31 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
     for (int threads : {1, 3}) {
         umbra::Pool pool(threads);
         umbra::Context context{pool, kernels};
-        umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(),   slots.data(),     tokens,
-                       kKvHeads, width,    page_size,      kKvHeads * width, kKvHeads * width, type}
-            .run(context);
-        const umbra::Attention all{q.data(),      k_cache.data(), v_cache.data(), tables.data(),
-                                   starts.data(), lens.data(),    out.data(),     static_cast<int64_t>(lens.size()),
-                                   kHeads,        kKvHeads,       width,          page_size,
-                                   most_pages,    asking,         scale,          type};
+        if (rotary)
+            umbra::WriteLatents{k.data(), k.data() + width, k_cache.data(), slots.data(), tokens, width,
+                                rotary,   page_size,        deep,           deep,         type}
+                .run(context);
+        else
+            umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(),   slots.data(),     tokens,
+                           kKvHeads, width,    page_size,      kKvHeads * width, kKvHeads * width, type}
+                .run(context);
+        umbra::Attention all{q.data(),
+                             k_cache.data(),
+                             (rotary ? k_cache : v_cache).data(),
+                             tables.data(),
+                             starts.data(),
+                             lens.data(),
+                             out.data(),
+                             static_cast<int64_t>(lens.size()),
+                             kHeads,
+                             kKvHeads,
+                             width,
+                             page_size,
+                             most_pages,
+                             asking,
+                             scale,
+                             type};
+        all.rotary = rotary, all.q_rotary = turned.data();
         all.run(context);
         close("attention", out, expected, rounds ? 0.05f : 2e-5f);  // queries times keys in bfloat16
 #if defined(__x86_64__)
@@ -93,7 +118,7 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
             const int64_t seen = lens[sequence] - (starts[sequence + 1] - token) + 1;
             std::vector<float> row(kHeads * width);
             umbra::Attention one = all;
-            one.q += token * row.size();
+            one.q += token * row.size(), one.q_rotary += token * kHeads * rotary;
             one.block_tables += sequence * most_pages;
             one.query_starts = alone, one.kv_lens = &seen, one.out = row.data();
             one.sequences = one.tokens = 1;
