@@ -14,8 +14,8 @@ LARGEST_DEPTH = 4096  # layers
 MOST_EXPERTS = 1 << 19  # of all layers together
 
 
-# Cached tokens whose keys and values take as long to make as the heads' matrices to be laid out for that (measured on
-# the CPU; docs/performance.md).
+# So many cached tokens' keys and values take as long as laying out the heads' matrices for them (measured on the CPU:
+# docs/performance.md).
 LAID_OUT = 16
 
 
