@@ -35,7 +35,8 @@ ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
 ASCEND_KERNELS = {
     "linear by int8": 2, "moe by int8": 4, "moe": 5, "write_kv": 2, "split_rms_norm": 6, "add_gated": 2,
-    "causal_conv": 9, "gated_delta_rule": 22, "gated_rms_norm": 3, "sigmoid_mul": 2,
+    "causal_conv": 9, "gated_delta_rule": 22, "gated_rms_norm": 3, "sigmoid_mul": 2, "rope_write_latents": 2,
+    "expanded_attention": 8,
 }  # fmt: skip
 BY_INT8 = " by int8"  # of the name of an op
 EXPANDED_WIDTH = 128  # of heads whose keys and values are made of latents; others stay in the absorbed form

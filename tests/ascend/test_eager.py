@@ -9,6 +9,7 @@ import torch
 
 from executor.platform.ascend import device
 from ops.ascend.cann import ALL_ABILITIES
+from ops.counted import ASCEND_KERNELS
 from tests.ascend.engine import (
     FLASH,
     GLM,
@@ -273,6 +274,12 @@ def golden_in_int8(fused: bool = True) -> list[str]:
     norm, *others = golden("fusion_v2")
     replaced = INT8 if fused else INT8 | IN_PARTS
     return [ROUNDING_NORM if fused else norm, *(new for line in others for new in replaced.get(line, [line]))]
+
+
+def test_kernels_of_attention_over_latents_are_counted() -> None:
+    heads = ("head_linear", "latent_attention", "head_linear")
+    ops = ("linear", "rms_norm", "linear", "rope_write_latents", *heads, "linear", "add_rms_norm")
+    assert sum(ASCEND_KERNELS.get(op, 1) for op in ops) == len(LATENT_ATTENTION)
 
 
 def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
