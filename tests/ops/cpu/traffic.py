@@ -19,11 +19,14 @@ from typing import Any
 
 from tests.ops.cpu.native.build import CACHE, SOURCES, TESTS, core_sources, module_under, project_with, run
 
-MODES = [("graph", "elastic", 2), ("eager", "fixed", 0), ("graph", "none", 1)]  # exe_mode, shadow experts, drafts
+# exe_mode, shadow experts, drafts, family
+MODES = [("graph", "elastic", 2, "qwen3_moe"), ("eager", "fixed", 0, "qwen3_moe"), ("graph", "none", 1, "deepseek_v3")]
 DONE = re.compile(r"\d+ steps, \d+ preempted, \d+ aborted, \d+ tokens")
 
 
-def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, choose: random.Random) -> str:
+def traffic(
+    folder: Path, exe_mode: str, offload: str, drafts: int, family: str, steps: int, choose: random.Random
+) -> str:
     """Runs `steps` steps and returns what they did."""
     from executor.engine.loop import Loop
     from executor.engine.request import Request, SamplingParams
@@ -36,7 +39,7 @@ def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, 
         "elastic": {"arena_mb": 40 / 1024, "max_swaps": 8},
     }
     case = tiny_case(
-        folder, folder / "model", exe_mode=exe_mode, threads=2,
+        folder, folder / family, model_name=family, exe_mode=exe_mode, threads=2,
         data_config={"batch_size": 5, "max_new_tokens": 24, "chunked_prefill_size": 16},
         draft_config=lookup(drafts),
         offload_config={"mode": offload, "measure_s": 0.01, "shadow_threads": 2} | shadow[offload]
@@ -109,11 +112,12 @@ def main() -> None:
             done = under_sanitizer(built(), Path(folder) / "tree", "--steps", str(args.steps), "--seed", str(args.seed))
             print(done.stdout, done.stderr[-20000:], sep="\n", end="")
             sys.exit(done.returncode)
-        from tests.tiny import save_tiny
+        from tests.tiny import save_tiny, save_tiny_of
 
-        save_tiny(Path(folder) / "model", eos_token_id=None, moe_intermediate_size=32)
-        for exe_mode, offload, drafts in MODES:
-            print(traffic(Path(folder), exe_mode, offload, drafts, args.steps, random.Random(args.seed)), flush=True)
+        save_tiny(Path(folder) / "qwen3_moe", eos_token_id=None, moe_intermediate_size=32)
+        save_tiny_of(Path(folder) / "deepseek_v3", "deepseek_v3", eos_token_id=None)
+        for mode in MODES:
+            print(traffic(Path(folder), *mode, args.steps, random.Random(args.seed)), flush=True)
 
 
 if __name__ == "__main__":
