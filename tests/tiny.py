@@ -135,6 +135,7 @@ LATENT: dict[str, Any] = dict(  # all widths differ; prompts and answers cross Y
         original_max_position_embeddings=16,
     ),
 )
+EXPANDED = dict(qk_nope_head_dim=12, v_head_dim=4)  # so narrow that prompts of 18 tokens are expanded
 TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and what differs from TINY
     "qwen2_moe": (
         Qwen2MoeConfig,

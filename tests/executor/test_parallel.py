@@ -14,7 +14,7 @@ import pytest
 from executor.config.load import load_case
 from executor.run.prompts import encode_prompts
 from tests.ranks import run_ranks
-from tests.tiny import make_runner, save_pictured, save_tiny, save_tiny_m2, save_tiny_of, write_case
+from tests.tiny import EXPANDED, make_runner, save_pictured, save_tiny, save_tiny_m2, save_tiny_of, write_case
 from text.tokenizer import Tokenizer
 from umbra.commands.logits import collect_logits, sized_for
 from umbra.files import ROOT
@@ -132,7 +132,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "next": lambda folder: save_tiny_of(folder, "qwen3_next", **HEADS, linear_num_value_heads=16),
     "qwen35": lambda folder: save_pictured(folder, **HEADS, linear_num_value_heads=8),
     # Three and five groups of 32 columns on two ranks and four.
-    "v3": lambda folder: save_tiny_of(folder, "deepseek_v3"),
+    "v3": lambda folder: save_tiny_of(folder, "deepseek_v3", **EXPANDED),
     "v2": lambda folder: save_tiny_of(folder, "deepseek_v2", q_lora_rank=None),
     "glm": lambda folder: save_tiny_of(folder, "glm4_moe", moe_intermediate_size=48, intermediate_size=160),
     "oss": lambda folder: save_tiny_of(folder, "gpt_oss", num_hidden_layers=2),

@@ -26,7 +26,7 @@ from tests.models.family_mistakes import MISTAKES, Mistake
 from tests.models.hybrid_mistakes import HYBRID_MISTAKES
 from tests.models.latent_mistakes import LATENT_MISTAKES
 from tests.quantised import is_quantised, quantise_tiny
-from tests.tiny import TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
+from tests.tiny import EXPANDED, TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError
@@ -69,7 +69,7 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek_v2": {
         "tiny": {},
         "as_lite": {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "initializer_range": 0.15},
-        "expanded": {"qk_nope_head_dim": 12, "v_head_dim": 6, "initializer_range": 0.2},  # for 23 tokens, not for 7
+        "expanded": {"initializer_range": 0.2} | EXPANDED,  # for 23 tokens, not for 7
         "no_yarn": {"rope_parameters": {"rope_theta": 1e4}, "v_head_dim": 40, "first_k_dense_replace": 0},
     },
     "deepseek_v3": {

@@ -19,7 +19,7 @@ from executor.engine.sequence import Sequence, new_sequence
 from models.registry import family_in
 from tests.fakes.drafts import FreeDrafts, lookup
 from tests.quantised import mxfp4_tiny
-from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
+from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
 
 PROMPTS = [[5, 17, 3] * 4, [7, 8, 9, 7, 8, 9, 7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafts") / "deepseek_v3"
-    widths = dict(moe_intermediate_size=32, intermediate_size=64)
+    widths = dict(moe_intermediate_size=32, intermediate_size=64) | EXPANDED
     save_tiny_of(folder, "deepseek_v3", eos_token_id=None, num_hidden_layers=4, **widths)
     return folder
 

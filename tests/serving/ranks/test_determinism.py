@@ -12,7 +12,7 @@ from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from tests.fakes.scripted import Server
 from tests.quantised import mxfp4_tiny
-from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
+from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import thorough_but
 
 KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena that is too small, fewest hits
@@ -50,8 +50,10 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
         del sizes["moe_intermediate_size"]
         save_tiny_of(tmp_path / "floats", "gpt_oss", **sizes, hidden_size=32, intermediate_size=32, head_dim=8)
         mxfp4_tiny(tmp_path / "floats", tmp_path / "model")
-    elif kind in ("states", "latents"):
-        save_tiny_of(tmp_path / "model", options["model_name"], num_experts=16)
+    elif kind == "states":
+        save_tiny_of(tmp_path / "model", "qwen3_next", num_experts=16)
+    elif kind == "latents":
+        save_tiny_of(tmp_path / "model", "deepseek_v2", **EXPANDED)
     elif kind == "absorbed":
         widths = dict(kv_lora_rank=16, intermediate_size=64, moe_intermediate_size=32)  # by which no prompt is expanded
         save_tiny_of(tmp_path / "model", "deepseek_v3", num_hidden_layers=4, n_routed_experts=16, **widths)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny, save_tiny_of, write_case
+from tests.tiny import EXPANDED, save_tiny, save_tiny_of, write_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -55,9 +55,8 @@ def check_traffic(
 ) -> None:  # fmt: skip
     """About `alone` requests run alone afterwards. Each of `least` happens more often than that."""
     if family:
-        save_tiny_of(
-            folder / "model", family, eos_token_id=None, num_hidden_layers=4, hidden_size=32, moe_intermediate_size=16
-        )
+        sizes = dict(num_hidden_layers=4, hidden_size=32, moe_intermediate_size=16)
+        save_tiny_of(folder / "model", family, eos_token_id=None, **sizes | (EXPANDED if "deepseek" in family else {}))
     else:
         save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     case = write_case(
