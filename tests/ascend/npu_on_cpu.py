@@ -40,6 +40,15 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
 
 
 @under_schema
+def npu_add_rms_norm_cast(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What torchair makes of a norm whose rows become float32."""
+    normed: Any = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    return normed[0].float(), *normed
+
+
+@under_schema
 def npu_apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:

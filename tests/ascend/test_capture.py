@@ -82,7 +82,7 @@ def test_int8_is_captured(tmp_path: Path, mode: str) -> None:
     assert len([line for line in step_log(runner, running) if line.startswith("aclnn")]) == 1  # the choice of tokens
 
 
-def generated(rank: int, folder: Path, *overrides: str, family: Family = GPT_OSS) -> list[list[int]]:
+def generated(rank: int, folder: Path, family: Family, *overrides: str) -> list[list[int]]:
     """Tokens on a device that computes."""
     from tests.ascend import computing
 
@@ -92,16 +92,21 @@ def generated(rank: int, folder: Path, *overrides: str, family: Family = GPT_OSS
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # with sinks in the operator, and by its sums
-def test_every_mode_generates_the_same_tokens(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),  # with sinks in the operator, and by its sums; latents
+    [(GPT_OSS, "bfloat16"), (GPT_OSS, "float16"), (V3, "bfloat16")],
+    ids=str,
+)
+def test_every_mode_generates_the_same_tokens(tmp_path: Path, family: Family, dtype: str) -> None:
     modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
-    found = [run_ranks(generated, 1, tmp_path, f"exe_mode={m}", f"model_config.dtype={dtype}")[0] for m in modes]
+    of = f"model_config.dtype={dtype}"
+    found = [run_ranks(generated, 1, tmp_path, family, f"exe_mode={mode}", of)[0] for mode in modes]
     assert all(tokens == found[0] for tokens in found)
     assert {token for tokens in found[0] for token in tokens} != {0}
 
 
 def in_int8_generated(rank: int, folder: Path, mode: str) -> list[list[int]]:
-    return generated(rank, folder, f"exe_mode={mode}", family=in_int8(QWEN3))
+    return generated(rank, folder, in_int8(QWEN3), f"exe_mode={mode}")
 
 
 @pytest.mark.thorough

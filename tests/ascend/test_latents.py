@@ -1,0 +1,83 @@
+"""L2: attention over latents against the reference, in decode steps and behind cached tokens, absorbed and expanded;
+and a model's caches beside an arena."""
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor.engine.kv_caches import attentions
+from ops import reference
+from ops.ascend.ops import AscendOps
+from ops.format import FORMATS
+from ops.interface import LatentNorm
+from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from tests.ascend.engine import V3
+from tests.ascend.test_numerics import save
+from tests.ascend.test_shadow_numerics import WIDE, runner_of
+from tests.ascend.workers import close_nodes
+
+CPU, PAGE, SCALE = torch.device("cpu"), 16, 0.05
+STEPS = {"decode": ((1, 1, 1), (5, 48, 70)), "drafts": ((3, 2, 3), (7, 20, 33)), "prompts": ((4, 23, 1), (4, 50, 70))}
+
+
+def attended(ops: Any, step: str, heads: int, widths: tuple[int, int], expanded: bool) -> Tensor:
+    """The results of all heads for the new tokens. Pages that no sequence has hold NaN; keys are in the order of `ops`,
+    rows lie apart."""
+    torch.manual_seed(4)
+    key, value = widths
+    new, lengths = STEPS[step]
+    matrices = []
+    for shape in ((512, key), (value, 512)):
+        matrices.append(ops.head_matrices(heads, *shape, FORMATS["float32"], CPU))
+        for head in range(heads):
+            matrices[-1].fill(head, torch.randn(shape) / 20)
+    tables = torch.randperm(16)[:15].to(torch.int32).view(3, 5)
+    slots = [int(tables[s, at // PAGE]) * PAGE + at % PAGE for s, n in enumerate(lengths) for at in range(n)]
+    parts = tuple(ops.latent_cache(part, 16, PAGE, 512, 64, torch.float32, CPU) for part in range(ops.latent_parts))
+    for part in parts:
+        part.fill_(torch.nan)
+    rows, q = torch.randn(len(slots), 580)[:, :576], torch.randn(sum(new), heads * (key + 64))
+    if not ops.keys_in_pairs:
+        rows = torch.cat((rows[:, :512], rows[:, 512::2], rows[:, 513::2]), 1)
+    angles = torch.randn(len(slots), 32).repeat(1, 2)
+    norm = LatentNorm(1e-6, torch.rand(512), angles.cos(), angles.sin())
+    starts = array("q", torch.tensor([0, *new]).cumsum(0).tolist())
+    paged = ops.paging(array("q", slots), tables, starts, array("q", lengths), PAGE)
+    ops.rope_write_latents(torch.zeros(len(slots), 1, 64), rows, norm, parts, paged.slot_mapping)
+    still, turned = (x.unflatten(1, (heads, -1)) for x in q.split([heads * key, heads * 64], 1))
+    rest = turned.contiguous(), parts
+    if expanded:
+        found: Tensor = ops.expanded_attention(still, *rest, *matrices, paged, SCALE)
+    else:
+        sums = ops.latent_attention(ops.head_linear(still, matrices[0]), *rest, paged, SCALE)
+        found = ops.head_linear(sums, matrices[1])
+    return found
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("heads", "widths"), [(4, (128, 128)), (1, (128, 128)), (5, (192, 256))])
+def test_both_forms_are_the_reference(heads: int, widths: tuple[int, int], step: str) -> None:
+    ops = AscendOps(torch.float32, CPU, "fusion_v2")
+    wanted = attended(reference, step, heads, widths, False)
+    for expanded in (False, True):
+        found = attended(ops, step, heads, widths, expanded)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_rotated_keys_beside_an_arena_move_with_their_latents(tmp_path: Path) -> None:
+    save(V3, tmp_path, **WIDE)
+    runner = runner_of(tmp_path, model_name=V3.name, offload_config={"mode": "elastic", "arena_mb": 3})
+    pages: Any = runner.engine.pages
+    caches = [cache for layer in attentions(runner.engine.model) for cache in layer.caches]
+    first, second = pages.arena.units, 2 * pages.arena.units
+    for number, cache in enumerate(caches):
+        cache[first] = number + 1
+    pages.copy(first, second)
+    assert [(float(cache[second].min()), float(cache[second].max())) for cache in caches] == [
+        (n, n) for n in (1, 2, 3, 4)
+    ]
+    close_nodes()
