@@ -11,7 +11,8 @@ def lookup(most: int) -> dict[str, Any]:
 
 
 class FreeDrafts(Drafts):
-    """Believes that every decode step takes a second, however many rows it has: whatever may be drafted is."""
+    """Believes that every decode step takes a second, however many rows it has, and that guesses take no time: whatever
+    may be drafted is."""
 
     def __init__(self, most: int):
         super().__init__(most)
@@ -20,3 +21,6 @@ class FreeDrafts(Drafts):
 
     def took(self, rows: int, seconds: float) -> None:
         super().took(rows, 1.0)
+
+    def guessed(self, sequences: int, depth: int, seconds: float) -> None:
+        super().guessed(sequences, depth, 0.0)

@@ -27,7 +27,7 @@ class Head:
         torch.manual_seed(3)
         self.main, self.taps, self.own = main, taps, hidden > 0
         target, vocabulary = main.config.hidden_size, main.config.vocab_size
-        size, self.heads, self.kv_heads, self.dim = hidden or target, 4, 2 if hidden else 4, 16
+        size, self.heads, self.kv_heads, self.dim = hidden or target, 4, 1 if hidden else 4, main.config.head_dim
         shapes = {
             "self_attn.q_proj": (self.heads * self.dim, 2 * size), "self_attn.o_proj": (size, self.heads * self.dim),
             "self_attn.k_proj": (self.kv_heads * self.dim, 2 * size), "mlp.gate_proj": (40, size),

@@ -1,6 +1,6 @@
 """Train an EAGLE3 head (arXiv 2503.01840) for a demo model, on the text that it learned from, on one CPU core.
 
-    .venv/bin/python -m tools.demo_model.eagle3 corpus checkpoints/austen_moe checkpoints/austen_moe_eagle3 --steps 700
+    .venv/bin/python -m tools.demo_model.eagle3 corpus checkpoints/austen_moe checkpoints/austen_moe_eagle3 --steps 500
 
 As in the paper the head learns to guess several tokens ahead, from its own states ("training-time test").
 """
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -148,7 +148,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == args.steps:
+        if step % 250 == 0 or step == args.steps:
             right = acceptance(head, model, text.valid)
             row = dict(step=step, losses=[round(float(of.detach()), 4) for of in losses], acceptance=right)
             log.append(row | {"cpu_s": round(time.process_time() - start)})
