@@ -80,9 +80,9 @@ def test_the_arena_of_the_offload_case() -> None:
     assert sizes.frame == (2 * LAYERS, PAGE * 4 * 31_744, 0)
     assert (sizes.shape.layers, sizes.shape.experts, sizes.shape.top_k) == (30, EXPERTS, TOP_K)
     assert (sizes.split.experts, sizes.split.extent_frames, sizes.split.extent_slots) == (30 * EXPERTS, 1, 4)
-    assert (sizes.split.frames, sizes.split.sequences) == (22_000 * MIB // sizes.frame[1] - 1, 4)
+    assert (sizes.split.frames, sizes.split.sequences) == (20_000 * MIB // sizes.frame[1] - 1, 4)
     whole = by_hand(2, True)
     assert sizes.fixed_bytes == sum(whole.values()) - 30 * EXPERTS * slot
     arena = sizes.split.frames * sizes.frame[1]
     assert sizes.fixed_bytes + arena < 59e9  # a die has 68.7: allowance, prefill, a bank of one layer's experts
-    assert 0.65 < sizes.split.usual_hit < 0.75
+    assert 0.6 < sizes.split.usual_hit < 0.65
