@@ -1,8 +1,8 @@
 """Speed of Umbra, of llama.cpp and, where IK_LLAMA=DIR names a build of it, of ik_llama.cpp, with the same weights and
 tokens, measured in turns. A peer has a process of its own; one that dies is a line of the output, and the rest goes on.
 
-    .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N]
-        [--experts N] [--format q4|q8|auto] [--rest none|q8] [--gguf Q4_K_M|Q6_K|IQ4_XS|MXFP4]
+    .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--experts N]
+        [--format q4|q8|auto] [--rest none|q8] [--gguf Q4_K_M|Q6_K|IQ4_XS|MXFP4] [--peers llama.cpp ik_llama.cpp]
         [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
 
 The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
@@ -326,6 +326,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--format", choices=WEIGHTS, default="q4", help=HELP_OF_FORMAT)
     parser.add_argument("--rest", choices=("none", "q8"), default="none", help=HELP_OF_REST)
     parser.add_argument("--gguf", choices=MIXES, help="types of a GGUF file that all engines read; no --format then")
+    parser.add_argument("--peers", nargs="+", choices=PEERS.values(), default=[*PEERS.values()], help="those that run")
     parser.add_argument("--decodes", nargs="+", default=DECODES, help="sequences x cached tokens of each")
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
     parser.add_argument(
@@ -357,9 +358,9 @@ def main(argv: list[str]) -> None:
         makers: dict[str, Callable[[], Peer]] = {"theirs": functools.partial(LlamaCpp, path, args.threads)}
         if folder:
             makers["ik"] = functools.partial(IkLlama, folder, path, args.threads)
-        for key, make in makers.items():
+        for key in (key for key in makers if PEERS[key] in args.peers):
             try:
-                peers[key] = PeerProcess(PEERS[key], make, cpus)
+                peers[key] = PeerProcess(PEERS[key], makers[key], cpus)
             except PeerDied as died:
                 print(died)
     checks = without_the_dead(peers, lambda: {key: same_logits(ours, peer, batch) for key, peer in peers.items()})
