@@ -17,7 +17,7 @@ from models.gguf import folder as unpacked
 from models.layers.base import layers_of
 from tests.fakes.peer import DyingPeer
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case, write_case
-from tools.benchmarks import cpu
+from tools.benchmarks import cpu, latent_forms
 from tools.benchmarks.gguf_entries import entries
 from tools.benchmarks.gguf_file import TYPES, write_gguf
 from tools.benchmarks.gguf_mix import MIXES, write_mix
@@ -167,6 +167,16 @@ def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.Ca
     assert 3 < experts[1] <= experts[2] <= 8  # tokens of their own reach other experts
     assert (tmp_path / "rows.png").stat().st_size > 0
     assert capsys.readouterr().out.count("prefill") == 2
+
+
+def test_forms_of_latent_attention_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    latent_forms.main(["--rows", "300+20", "--seconds", "0", "--threads", "1", "--json", str(path)])
+    first, second = json.loads(path.read_text())["rows"]
+    pairs = 300 * 20 + 300 * 301 / 2
+    assert first["counts"] == pytest.approx((pairs * 1088 + 300 * 131072) / (pairs * 320 + 320 * 131072))
+    assert first["counts"] > second["counts"]
+    assert first["ratio"] > 0
 
 
 def test_decode_steps_repeat_one_position(case: str) -> None:
