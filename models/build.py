@@ -70,6 +70,8 @@ class Build:
     biased: Callable[[str], bool] = lambda path: False
     # Whether the checkpoint has the module at a path, where families' files differ in their modules.
     holds: Callable[[str], bool] = lambda path: False
+    # Whether the checkpoint has weights, but not the module at a path.
+    lacks: Callable[[str], bool] = lambda path: False
     norm_base: float = 0.0  # what the checkpoint's weights of norms lack
 
     @property

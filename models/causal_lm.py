@@ -88,6 +88,11 @@ class CausalLM(nn.Module):
         paths = [mtp_path.format(self.model.depth + i) for i in range(mtp_layers)]
         self.mtp_layers = tuple(f"{path}." for path in paths)
         self.mtp_at = ""  # the path of the one that is made
+        if build.mtp and paths and (mtp_layer is None or build.lacks(f"{paths[0]}.{mtp_names.projection}")):
+            raise UserError(
+                f"draft_config.method: mtp: the config names a layer that predicts further tokens, {paths[0]}, but the "
+                "checkpoint does not hold it: take one that does, or set lookup, or eagle3 with a head for the model"
+            )
         if build.mtp and mtp_layer and paths:
             # Its experts stay in the device's memory: they are those of one layer.
             own = dataclasses.replace(build, shadows=None, exchange=None).at(paths[0])

@@ -80,6 +80,7 @@ def build_of(
         exchange=exchange,
         biased=scheme.biased,
         holds=scheme.holds,
+        lacks=scheme.lacks,
     )
 
 

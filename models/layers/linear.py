@@ -54,11 +54,19 @@ def grouped(name: str, parts: Sequence[tuple[int, slice]], groups: int = 1) -> l
 
 class MergedLinear(Layer):
     """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. The outputs stay split. `small` ones
-    are never quantised, as routers."""
+    are never quantised, as routers; `floats` are those that checkpoints may leave in floats without saying so."""
 
-    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, small: bool = False):
+    def __init__(
+        self,
+        build: Build,
+        inputs: int,
+        sources: Sequence[Source],
+        bias: bool = False,
+        small: bool = False,
+        floats: bool = False,
+    ):
         super().__init__()
-        self.ops, self.parallel, self.sources, self.small = build.ops, build.parallel, sources, small
+        self.ops, self.parallel, self.sources, self.unsaid = build.ops, build.parallel, sources, small or floats
         outputs = sum(s.kept for s in sources)
         if small:
             self.weight = build.matrix(outputs, inputs, build.formats.plain)
@@ -84,7 +92,7 @@ class MergedLinear(Layer):
         for source in self.sources:
             fill = source.fills(partial(self.weight.fill, row))
             name, shape, part = f"{above}{source.name}.weight", (source.rows, inputs), (source.part, ALL)
-            yield Piece(name, shape, part, fill, linear=True, router=self.small)
+            yield Piece(name, shape, part, fill, linear=True, router=self.unsaid)
             if self.bias is not None:
                 into = self.bias[row : row + source.kept]
                 yield Piece(f"{above}{source.name}.bias", (source.rows,), (source.part,), source.fills(into.copy_))

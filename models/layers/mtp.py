@@ -38,7 +38,7 @@ class MultiTokenPrediction(nn.Module):
         of_embedding, of_hidden, last = (
             RMSNorm(build.at(name), hidden, eps) for name in (names.embedding, names.hidden, names.norm)
         )
-        projection = MergedLinear(build, 2 * hidden, [Source(names.projection, hidden, slice(0, hidden))])
+        projection = MergedLinear(build, 2 * hidden, [Source(names.projection, hidden, slice(0, hidden))], floats=True)
         self.parts = of_embedding, of_hidden, projection, layer, last  # which the checkpoint's names are added to
         named = dict(zip(names, self.parts, strict=True))
         if not names.layer:

@@ -24,11 +24,11 @@ KINDS = ["linear_attention", "full_attention", "full_attention"]
 class Oracle:
     """The layer of a checkpoint with one, as transformers computes it, over whole sequences."""
 
-    def __init__(self, folder: Path, family: str):
+    def __init__(self, folder: Path, family: str, **options: Any):
         """Writes the checkpoint: a model whose last layer becomes the further one."""
         hybrid = family == "qwen3_next"
         sizes: dict[str, Any] = {"num_hidden_layers": 3} | ({"layer_types": KINDS} if hybrid else {})
-        whole = save_tiny_of(folder, family, eos_token_id=None, **sizes)
+        whole = save_tiny_of(folder, family, eos_token_id=None, **sizes | options)
         self.main, depth = whole, whole.config.num_hidden_layers - 1
         block = whole.model.layers.pop(depth)
         tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())

@@ -132,6 +132,10 @@ class Scheme(ABC):
         signs = ("weight", *(encoding.signs[0] for encoding in self.encodings))
         return any(name in (self.names or ()) for name in (module, *(f"{module}.{sign}" for sign in signs)))
 
+    def lacks(self, module: str) -> bool:
+        """Whether there are files, and none holds the module."""
+        return self.names is not None and not self.holds(module)
+
     def contradicts(self, module: str) -> bool:
         """Whether the files store the module otherwise than the config says."""
         return self.encoding(module) is not self.said(*self._spellings(module))

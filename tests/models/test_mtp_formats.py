@@ -1,0 +1,109 @@
+"""Layers that predict further tokens in the formats of published checkpoints: their guesses are those of the same
+weights in floats."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from executor.engine.request import Request, SamplingParams
+from models.batch import Batch
+from tests.fakes.drafts import FreeDrafts
+from tests.models.guesses import PROMPTS, finish
+from tests.models.test_mtp import Oracle
+from tests.modelslim import modelslim_tiny
+from tests.quantised import is_quantised, quantise_tiny
+from tests.tiny import make_runner, tiny_case
+from umbra.errors import UserError
+
+
+def guesses(folder: Path, checkpoint: Path, family: str, **sections: Any) -> Tensor:
+    """The logits of all guesses after two prompts and while they are answered."""
+    case = tiny_case(
+        folder, checkpoint, model_name=family, draft_config={"method": "mtp", "tokens": 3}, exe_mode="eager", **sections
+    )
+    loop, seen = make_runner(case, folder).loop, list[Tensor]()
+    model, drafter = loop.engine.model, loop.drafter
+    assert drafter
+    loop.scheduler.drafts = FreeDrafts(3)
+
+    def run(batch: Batch) -> tuple[Tensor, Tensor]:
+        ids, hidden = model.guess(batch)
+        seen.append(model.lm_head(hidden))
+        return ids, hidden
+
+    drafter.run = drafter.captured = run
+    for prompt in PROMPTS:
+        loop.submit(Request(tuple(prompt), SamplingParams(max_tokens=6)))
+    finish(loop)
+    return torch.cat(seen)
+
+
+def stacked(folder: Path) -> None:
+    """Makes one tensor of all gates and ups, and one of all downs, of the layer's experts, as Qwen3.5 has them."""
+    tensors, at = load_file(folder / "model.safetensors"), "mtp.layers.0.mlp.experts."
+    experts = range(len([name for name in tensors if name.startswith(at)]) // 3)
+    parts = [[tensors.pop(f"{at}{e}.{which}_proj.weight") for e in experts] for which in ("gate", "up", "down")]
+    gates, ups, downs = map(torch.stack, parts)
+    tensors |= {f"{at}gate_up_proj": torch.cat((gates, ups), 1), f"{at}down_proj": downs}
+    save_file(tensors, folder / "model.safetensors")
+
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=128, head_dim=32, moe_intermediate_size=64, intermediate_size=64, initializer_range=0.05,
+    kv_lora_rank=64, q_lora_rank=64, v_head_dim=32, n_shared_experts=1, shared_expert_intermediate_size=64,
+)  # fmt: skip
+EXCEPT_MTP = {"dynamic": {r"-:.*mtp.*": {}, r"-:.*mlp\.gate$": {}}}
+# Family; format, group and bits of `quantise_tiny`, or types of modelslim; the modules of the layer that stay floats.
+FORMATS: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
+    "DeepSeek-V3": ("deepseek_v3", ("fp8", 0, 8, True), "eh_proj", {}),
+    "Qwen3-Next FP8": ("qwen3_next", ("fp8", 0, 8, True), "mtp.fc", {"modules_to_not_convert": ["lm_head", "mtp.fc"]}),
+    "GLM FP8": ("glm4_moe", ("float-quantized", -1, 8, True), "eh_proj", {}),
+    "GPTQ": ("qwen3_next", ("gptq", 32, 4, True), "mtp.", EXCEPT_MTP),
+    "AWQ": ("glm4_moe", ("awq", 32, 4, False), "layers.2.", {"modules_to_not_convert": ["mlp.gate", "model.layers.2"]}),
+    "AWQ of all": ("glm4_moe_lite", ("awq", 32, 4, False), "nothing", {}),
+    "modelslim": ("qwen3_next", "W8A8_DYNAMIC", "mtp.fc", {}),
+    "modelslim, floats": ("glm4_moe", "W8A8_DYNAMIC", "layers.2.", {}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_means_its_floats(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    family, format, floats_at, settings = FORMATS[name]
+    model, checkpoint = tmp_path / "model", tmp_path / "quantised"
+    Oracle(model, family, **SIZES | ({"head_dim": None} if family in ("deepseek_v3", "glm4_moe_lite") else {}))
+    quantised: Callable[[str], bool] = lambda tensor: is_quantised(tensor) and floats_at not in tensor  # noqa: E731
+    if isinstance(format, str):
+        type_of = lambda module: format if quantised(f"{module}.weight") else "FLOAT"  # noqa: E731
+        floats = modelslim_tiny(model, checkpoint, type_of)
+    else:
+        floats = quantise_tiny(model, checkpoint, *format, quantised=quantised, **settings)
+    if name == "GPTQ":
+        stacked(checkpoint)
+    none = {"quantization": {"method": "none"}}
+    expected = guesses(tmp_path, floats, family, **none)
+    torch.testing.assert_close(guesses(tmp_path, checkpoint, family, **none), expected, atol=2e-3, rtol=0)
+    capsys.readouterr()
+    kept = guesses(tmp_path, checkpoint, family)
+    said = capsys.readouterr().out
+    assert "mtp." not in said and "layers.2" not in said  # as modules that are not stored as the config says
+    assert (kept[: len(PROMPTS)] - expected[: len(PROMPTS)]).abs().mean() < 0.1 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_a_checkpoint_may_lack_the_layer(tmp_path: Path, family: str) -> None:
+    """As many that were quantised again do. What else is wrong is not said first."""
+    Oracle(tmp_path / "model", family)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if not name.startswith(("mtp.", "model.layers.2.", "lm_head"))}
+    save_file(kept, tmp_path / "model" / "model.safetensors")
+    at = "mtp" if family == "qwen3_next" else r"model.layers.2"
+    with pytest.raises(UserError, match=rf"draft_config.method: mtp: .*{at}, but the checkpoint does not hold it"):
+        guesses(tmp_path, tmp_path / "model", family)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config.get("mtp_num_hidden_layers", config.get("num_nextn_predict_layers")) == 1
