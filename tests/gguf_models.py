@@ -126,18 +126,21 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     floats to another file, which is returned. A part has at most `split` tensors, if that is not 0."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     arch, means = ARCHITECTURES[family], path.with_name(f"means-{path.name}")
+    depth = config["num_hidden_layers"]
+    tensors = {as_last_layer(name, depth): tensor for name, tensor in tensors.items()}
+    predicting = f"model.layers.{depth}.eh_proj.weight" in tensors
     if "linear_num_key_heads" in config:
         tensors = dict(delta_net(tensors, config, family))
     if "kv_lora_rank" in config:
         tensors = dict(latent(tensors, config, family))
-    names = get_tensor_name_map(arch, config["num_hidden_layers"])
+    names, further = (get_tensor_name_map(of, depth + 1) for of in (arch, MODEL_ARCH.GLM4_MOE))
     writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch], split_max_tensors=split) for file in (path, means)]
     for writer in writers:
-        describe(writer, config, family)
+        describe(writer, config, family, predicting)
         if (folder / "tokenizer.json").is_file():
             describe_tokenizer(writer, folder)
     for theirs, tensor in stacked(tensors):
-        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or further.get_name(theirs, (".weight",))
         if ours is None:
             ours = names.get_name(f"{theirs.replace('_correction_bias', '_correction')}.bias", (".bias",))
         assert ours, theirs
@@ -169,10 +172,20 @@ def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
         return blocks.reshape(*shape[:-2], -1)
 
 
-def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
+def as_last_layer(name: str, depth: int) -> str:
+    """The name of a tensor of a hybrid's layer that predicts further tokens as in other families."""
+    own = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+    if not name.startswith("mtp."):
+        return name
+    module = name.removeprefix("mtp.").removesuffix(".weight")
+    return f"model.layers.{depth}.{own.get(module, module.removeprefix('layers.0.'))}.weight"
+
+
+def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: bool) -> None:
+    """`predicts`: the layer that predicts further tokens is among the tensors; it is read by none that lacks it."""
     rope = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
-    predicting = int(family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe"))  # layers that predict further tokens
+    predicting = int(predicts or family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe"))
     writer.add_block_count(config["num_hidden_layers"] + predicting)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("intermediate_size", 1))
@@ -193,6 +206,7 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if predicting:
         writer.add_nextn_predict_layers(predicting)
+    if predicting > predicts:
         writer.add_tensor(f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight", np.zeros((2, 32), np.float32))
     if "n_shared_experts" in config:
         writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
@@ -215,7 +229,7 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:
         writer.add_ssm_group_count(keys)
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * width)
-        writer.add_full_attention_interval(4)
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     if family == "qwen3_5_moe":
         writer.add_rope_dimension_sections([2, 1, 1, 0])
 

@@ -22,7 +22,7 @@ from umbra.files import ROOT, read_json, sync
 
 FOLDERS = ROOT / "packed_cache" / "gguf"
 INDEX = "gguf.json"
-LAYOUT = 4  # raised whenever the files that are written change
+LAYOUT = 5  # raised whenever the files that are written change
 SUFFIX = ".gguf"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.gguf.container import Gguf
 from models.gguf.keys import Keys
-from models.gguf.names import Names, Tiled
+from models.gguf.names import OF_DEEPSEEK, OF_QWEN, Names, Tiled
 from models.hf_config import HfConfig
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
@@ -81,7 +81,7 @@ def value_heads(gguf: Gguf) -> Tiled | None:
 
 
 def predicting_layers(gguf: Gguf) -> range:
-    """The last layers, which predict further tokens and are not run."""
+    """The last layers, which predict further tokens."""
     keys = Keys(gguf, gguf.metadata["general.architecture"])
     layers = keys.size("block_count")
     return range(layers - keys.size("nextn_predict_layers", default=0, minimum=0), layers)
@@ -176,7 +176,7 @@ def _ungated(keys: Keys, renormalised: bool) -> dict[str, Any]:
         "first_k_dense_replace": keys.size("leading_dense_block_count", default=0, minimum=0),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "norm_topk_prob": keys.flag("expert_weights_norm", renormalised),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": len(predicting_layers(keys.gguf)),
     }
 
 
@@ -230,6 +230,7 @@ def _qwen3_next(keys: Keys) -> dict[str, Any]:
         **_with_shared(keys),
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
         "full_attention_interval": keys.size("full_attention_interval", default=4),
+        "mtp_num_hidden_layers": len(predicting_layers(keys.gguf)),
         **_delta_net(keys),
     }
 
@@ -257,10 +258,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(("qwen3_moe",), Names(), (SOFTMAX,), _qwen3, "norm_topk_prob true"),
     "qwen2moe": Architecture(("qwen2_moe",), Names(), (SOFTMAX,), _qwen2, "norm_topk_prob false"),
     "qwen3next": Architecture(
-        ("qwen3_next",), Names(plus_one=True), (SOFTMAX,), _qwen3_next, "norm_topk_prob true", partial=True
+        ("qwen3_next",),
+        Names(plus_one=True, predicting=OF_QWEN),
+        (SOFTMAX,),
+        _qwen3_next,
+        "norm_topk_prob true",
+        partial=True,
     ),
     "qwen35moe": Architecture(
-        ("qwen3_5_moe",), Names(plus_one=True), (SOFTMAX,), _qwen3_next, partial=True, tiled=True
+        ("qwen3_5_moe",), Names(plus_one=True, predicting=OF_QWEN), (SOFTMAX,), _qwen3_next, partial=True, tiled=True
     ),
     "minimax-m2": Architecture(
         ("minimax_m2",),
@@ -281,7 +287,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         ("glm4_moe",),
-        Names(shared="shared_experts"),
+        Names(shared="shared_experts", predicting=OF_DEEPSEEK),
         (SIGMOID,),
         _glm4,
         "<|user|> and <|observation|> end an answer",
@@ -290,7 +296,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "deepseek2": Architecture(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-        Names(shared="shared_experts"),
+        Names(shared="shared_experts", predicting=OF_DEEPSEEK),
         (SOFTMAX, SIGMOID),
         _latent,
         "<|user|> and <|observation|> end an answer; experts, if 160 or 256, are in 8 groups",

@@ -52,6 +52,34 @@ NAMELESS = {
 
 
 @dataclass(frozen=True)
+class Predicting:
+    """Where a family's model has the layer that predicts further tokens: its path, below that the one of the decoder
+    layer, and those of other modules by their names after `nextn.`."""
+
+    path: str
+    layer: str
+    modules: Mapping[str, str]
+
+
+OF_DEEPSEEK = Predicting(
+    "model.layers.{}",
+    "",
+    {
+        **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+        **{f"shared_head_{name}": f"shared_head.{name}" for name in ("norm", "head")},
+    },
+)
+OF_QWEN = Predicting(
+    "mtp",
+    "layers.0.",
+    {
+        "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm",
+        "embed_tokens": "embed_tokens", "shared_head_head": "shared_head",
+    },
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Names:
     """What an architecture's modules are called in its family's model."""
 
@@ -62,6 +90,7 @@ class Names:
     fused: bool = False  # one weight has all experts
     selection_bias: str = "mlp.gate.e_score_correction_bias"
     plus_one: bool = False  # norms are stored with the one that the family's model adds
+    predicting: Predicting | None = None  # None: layers that predict further tokens are left out
 
 
 @dataclass(frozen=True)
@@ -99,15 +128,18 @@ def views_of(
     tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str, tiled: Tiled | None = None
 ) -> dict[str, View]:
     """The view of each weight, by the model's name. Copies are left out, as are tensors of the layers `predicting`,
-    which predict further tokens; one that is unknown keeps its name. `tiled` is the order of value heads, behind
-    queries and keys, if it is not the model's. Raises UserError, which `where` begins, for two tensors of one weight.
+    which predict further tokens, but for the first if the model has it; one that is unknown keeps its name. `tiled` is
+    the order of value heads, behind queries and keys, if it is not the model's. Raises UserError, which `where` begins,
+    for two tensors of one weight.
     """
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
         found = LAYER.fullmatch(tensor)
-        if found and (int(found[1]) in predicting or _is_copy(found, tensors)):
+        number = int(found[1]) if found else -1
+        of = names.predicting if number in predicting[:1] else None
+        if found and (_is_copy(found, tensors) or (number in predicting and of is None)):
             continue
-        for ours, view in _views(tensor, info.shape, names, found):
+        for ours, view in _views(tensor, info.shape, names, found, of):
             if ours in views:
                 raise UserError(f"{where}: {tensor} and {views[ours].tensor} are two tensors of one weight, {ours}")
             if len(views) >= MOST_NAMES:
@@ -136,7 +168,7 @@ def in_order(tiled: Tiled, last: str, view: View) -> View:
 
 
 def _views(
-    tensor: str, shape: tuple[int, ...], names: Names, found: re.Match[str] | None
+    tensor: str, shape: tuple[int, ...], names: Names, found: re.Match[str] | None, of: Predicting | None
 ) -> Iterator[tuple[str, View]]:
     if found is None:
         change = "minus_one" if names.plus_one and tensor == "output_norm.weight" else ""
@@ -144,7 +176,8 @@ def _views(
         return
     layer, rest = found.groups()
     stem, _, ending = rest.rpartition(".")
-    at = f"model.layers.{layer}."
+    path = f"{of.path.format(layer)}." if of else ""
+    at = f"{path}{of.layer}" if of else f"model.layers.{layer}."
     which = stem.removeprefix("ffn_").removesuffix("_exps")
     if stem.endswith("_exps") and len(shape) >= 2 and which in ("gate", "up", "down", "gate_up"):
         yield from _stack(View(tensor, shape), f"{at}{names.moe}.experts.", which, ending, names)
@@ -152,6 +185,9 @@ def _views(
         yield at + NAMELESS[rest], View(tensor, shape, change="logarithm" if rest == "ssm_a" else "")
     elif rest == "exp_probs_b.bias":
         yield at + names.selection_bias, View(tensor, shape)
+    elif of and (own := of.modules.get(stem.removeprefix("nextn."))):
+        change = "minus_one" if names.plus_one and stem.endswith("norm") else ""
+        yield f"{path}{own}.{ending}", View(tensor, shape, change=change)
     elif module := MODULES.get(stem):
         module = module.replace("MOE", names.moe).replace("ROUTER", names.router).replace("SHARED", names.shared)
         if stem == "ffn_gate_inp_shexp":  # a matrix of one row

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from executor.engine.request import Request, SamplingParams
 from models.batch import Batch
+from models.gguf import folder as unpacked
 from tests.fakes.drafts import FreeDrafts
+from tests.gguf_models import save_gguf
 from tests.models.guesses import PROMPTS, finish
-from tests.models.test_mtp import Oracle
+from tests.models.test_mtp import FAMILIES, Oracle
 from tests.modelslim import modelslim_tiny
 from tests.quantised import is_quantised, quantise_tiny
-from tests.tiny import make_runner, tiny_case
+from tests.tiny import LATENT, make_runner, tiny_case
 from umbra.errors import UserError
 
 
@@ -56,9 +58,17 @@ def stacked(folder: Path) -> None:
 
 SIZES: dict[str, Any] = dict(
     hidden_size=128, head_dim=32, moe_intermediate_size=64, intermediate_size=64, initializer_range=0.05,
-    kv_lora_rank=64, q_lora_rank=64, v_head_dim=32, n_shared_experts=1, shared_expert_intermediate_size=64,
+    shared_expert_intermediate_size=64,
 )  # fmt: skip
-EXCEPT_MTP = {"dynamic": {r"-:.*mtp.*": {}, r"-:.*mlp\.gate$": {}}}
+
+
+def sizes_of(family: str, **more: int) -> dict[str, Any]:
+    rope = LATENT["rope_parameters"] | dict(mscale=0.707, mscale_all_dim=0.707)  # of which GGUF files have one
+    latents = dict(head_dim=None, kv_lora_rank=64, q_lora_rank=64, v_head_dim=32, rope_parameters=rope)
+    return SIZES | (latents if family in ("deepseek_v3", "glm4_moe_lite") else {}) | more
+
+
+EXCEPT_MTP: dict[str, Any] = {"dynamic": {r"-:.*mtp.*": {}, r"-:.*mlp\.gate$": {}}}
 # Family; format, group and bits of `quantise_tiny`, or types of modelslim; the modules of the layer that stay floats.
 FORMATS: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     "DeepSeek-V3": ("deepseek_v3", ("fp8", 0, 8, True), "eh_proj", {}),
@@ -76,13 +86,14 @@ FORMATS: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
 def test_a_format_means_its_floats(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     family, format, floats_at, settings = FORMATS[name]
     model, checkpoint = tmp_path / "model", tmp_path / "quantised"
-    Oracle(model, family, **SIZES | ({"head_dim": None} if family in ("deepseek_v3", "glm4_moe_lite") else {}))
+    Oracle(model, family, **sizes_of(family))
     quantised: Callable[[str], bool] = lambda tensor: is_quantised(tensor) and floats_at not in tensor  # noqa: E731
     if isinstance(format, str):
         type_of = lambda module: format if quantised(f"{module}.weight") else "FLOAT"  # noqa: E731
         floats = modelslim_tiny(model, checkpoint, type_of)
     else:
-        floats = quantise_tiny(model, checkpoint, *format, quantised=quantised, **settings)
+        scheme, group, bits, symmetric = format
+        floats = quantise_tiny(model, checkpoint, scheme, group, bits, symmetric, quantised, **settings)
     if name == "GPTQ":
         stacked(checkpoint)
     none = {"quantization": {"method": "none"}}
@@ -91,8 +102,28 @@ def test_a_format_means_its_floats(tmp_path: Path, name: str, capsys: pytest.Cap
     capsys.readouterr()
     kept = guesses(tmp_path, checkpoint, family)
     said = capsys.readouterr().out
-    assert "mtp." not in said and "layers.2" not in said  # as modules that are not stored as the config says
+    assert not [part for part in ("mtp.", "layers.2") if part in said]  # as not stored as the config says
     assert (kept[: len(PROMPTS)] - expected[: len(PROMPTS)]).abs().mean() < 0.1 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_files_mean_the_same(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose experts have blocks, which are kept."""
+    monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
+    Oracle(tmp_path / "model", family, **sizes_of(family, moe_intermediate_size=256, hidden_size=256))
+    save_gguf(tmp_path / "model", tmp_path / "floats.gguf", family)
+    expected, found = (guesses(tmp_path, tmp_path / name, family) for name in ("model", "floats.gguf"))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+    def kinds(name: str) -> str:
+        return ("Q6_K" if "down" in name else "Q4_K") if "_exps" in name else "F32"
+
+    means = save_gguf(tmp_path / "model", tmp_path / "blocks.gguf", family, kinds)
+    none = {"quantization": {"method": "none"}}
+    expected = guesses(tmp_path, means, family, **none)
+    assert torch.equal(guesses(tmp_path, tmp_path / "blocks.gguf", family, **none), expected)
+    kept = guesses(tmp_path, tmp_path / "blocks.gguf", family)
+    assert 0 < (kept[: len(PROMPTS)] - expected[: len(PROMPTS)]).abs().mean() < 0.1 * expected.abs().mean()
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
