@@ -55,8 +55,8 @@ def check_traffic(
 ) -> None:  # fmt: skip
     """About `alone` requests run alone afterwards. Each of `least` happens more often than that."""
     if family:
-        sizes = dict(num_hidden_layers=4, hidden_size=32, moe_intermediate_size=16)
-        save_tiny_of(folder / "model", family, eos_token_id=None, **sizes | (EXPANDED if "deepseek" in family else {}))
+        widths = dict(hidden_size=32, moe_intermediate_size=16) | (EXPANDED if family == "deepseek_v3" else {})
+        save_tiny_of(folder / "model", family, eos_token_id=None, num_hidden_layers=4, **widths)
     else:
         save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     case = write_case(
