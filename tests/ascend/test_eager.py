@@ -318,7 +318,7 @@ def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path)
     lines = last_layer(log.lines)
     names = [line.split()[0] for line in golden("fusion_v2")]
     norm = names.index("aclnnAddRmsNorm", 1)
-    assert [line.split()[0] for line in lines] == [*names[:norm], "aclnnIndex", "aclnnIndex", *names[norm:]]
+    assert [line.split()[0] for line in lines] == [*names[:norm], "aclnnIndexSelect", "aclnnIndexSelect", *names[norm:]]
     assert PACKED_ATTENTION in lines
 
 
