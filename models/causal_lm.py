@@ -88,7 +88,9 @@ class CausalLM(nn.Module):
         paths = [mtp_path.format(self.model.depth + i) for i in range(mtp_layers)]
         self.mtp_layers = tuple(f"{path}." for path in paths)
         self.mtp_at = ""  # the path of the one that is made
-        if build.mtp and paths and (mtp_layer is None or build.lacks(f"{paths[0]}.{mtp_names.projection}")):
+        # A module that every checkpoint with the first of them has; empty: the family has none that can be made.
+        self.mtp_sign = f"{paths[0]}.{mtp_names.projection}" if mtp_layer and paths else ""
+        if build.mtp and paths and (not self.mtp_sign or build.lacks(self.mtp_sign)):
             raise UserError(
                 f"draft_config.method: mtp: the config names a layer that predicts further tokens, {paths[0]}, but the "
                 "checkpoint does not hold it: take one that does, or set lookup, or eagle3 with a head for the model"

@@ -288,7 +288,7 @@ def save_pictured(folder: Path, fused: bool = True, /, **options: Any) -> PreTra
     model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=sight)).eval()
     randomise_hybrid(model)
     model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(3)}
+    tensors = load_file(folder / "model.safetensors") | {"mtp.norm.weight": torch.ones(3)}
     if fused:
         own = {name: t.data.contiguous() for name, t in model.named_parameters() if ".mlp.experts." in name}
         tensors = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name} | own

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from executor.checkpoint.formats.detect import read_scheme
 from executor.engine.request import Request, SamplingParams
 from models.batch import Batch
 from models.gguf import folder as unpacked
@@ -21,6 +22,11 @@ from tests.models.test_mtp import FAMILIES, Oracle
 from tests.modelslim import modelslim_tiny
 from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import LATENT, make_runner, tiny_case
+from umbra.commands.quantize.awq import AwqTarget
+from umbra.commands.quantize.convert import convert
+from umbra.commands.quantize.fp8 import Fp8Target
+from umbra.commands.quantize.source import Source
+from umbra.commands.quantize.w8a8 import W8a8Target
 from umbra.errors import UserError
 
 
@@ -124,6 +130,27 @@ def test_gguf_files_mean_the_same(tmp_path: Path, family: str, monkeypatch: pyte
     assert torch.equal(guesses(tmp_path, tmp_path / "blocks.gguf", family, **none), expected)
     kept = guesses(tmp_path, tmp_path / "blocks.gguf", family)
     assert 0 < (kept[: len(PROMPTS)] - expected[: len(PROMPTS)]).abs().mean() < 0.1 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize("target", ["awq", "fp8", "w8a8"])
+def test_what_quantize_writes_still_drafts(tmp_path: Path, family: str, target: str) -> None:
+    """In FP8 like other layers, but for what it projects with; otherwise in floats."""
+    Oracle(tmp_path / "model", family, **sizes_of(family))
+    if family == "qwen3_next":
+        stacked(tmp_path / "model")
+    source, out = Source(tmp_path / "model"), tmp_path / "out"
+    convert(
+        out, {"awq": AwqTarget(source, (), 32), "fp8": Fp8Target(source, ()), "w8a8": W8a8Target(source, ())}[target]
+    )
+    written = read_scheme(out)
+    at, layer, sign = ("mtp", "mtp.layers.0", "fc") if source.mtp == "mtp" else ("model.layers.2", "", "eh_proj")
+    experts = written.encoding(f"{layer or at}.mlp.experts.1.up_proj")
+    assert (experts is not None) == (target == "fp8")
+    assert written.encoding(f"{at}.{sign}") is None
+    expected = guesses(tmp_path, tmp_path / "model", family)[: len(PROMPTS)]
+    found = guesses(tmp_path, out, family)[: len(PROMPTS)]
+    assert 0 < (found - expected).abs().mean() < 0.2 * expected.abs().mean()
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])

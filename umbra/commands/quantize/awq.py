@@ -70,7 +70,9 @@ class AwqTarget(Target):
             "bits": BITS,
             "group_size": self.group,
             "zero_point": True,
-            "modules_to_not_convert": [name for name in (family.router, family.shared_gate, *family.small) if name],
+            "modules_to_not_convert": list(
+                filter(None, (family.router, family.shared_gate, *family.small, self.source.mtp))
+            ),
         }
 
     def check_sizes(self, rows: int, columns: int) -> str:

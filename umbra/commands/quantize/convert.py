@@ -53,7 +53,7 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
     _begin(out, state)
     for path in source.companions:
         _copy(path, out / path.name)
-    depth = source.config.num_hidden_layers
+    depth = len(source.parts)
     *layers, rest = (out / target.file(number, depth) for number in range(depth + 1))
     missing = [index for index, path in enumerate(layers) if not path.is_file()]
     hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
@@ -61,7 +61,7 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
     with Progress(count) as progress, workers(progress) as each:
         for index in range(count):
             folds: list[Fold] = []
-            if hidden is not None:
+            if hidden is not None and source.parts[index] != source.mtp:
                 layer, weights = source.math(index, hidden.shape[1]), partial(_wide, source.layer(index))
                 if index in missing and isinstance(target, AwqTarget):
                     rounded = partial(_rounded, target, index)
@@ -132,7 +132,7 @@ def _written(target: Target, index: int, folds: list[Fold], each: Each) -> dict[
     layer, made = target.source.layer(index), dict[str, list[Tensor]]()
 
     def written(named: tuple[str, Tensor]) -> dict[str, Tensor]:
-        full = f"model.layers.{index}.{named[0]}"
+        full = f"{target.source.parts[index]}.{named[0]}"
         module = full.removesuffix(".weight")
         if target.quantised(module):
             return target.tensors(module, named[1])

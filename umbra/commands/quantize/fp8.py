@@ -40,7 +40,10 @@ class Fp8Target(Target):
             "fmt": self.source.family.fp8_name,
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": self.source.family.not_fp8(self.source.config),
+            "modules_to_not_convert": [
+                *self.source.family.not_fp8(self.source.config),
+                *self.source.mtp_floats,
+            ],
         }
 
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:

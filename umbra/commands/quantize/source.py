@@ -1,5 +1,6 @@
 """The checkpoint to be quantised; its headers prove that all tensors are there before any data is read."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,6 +70,11 @@ class Source:
             max_positions=1, holds=scheme.holds,
         )  # fmt: skip
         model = model_class(name)(config, build)
+        if model.mtp_sign and scheme.holds(model.mtp_sign):
+            model = model_class(name)(config, dataclasses.replace(build, mtp=True))
+        self.mtp = model.mtp_at  # the path of a layer that predicts further tokens; empty: the files hold none
+        # The paths of what is written one after another.
+        self.parts = [*(f"model.layers.{i}" for i in range(self.config.num_hidden_layers)), *filter(None, [self.mtp])]
         wanted = wanted_by(model)
         self.inside: dict[str, tuple[str, int, slice]] = {}  # the matrices that are read from tensors of all experts
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -85,6 +91,14 @@ class Source:
         if name not in FAMILIES and not self.fused:
             raise UserError(f"--model {folder}: {name} cannot be quantised: only {', '.join(FAMILIES)}, gpt_oss")
         self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
+        # The modules of that layer that are small, or that official files in FP8 have in floats too.
+        small = tuple(f".{module}" for module in (FAMILIES[name].small if name in FAMILIES else ()))
+        self.mtp_floats = [
+            module
+            for module in self.linear
+            if self.mtp and module.startswith(f"{self.mtp}.")
+            and (module.endswith(small) or any(piece.router for piece in wanted.get(f"{module}.weight", [])))
+        ]  # fmt: skip
         if self.encodings - {Fp8Matrix}:
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
         self._reading = Lock()  # of the maps, which several threads use
@@ -113,14 +127,14 @@ class Source:
         return FAMILIES[self.name]
 
     def layer(self, index: int) -> "LayerTensors":
-        return LayerTensors(self, f"model.layers.{index}.")
+        return LayerTensors(self, f"{self.parts[index]}.")
 
     def math(self, index: int, length: int) -> LayerMath[Any]:
         return self.family(self.config, list(self.layer(index)), length)
 
     def rest(self) -> dict[str, Tensor]:
-        """The tensors that belong to no decoder layer."""
-        names = [name for name in self.shapes if not name.startswith("model.layers.")]
+        """The tensors that belong to none of `parts`."""
+        names = [name for name in self.shapes if not name.startswith(tuple(f"{part}." for part in self.parts))]
         return {name: self.read(name).to(self.float_type(name)) for name in names}
 
     def read(self, name: str, *cut: slice) -> Tensor:

@@ -29,8 +29,8 @@ class W8a8Target(Target):
     @property
     def config(self) -> dict[str, Any]:
         family = self.source.family
-        floats = ["lm_head", *(name for name in (family.router, family.shared_gate, *family.small) if name)]
-        return {"quant_method": "modelslim", "modules_to_not_convert": floats}
+        floats = "lm_head", family.router, family.shared_gate, *family.small, self.source.mtp
+        return {"quant_method": "modelslim", "modules_to_not_convert": list(filter(None, floats))}
 
     @cached_property
     def scheme(self) -> Scheme:
