@@ -38,6 +38,14 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Guesses:
+    accepted: tuple[float, ...] = key(
+        (), "how often each token that a step guesses, by an MTP layer or the case's EAGLE3 head, comes true if those "
+        "before it did; a step has as many of them as pay; empty: none",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Day:
     """The loads of the hours of a day, from midnight on: 24 numbers each, or none if all hours are alike."""
 
@@ -99,6 +107,7 @@ class Cluster:
     load: Load = section(Load)
     targets: Targets = section(Targets)
     search: Search = section(Search)
+    guesses: Guesses = section(Guesses)
     simulation: Simulation = section(Simulation)
 
 
@@ -112,6 +121,8 @@ def read_cluster(path: Path, overrides: Sequence[str] = ()) -> Cluster:
     for name in ("case", "hardware"):
         if not getattr(cluster, name):
             raise UserError(f"{path.name}: {name} is missing: {DOCS} has every key")
+    if wrong := [rate for rate in cluster.guesses.accepted if not 0 <= rate <= 1]:
+        raise UserError(f"{path.name}: guesses.accepted: {wrong[0]} must be from 0 to 1")
     for method in cluster.search.methods:
         if method not in METHODS:
             raise UserError(f"{path.name}: search.methods: {method!r} is not one of {', '.join(METHODS)}")

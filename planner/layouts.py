@@ -2,11 +2,13 @@
 is a case, made from the cluster's case with other sizes.
 """
 
-from collections.abc import Iterator
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from executor.config.case import Case, OffloadSettings
+from executor.config.case import MOST_DRAFTING, Case, OffloadSettings
 from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
@@ -43,6 +45,11 @@ class Sizes:
         return text + f", {self.resident:.0%} resident" * (self.resident < 1)
 
 
+def tokens_by_guesses(accepted: Sequence[float]) -> list[float]:
+    """The tokens that a step with 0, 1, 2 ... guesses gives a sequence."""
+    return list(itertools.accumulate((1.0, *itertools.accumulate(accepted, operator.mul))))
+
+
 def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
@@ -73,8 +80,13 @@ def case_of(cluster: Cluster, sizes: Sizes) -> Case:
         "chunked_prefill_size": cluster.search.chunk,
         **{f"offload_config.{field.name}": field.default or 0 for field in fields(OffloadSettings)},
     }
-    if load_case(cluster.case).platform == "ascend":
+    case = load_case(cluster.case)
+    if case.platform == "ascend":
         settings["hccl_config.aiv_group"] = "none"
+    if guesses := len(cluster.guesses.accepted):
+        settings["draft_config.tokens"] = guesses
+        if case.draft_config.method != "eagle3":
+            settings["draft_config.method"] = "mtp"
     return load_case(cluster.case, settings=settings)
 
 
@@ -128,9 +140,19 @@ class Layout:
         """A decode step of `sequences` sequences of each group, half of whose answers are there on average."""
         if sequences not in self._decoded:
             load = self.cluster.load
-            work = self.counted.decode(sequences, load.prompt_tokens + load.output_tokens // 2)
-            self._decoded[sequences] = step_times(work, self.placing, self.hardware)
+            cached = load.prompt_tokens + load.output_tokens // 2
+            self._decoded[sequences] = self.token_times(sequences, cached, self.placing)
         return self._decoded[sequences]
+
+    def token_times(self, sequences: int, cached: int, placing: Placing) -> Times:
+        """A decode step or, with guesses, the part of one that a token of each sequence takes: of the number of guesses
+        with which that is least."""
+        tokens = tokens_by_guesses(self.cluster.guesses.accepted if sequences <= MOST_DRAFTING else ())
+        steps = (
+            step_times(self.counted.decode(sequences, cached, number), placing, self.hardware).over(gained)
+            for number, gained in enumerate(tokens)
+        )
+        return min(steps, key=lambda times: times.total)
 
     @cached_property
     def prefill(self) -> Times:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.cluster import Cluster, read_cluster
-from planner.layouts import Layout, Sizes, make_layout, sizes_of
+from planner.layouts import Layout, Sizes, make_layout, sizes_of, tokens_by_guesses
 from planner.machine import Hardware, read_hardware
 from planner.rates import Point, points, under_load, within_targets
 from planner.times import PARTS, Times
@@ -92,6 +92,7 @@ def lines_of(plan: ClusterPlan) -> list[str]:
         f"{cluster.devices} devices of {plan.hardware.name}, case {cluster.case}",
         f"{load.rate:g} requests/s of {load.prompt_tokens} + {load.output_tokens} tokens; first token within "
         f"{targets.ttft_ms:g} ms, others within {targets.tpot_ms:g} ms",
+        *guesses_of(cluster),
         *ASSUMED,
     ]
     for aim, best in (("latency", plan.quickest), ("cost", plan.cheapest)):
@@ -99,6 +100,14 @@ def lines_of(plan: ClusterPlan) -> list[str]:
         for found in best:
             lines += ["", *lines_of_layout(found)]
     return [*lines, "", *why_not(plan), "", *winners(plan)]
+
+
+def guesses_of(cluster: Cluster) -> list[str]:
+    accepted = cluster.guesses.accepted
+    if not accepted:
+        return []
+    rates, tokens = ", ".join(f"{rate:g}" for rate in accepted), tokens_by_guesses(accepted)[-1]
+    return [f"up to {len(accepted)} guesses a step where they pay, accepted {rates}: {tokens:.2f} tokens a step"]
 
 
 def winners(plan: ClusterPlan) -> list[str]:

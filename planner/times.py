@@ -35,6 +35,10 @@ class Times:
     def total(self) -> float:
         return sum(self.parts.values())
 
+    def over(self, tokens: float) -> "Times":
+        """The part that one of so many tokens takes."""
+        return Times({part: seconds / tokens for part, seconds in self.parts.items()})
+
 
 def collective_seconds(message: Message, span: int, hardware: Hardware) -> tuple[float, str]:
     """The time of one collective, and its algorithm. `span` neighbouring devices have its ranks."""

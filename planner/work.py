@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from executor.config.case import Case
 from executor.config.load import load_model_config
@@ -32,6 +32,7 @@ from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Messa
 from ops.interface import Exchange, Ops
 from ops.parallel.groups import Group
 from ops.parallel.join import parallel_of
+from umbra.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,14 @@ class Counted:
         )
         self.model: CausalLM = model_class(case.model_name)(config, build)
         bind_caches(self.model, case, build, 2)
-        frame = frame_of(self.model, case, build, self.config.windows)
+        own = (None,) * bool(self.model.mtp_at)  # the window of a layer that predicts further tokens
+        frame = frame_of(self.model, case, build, (*self.config.windows, *own))
         self.units, self.page_bytes = frame.units, frame.nbytes + frame.beside
         stateful = sum(self._multiple(path) for path, m in self.model.named_modules() if isinstance(m, RecurrentStates))
         self.states = state_sizes(self.model, self.page_bytes // self.units, stateful)
         self.limits = limits_of(case, self.config, True, self.states.frames(self.page_bytes, 0))
-        for layer, multiple in zip(self.model.model.layers, self.multiples, strict=True):
+        layers = list(self.model.model.layers)[: self.model.model.depth]
+        for layer, multiple in zip(layers, self.multiples, strict=True):
             layer.register_forward_pre_hook(partial(self._begin, multiple))
             layer.register_forward_hook(partial(self._begin, 1))
 
@@ -130,7 +133,7 @@ class Counted:
         experts = rest = 0
         for path, layer in layers_of(self.model):
             size = sum(t.nbytes for t in layer.storages()) * self._multiple(path)
-            if isinstance(layer, Experts):
+            if self._shared_out(path, layer):
                 experts += size
             else:
                 rest += size
@@ -138,19 +141,58 @@ class Counted:
 
     @property
     def expert_layers(self) -> int:
-        return sum(self._multiple(path) for path, layer in layers_of(self.model) if isinstance(layer, Experts))
+        return sum(self._multiple(path) for path, layer in layers_of(self.model) if self._shared_out(path, layer))
+
+    def _shared_out(self, path: str, layer: nn.Module) -> bool:
+        """Whether `layer` has experts of which hosts may hold some: those of a layer that predicts further tokens are
+        on the devices."""
+        mtp = self.model.mtp_at
+        return isinstance(layer, Experts) and not (mtp and path.startswith(f"{mtp}."))
 
     def _multiple(self, path: str) -> int:
         parts = path.split(".")
-        return self.multiples[int(parts[2])] if parts[:2] == ["model", "layers"] else 1
+        inside = parts[:2] == ["model", "layers"] and int(parts[2]) < len(self.multiples)
+        return self.multiples[int(parts[2])] if inside else 1
 
-    def decode(self, sequences: int, cached: int) -> Work:
-        """A decode step of `sequences` sequences of this rank's group, each with `cached` tokens before it."""
-        return self._step(sequences, sequences, cached + 1)
+    def decode(self, sequences: int, cached: int, guesses: int = 0) -> Work:
+        """A decode step of `sequences` sequences of this rank's group, each with `cached` tokens before it, that checks
+        `guesses` guesses of each, and as many new ones: a guess takes all rows first, then a row of each sequence."""
+        rows = sequences * (1 + guesses)
+        steps = [self._step(rows, rows, cached + 1)]
+        if guesses:
+            steps += [
+                self._guess(rows, sequences, cached + 1, 1),
+                self._guess(sequences, sequences, cached + 1, guesses - 1),
+            ]
+        return Work(sum((step.done for step in steps), ()), sum((step.messages for step in steps), ()))
 
     def prefill(self, tokens: int, cached: int) -> Work:
         """A prefill step of `tokens` tokens of one sequence, with `cached` tokens before them."""
         return self._step(tokens, 1, cached + tokens)
+
+    @torch.inference_mode()
+    def _guess(self, rows: int, sequences: int, length: int, times: int) -> Work:
+        """`times` guesses of a token of each of `sequences`, from `rows` rows."""
+        if not self.model.guesses:
+            raise UserError(
+                f"case {self.case.name}: draft_config.method: none: nothing guesses tokens: set mtp or eagle3"
+            )
+        head, page_size = self.model.eagle3, self.ops.page_size
+        width = head.config.hidden_size if head else self.config.hidden_size
+        groups, sets = self.case.attn_dp_size, len(sets_of(self.model)) + bool(head)
+        batch = batch_of(cast(Ops, self.ops), rows, rows, 1, page_size, groups, sets)
+        batch = dataclasses.replace(
+            batch,
+            paged=tuple(paged._replace(kv_lens=(length,) * rows) for paged in batch.paged),
+            hidden=torch.empty(rows, width, dtype=self.ops.dtype, device="meta"),
+            logit_rows=torch.empty(sequences, dtype=torch.int64, device="meta"),
+            wanted_per_group=(sequences,) * groups,
+        )
+        self.notes.done, self.notes.messages, self.notes.multiple = [], [], times
+        self.model.guess(batch)
+        self.notes.multiple = 1
+        done = tuple(dataclasses.replace(one, mixture=False) for one in self.notes.done)
+        return Work(done, tuple(self.notes.messages))
 
     @torch.inference_mode()
     def _step(self, tokens: int, sequences: int, length: int) -> Work:

@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):
     def _end(self, key: int) -> None:
         self._total -= self._live.pop(key).nbytes
 
-    def fullest(self, model: nn.Module, step: Callable[[Batch], Tensor], batch: Batch) -> Moment:
+    def fullest(self, model: nn.Module, step: Callable[[Batch], object], batch: Batch) -> Moment:
         """Runs `step`, a method of `model`, which is on meta. -> the moment at which the live tensors take the most
         memory, without those of `model` and `batch`"""
         self._most, self._fullest = 0, []
@@ -167,10 +167,10 @@ def shorten(model: nn.Module) -> None:
             if isinstance(layers, nn.ModuleList):
                 seen: Counter[object] = Counter()
                 kept = nn.ModuleList()
-                for layer in layers:
+                for number, layer in layers.named_children():
                     seen[kind := _kind_of(layer)] += 1
                     if seen[kind] <= 2:
-                        kept.append(layer)
+                        kept.add_module(number, layer)
                 setattr(module, name, kept)
 
 

@@ -6,7 +6,7 @@ Splits of a model are even (`check_parallel`), or the first ranks hold a little 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,13 +22,14 @@ from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from executor.platform.ascend.hccl import buffer_mb
 from executor.platform.base import graph_rows
-from executor.run.activations import Ledger, Part, batch_of, product, sampling, shorten
+from executor.run.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
 from executor.run.counted_shadows import CountedShadow, CountedShadows
-from executor.run.model_sketch import EXPERTS, ROWS, Sketch, cache_of, sketch_of, weights_of
+from executor.run.model_sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of
 from models.batch import Batch
 from models.config import ModelConfig
 from models.layers.base import layers_of
 from models.layers.experts import Experts
+from models.layers.mtp import MultiTokenPrediction
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.weights import AscendExperts
 from ops.counted import CountedExchange, CountedOps
@@ -89,6 +90,8 @@ def make_plan(case: Case, arena: Sequence[Part] = ()) -> Plan:
     weights, cache = weights_of(sketch.model), cache_of(sketch)
     held = {ARENA: [*arena, *shadows.tables(_rows(case))]} if shadows else {CACHE: [cache]}
     shorten(sketch.model)
+    decoder = sketch.model.model
+    decoder.depth = sum(not isinstance(layer, MultiTokenPrediction) for layer in decoder.layers)
     sections = {
         WEIGHTS: weights,
         **held,
@@ -118,7 +121,7 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
         tokens = sketch.build.parallel.attn_tp.padded(tokens)
     batch = _batch(case, sketch, tokens, sequences, case.attn_dp_size)
     batch = dataclasses.replace(batch, sequence_parallel=shared)
-    in_model = ledger.fullest(sketch.model, sketch.model.forward, batch)
+    in_model = _fullest(sketch, ledger, batch, sequences)
     after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
     moment = max(in_model, after, key=lambda moment: moment.nbytes)
     fixed = [
@@ -156,9 +159,35 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     parts = []
     for rows in _rows(case):
         batch = _batch(case, sketch, rows, rows, None)
-        moment = ledger.fullest(sketch.model, sketch.model.forward, batch)
+        moment = ledger.fullest(sketch.model, _step(sketch), batch)
         parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
+        if sketch.model.mtp_at:
+            guess = _guess(sketch, batch, rows)
+            moment = ledger.fullest(sketch.model, sketch.model.guess, guess)
+            parts.append(Part(f"a guess of {rows} row(s)", moment.nbytes + _inputs(guess), f"inputs and {moment.name}"))
     return parts
+
+
+def _step(sketch: Sketch) -> Callable[[Batch], object]:
+    return sketch.model.with_hidden if sketch.model.mtp_at else sketch.model.forward
+
+
+def _guess(sketch: Sketch, batch: Batch, sequences: int) -> Batch:
+    """The batch of the first guess of an MTP layer after a step."""
+    hidden = torch.empty(len(batch.token_ids), sketch.config.hidden_size, dtype=sketch.build.dtype, device="meta")
+    wanted = torch.empty(sequences, dtype=torch.int64, device="meta")
+    return dataclasses.replace(batch, hidden=hidden, recurrent=None, logit_rows=wanted)
+
+
+def _fullest(sketch: Sketch, ledger: Ledger, batch: Batch, sequences: int) -> Moment:
+    """The fullest moment of a prefill step and of the guesses after it, which keep its hidden states."""
+    found = ledger.fullest(sketch.model, _step(sketch), batch)
+    if not sketch.model.mtp_at:
+        return found
+    guess = _guess(sketch, batch, sequences)
+    after = ledger.fullest(sketch.model, sketch.model.guess, guess)
+    hidden = Part("hidden states", guess.hidden.nbytes if guess.hidden is not None else 0)
+    return max(found, Moment(f"a guess: {after.name}", [*after.parts, hidden]), key=lambda moment: moment.nbytes)
 
 
 def _rows(case: Case) -> list[int]:
@@ -215,7 +244,7 @@ def _decode(case: Case, sketch: Sketch, weights: list[Part], all_experts: int, p
     different experts is its expected value; of `all_experts` bytes, those with shadows are read on device or host."""
     batch = case.data_config.batch_size
     own = batch // case.attn_dp_size
-    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
+    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS, *GUESSING))
     parts = [Part("all but embedding, experts", rest)]
     experts, chosen = case.parallel_sizes.physical(sketch.config.expert_count), sketch.config.experts_per_token
     if experts:

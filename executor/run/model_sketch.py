@@ -38,6 +38,8 @@ KINDS: dict[type[nn.Module], str] = {
     VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", SplitRMSNorm: "norms", Experts: "experts",
     Router: "router", SelectionBias: "router",
 }  # fmt: skip
+MTP = ("MTP layer", "experts of the MTP layer")
+GUESSING = (*MTP, "head for drafts")  # of which a step that guesses nothing reads none
 ROWS = ("embedding", "rotary")  # tables of which a step reads one row for each token
 
 
@@ -73,9 +75,9 @@ def sketch_of(
     return Sketch(config, build, model, limits)
 
 
-def weights_of(model: nn.Module) -> list[Part]:
+def weights_of(model: CausalLM) -> list[Part]:
     """The memory of all weights, by kinds of layers."""
-    names = ("embedding", "attention", "router", *EXPERTS, "dense MLP", "norms", "head", "head for drafts", "rotary")
+    names = ("embedding", "attention", "router", *EXPERTS, "dense MLP", "norms", "head", *GUESSING, "rotary")
     sizes = dict.fromkeys(names, 0)
     for path, layer in layers_of(model):
         name = kind_of(model, path, layer)
@@ -89,10 +91,13 @@ def weights_of(model: nn.Module) -> list[Part]:
     return [Part(name, size) for name, size in sizes.items() if size]
 
 
-def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
-    """The kind of a layer as the plan names it: by its class or, for a plain matrix, by its neighbouring modules."""
+def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
+    """The kind of a layer as the plan names it: by what it is part of, its class or, for a plain matrix, its
+    neighbouring modules."""
     if path.startswith("eagle3."):
         return "head for drafts"
+    if model.mtp_at and path.startswith(f"{model.mtp_at}."):
+        return MTP[isinstance(layer, Experts)]
     if type(layer) in KINDS:
         return KINDS[type(layer)]
     around = model.get_submodule(path.rpartition(".")[0]).children()

@@ -19,7 +19,7 @@ from executor.launch.platform_settings import platform_settings
 from executor.platform import load_platform
 from executor.platform.base import Platform
 from executor.run.activations import Part
-from executor.run.model_sketch import EXPERTS, ROWS, sketch_of, weights_of
+from executor.run.model_sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of
 from models.registry import load
 from ops.cpu.shadow import ExpertBlocks
 from ops.parallel.groups import Group
@@ -77,7 +77,7 @@ def sizes_of(case: Case) -> ShadowSizes:
     weights = weights_of(sketch.model)
     unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
     unshadowed //= found.others + shape.layers
-    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
+    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS, *GUESSING))
     rest += round(unshadowed * shape.used(batch) / count)
     fixed = sum(part.nbytes for part in weights if part.name not in EXPERTS) + unshadowed
     rest += 2 * batch * states.nbytes * states.layers  # which a step reads and writes

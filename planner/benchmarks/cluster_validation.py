@@ -5,9 +5,9 @@
 Nothing is fitted: the constants are those of planner/hardware/*.yaml, measured by others on single kernels and
 collectives, and the conditions are those of the publication. A figure is `complete` if its conditions say the model,
 the type of the weights, the machine, the split over devices, the sequences and their lengths; of others the model
-assumes what `note` says. Figures with speculative decoding are left out, since their acceptance rates are not
-published. With `--own`, steps on 1, 2 and 4 ranks of this machine are measured (cpu_ranks.py) and stand in the place of
-published ones.
+assumes what `note` says. Figures with speculative decoding do not say how many guesses came true: ACCEPTED is
+of another model. With `--own`, steps on 1, 2 and 4 ranks of this machine are measured (cpu_ranks.py) and stand in the
+place of published ones.
 
 A row, of the table and of `rows` in the JSON file:
   what        model, type, machine and split
@@ -28,7 +28,7 @@ from typing import Any
 
 from executor.config.load import load_case
 from planner.benchmarks import cpu_ranks
-from planner.layouts import spans_of
+from planner.layouts import spans_of, tokens_by_guesses
 from planner.machine import read_hardware
 from planner.times import Placing, Times, step_times
 from planner.work import Counted
@@ -62,6 +62,29 @@ HY3 = {
     "moe_intermediate_size": 1536,
 }  # fmt: skip
 
+QWEN3_30B = {
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}  # fmt: skip
+QWEN3_235B = QWEN3_30B | {
+    "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}  # fmt: skip
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+W8A8 = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "weights": INT8 | {"strategy": "channel"}, "input_activations": INT8,
+        },
+    },
+}  # fmt: skip
+ACCEPTED = (0.74, 0.48 / 0.74, 0.26 / 0.48)  # of V4-Flash's guesses on Atlas A2: vllm-ascend, pull request 13640
+GUESSED = (
+    "3 guesses, accepted as in vllm-ascend's pull request 13640: 2.48 tokens a step; lengths and head assumed; sglang"
+)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -80,6 +103,7 @@ class Figure:
     host_us: float | None = None  # None: the hardware's
     config: dict[str, Any] | None = None  # of a model that is no case's
     dense: bool = False
+    guessed: bool = False  # by an EAGLE3 head, with ACCEPTED
 
 
 FIGURES = (
@@ -136,6 +160,16 @@ FIGURES = (
         )
         for sequences, published in ((1, 22.8), (4, 50.7), (8, 72.5))
     ),
+    *(
+        Figure(
+            f"{name} W8A8, A3, TP{ranks}, EAGLE3", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", (ranks, ranks, ranks), 1,
+            4096, published, GUESSED, complete=False, method="auto", config=config | {"quantization_config": W8A8},
+            guessed=True,
+        )
+        for name, ranks, published, config in (
+            ("Qwen3-235B", 16, 8.0, QWEN3_235B), ("Qwen3-30B", 2, 10.0, QWEN3_30B),
+        )
+    ),
     Figure(
         "Qwen3-30B-A3B bf16, TP4, 15k", "qwen3_30b_a3b_bf16_tp8", "atlas_a2", (4, 4, 4), 1, 15000, 20.0,
         "\"20+ ms\", machine not given: vllm-ascend issue 4656", complete=False, host_us=HOST_VLLM_US,
@@ -158,9 +192,24 @@ def predicted(figure: Figure, folder: Path) -> Times:
     if figure.config:
         (folder / "config.json").write_text(json.dumps(full_config(figure)))
         settings["model_path"] = str(folder)
-    case = load_case(figure.case, settings=settings)
-    work = Counted(case).decode(-(-figure.sequences // case.attn_dp_size), figure.cached)
-    return step_times(work, Placing(spans_of(world, attn_tp)), hardware)
+    if figure.guessed:
+        (folder / "head").mkdir(exist_ok=True)
+        (folder / "head" / "config.json").write_text(json.dumps(head_config(figure)))
+        settings |= {
+            "draft_config.method": "eagle3", "draft_config.model_path": str(folder / "head"),
+            "draft_config.tokens": len(ACCEPTED),
+        }  # fmt: skip
+    case, tokens = load_case(figure.case, settings=settings), tokens_by_guesses(ACCEPTED if figure.guessed else ())
+    work = Counted(case).decode(-(-figure.sequences // case.attn_dp_size), figure.cached, len(tokens) - 1)
+    return step_times(work, Placing(spans_of(world, attn_tp)), hardware).over(tokens[-1])
+
+
+def head_config(figure: Figure) -> dict[str, Any]:
+    """That of an EAGLE3 head of the model's width."""
+    names = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"
+    sizes = {name: (figure.config or {})[name] for name in names}
+    sizes |= {"intermediate_size": 6 * sizes["hidden_size"], "draft_vocab_size": 32000}
+    return {"model_type": "llama", "max_position_embeddings": 1 << 17, **sizes}
 
 
 def full_config(figure: Figure) -> dict[str, Any]:

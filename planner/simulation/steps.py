@@ -1,4 +1,5 @@
-"""The time of any step of a layout, from the same model as the plan's, kept in tables since a simulation asks often."""
+"""The time of any step of a layout, from the same model as the plan's, kept in tables since a simulation asks often.
+Where tokens are guessed, a decode step here is the part of one that a token of each sequence takes."""
 
 import dataclasses
 from functools import lru_cache
@@ -7,8 +8,7 @@ import numpy as np
 
 from executor.engine.scheduler import Step
 from planner.layouts import Layout
-from planner.times import Times, step_times
-from planner.work import Work
+from planner.times import Placing, step_times
 
 SHARES = 64  # shares of resident experts are rounded to multiples of 1 / SHARES
 TOKENS, CACHED = 64, 1024  # prefill steps are counted for multiples of these, and times between them interpolated
@@ -71,15 +71,15 @@ class StepTimes:
         return none + (some - none) * cached / self.longest
 
     def _decode_at(self, sequences: int, resident: float) -> tuple[float, float]:
-        none, some = (self.layout.counted.decode(sequences, cached) for cached in (0, self.longest))
-        return self._times(none, resident).total, self._times(some, resident).total
+        placing = self._placing(resident)
+        none, some = (self.layout.token_times(sequences, cached, placing) for cached in (0, self.longest))
+        return none.total, some.total
 
     def _exposed_at(self, sequences: int, resident: float) -> float:
-        return self._times(self.layout.counted.decode(sequences, 0), resident).parts["shadow experts"]
+        return self.layout.token_times(sequences, 0, self._placing(resident)).parts["shadow experts"]
 
-    def _times(self, work: Work, resident: float) -> Times:
-        placing = dataclasses.replace(self.layout.placing, resident=resident)
-        return step_times(work, placing, self.layout.hardware)
+    def _placing(self, resident: float) -> Placing:
+        return dataclasses.replace(self.layout.placing, resident=resident)
 
     def prefill(self, tokens: int, cached: int, resident: float) -> float:
         """A step of `tokens` tokens of prompts of a group, of which the longest has `cached` tokens before them."""
@@ -97,4 +97,5 @@ class StepTimes:
         return before + (after - before) * part
 
     def _prefill_at(self, tokens: int, cached: int, resident: float) -> float:
-        return self._times(self.layout.counted.prefill(tokens, cached), resident).total
+        work = self.layout.counted.prefill(tokens, cached)
+        return step_times(work, self._placing(resident), self.layout.hardware).total

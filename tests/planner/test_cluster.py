@@ -15,8 +15,8 @@ from executor.config.load import load_case
 from executor.run.ascend_memory_plan import make_plan
 from executor.run.model_sketch import cache_of, sketch_of, weights_of
 from ops.counted import Done, Message
-from planner.cluster import Cluster, Load, Search, Targets, read_cluster
-from planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of
+from planner.cluster import Cluster, Guesses, Load, Search, Targets, read_cluster
+from planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of, tokens_by_guesses
 from planner.machine import Device, Hardware, Host, Links, read_hardware
 from planner.plan import make_cluster_plan, row_of, show_cluster_plan
 from planner.times import GIGA, PARTS, Placing, collective_seconds, step_times
@@ -32,8 +32,10 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
     ("qwen35_397b_w4a16_tp16", ()),
     ("deepseek_v2_lite_q4_cpu", ()),
     ("deepseek_r1_w8a8_tp16", ()),
+    ("deepseek_r1_w8a8_tp16", ("draft_config.method=mtp",)),
+    ("qwen35_397b_w4a16_tp16", ("draft_config.method=mtp",)),
 ]
-IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states", "latents", "r1"]
+IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states", "latents", "r1", "r1-mtp", "states-mtp"]
 PRINTED = Path(__file__).parents[1] / "data" / "cluster_plan.txt"
 LINKS = Links(devices=8, gbps=100.0, collective_us=10.0, peer_us=1.0, exchange_us=40.0)
 HARDWARE = Hardware(
@@ -181,6 +183,26 @@ def test_layouts_are_refused_with_the_rule() -> None:
     assert "runs on ascend" in refused(Sizes(1, 8, 8, 8, "none", 1.0), dataclasses.replace(HARDWARE, platform="cpu"))
 
 
+def test_guesses_take_rows_and_passes_of_their_layer() -> None:
+    """Rows read the union of their experts; hosts hold none of the layer's own. What does not pay is left out."""
+    counted = Counted(load_case("deepseek_r1_w8a8_tp16", ["draft_config.method=mtp"]))
+    plain, drafted = counted.decode(1, 100), counted.decode(1, 100, 2)
+    experts = [sum(one.weights * one.times for one in work.done if one.mixture) for work in (plain, drafted)]
+    share = 8 / 256
+    assert experts[1] == pytest.approx(experts[0] * (1 - (1 - share) ** 3) / share)
+    heads = [one for one in drafted.done if one.name == "linear" and one.weights == plain.done[-1].weights]
+    assert sum(one.times for one in heads) == 3
+    assert drafted.total("cached") == pytest.approx(plain.total("cached") * (3 * 61 + 3 + 1) / 61)
+    cluster = dataclasses.replace(CLUSTER, case="deepseek_r1_w8a8_tp16", devices=16)
+    sizes = Sizes(1, 16, 16, 16, "auto", 1.0)
+    tokens = [
+        make_layout(dataclasses.replace(cluster, guesses=Guesses(rates)), sizes, HARDWARE).decode(1).total
+        for rates in ((), (0.0,), (0.85,), (0.85, 0.6))
+    ]
+    assert tokens[0] == tokens[1] > tokens[2] >= tokens[3]
+    assert tokens_by_guesses((0.8, 0.5)) == pytest.approx([1.0, 1.8, 2.2])
+
+
 def write(folder: Path, **changes: Any) -> Path:
     hardware = {
         "platform": "ascend",
@@ -215,6 +237,7 @@ def test_a_plan_finds_the_best_of_all(tmp_path: Path) -> None:
         ({"hardware": "atlas_a9"}, "there are atlas_a2, atlas_a3"),
         ({"loads": {}}, "unknown key 'loads', did you mean 'load'?; all keys: docs/cluster_keys.md"),
         ({"search": {"worlds": [3]}}, "search.worlds: 3 does not divide devices: 8"),
+        ({"guesses": {"accepted": [0.5, 2]}}, "guesses.accepted: 2.0 must be from 0 to 1"),
         ({"search": {"resident": [-0.1]}}, "search.resident: -0.1 must be from 0 to 1"),
         ({"simulation": {"day": {"rates": [1.0]}}}, "simulation.day.rates: 1 numbers, must be 24: one for each hour"),
         ({"simulation": {"day": {"repeats": [2] * 24}}}, "simulation.day.repeats: 2.0 must be at most 1"),

@@ -26,11 +26,18 @@ from executor.checkpoint.load import (
     stored_as,
     wanted_by,
 )  # fmt: skip
-from executor.config.case import CacheSettings, Case, DataSettings, ParallelSettings, QuantizationSettings
+from executor.config.case import (
+    CacheSettings,
+    Case,
+    DataSettings,
+    DraftSettings,
+    ParallelSettings,
+    QuantizationSettings,
+)
 from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
-from executor.run.model_sketch import cache_of, kind_of, sketch_of, weights_of
+from executor.run.model_sketch import MTP, cache_of, kind_of, sketch_of, weights_of
 from models.gguf.folder import checkpoint_folder, whole_path
 from models.layers.base import Piece, layers_of
 from models.registry import family_in
@@ -48,7 +55,7 @@ NONE = {
     "exact": True,
 }
 IGNORED, UNKNOWN = "ignored", "unknown"
-COMPONENTS = ("embedding", "attention", "router", "experts", "dense MLP", "norms", "head", IGNORED, UNKNOWN)
+COMPONENTS = ("embedding", "attention", "router", "experts", "dense MLP", "norms", "head", *MTP, IGNORED, UNKNOWN)
 
 
 @dataclasses.dataclass
@@ -74,7 +81,12 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
     """Returns what a checkpoint, a folder or a GGUF file, contains, as a dictionary that can be printed or written as
     JSON."""
     folder = checkpoint_folder(checkpoint)
-    sketch, scheme = sketch_of(plain_case(folder)), read_scheme(folder)
+    case = plain_case(folder)
+    sketch, scheme = sketch_of(case), read_scheme(folder)
+    predicts = bool(sketch.model.mtp_sign) and scheme.holds(sketch.model.mtp_sign)
+    lacking = sketch.model.mtp_layers[0].rstrip(".") if sketch.model.mtp_layers and not predicts else ""
+    if predicts:
+        sketch = sketch_of(dataclasses.replace(case, draft_config=DraftSettings(method="mtp")))
     wanted, files = wanted_by(sketch.model), open_files(folder, scheme)
     stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
     kinds = dict.fromkeys(ignorable(files.file_of, sketch.model.ignores), IGNORED)
@@ -100,6 +112,7 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
             "tensors": len(files.file_of), "tensor_nbytes": sum(c.nbytes for c in components),
             "files": len(paths), "file_nbytes": sum(path.stat().st_size for path in paths),
         },
+        "mtp": {"held": sketch.model.mtp_at, "lacking": lacking},
         "problems": [{"problem": problem, "names": names} for problem, names in problems],
     }  # fmt: skip
 
@@ -200,6 +213,8 @@ def print_facts(facts: dict[str, Any]) -> None:
         print(f"warning: {len(odd)} {CONTRADICTION}: {shown(odd)}")
     for found in facts["problems"]:
         print(f"problem: {len(found['names'])} {found['problem']}: {shown(found['names'])}")
+    if path := facts["mtp"]["lacking"]:
+        print(f"{path}, which the config names, is not there: draft_config.method: mtp is refused")
     if not facts["problems"]:
         print("complete: every tensor is known, every weight of the model is there")
     if "rank" in facts:

@@ -1,6 +1,7 @@
 """The report about a checkpoint, made without reading weights: bytes, formats, flaws, and the part that a rank
 keeps."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
+from executor.config.case import DraftSettings
 from executor.config.load import load_case
-from executor.run.model_sketch import kind_of
+from executor.run.model_sketch import MTP, kind_of
+from models.causal_lm import CausalLM
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from tests.command import umbra
+from tests.models.test_mtp import Oracle
 from tests.quantised import mxfp4_tiny, quantise_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, write_case
 from umbra.cli import execute
@@ -40,7 +43,7 @@ def by_name(facts: dict[str, Any]) -> dict[str, tuple[int, int, dict[str, int]]]
     return {c["name"]: (c["tensors"], c["nbytes"], c["types"]) for c in facts["components"]}
 
 
-def kept(model: nn.Module) -> tuple[dict[str, int], int]:
+def kept(model: CausalLM) -> tuple[dict[str, int], int]:
     """(bytes of weights by component, bytes of the KV cache) of a model that is really there."""
     weights: dict[str, int] = {}
     for path, layer in layers_of(model):
@@ -84,6 +87,33 @@ def test_a_quantised_format_and_what_it_leaves_out(tmp_path: Path, capsys: pytes
     told = capsys.readouterr().out
     assert "not quantised: model.layers.*.mlp.gate (2 of 2)\n" in told
     assert counted(facts["rank"]) == kept(make_runner(load_case(str(case)), tmp_path).engine.model)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_a_layer_that_predicts_further_tokens_is_named_and_counted(tmp_path: Path, family: str) -> None:
+    """Its weights, and a layer more in the cache."""
+    folder = tmp_path / "model"
+    Oracle(folder, family)
+    settings: dict[str, Any] = {"model_name": family, "draft_config": {"method": "mtp"}}
+    case = load_case(str(write_case(tmp_path / "tiny.yaml", folder, **settings)))
+    rank, plain = inspect_rank(case), inspect_rank(dataclasses.replace(case, draft_config=DraftSettings()))
+    model = make_runner(case, tmp_path).engine.model
+    found = kept(model)[0]
+    assert {name: size for name, size in rank["weights"].items() if size and "rotary" not in name} == found
+    assert sum(found.values()) - found["MTP layer"] - found["experts of the MTP layer"] == sum(
+        counted(plain)[0].values()
+    )
+    of_attention = 1 if family == "qwen3_next" else 2
+    assert rank["kv_cache"].startswith(f"{2 * (of_attention + 1)} tensors of ")
+    if family == "glm4_moe":  # states of guesses take more pages
+        assert rank["kv_cache_nbytes"] * 2 == plain["kv_cache_nbytes"] * 3
+    facts = inspect(folder)
+    assert facts["problems"] == []
+    assert facts["mtp"] == {"held": model.mtp_at, "lacking": ""}
+    names = [name for name in load_file(folder / "model.safetensors") if name.startswith(f"{model.mtp_at}.")]
+    assert sum(by_name(facts)[name][0] for name in MTP) == len(names)
+    damaged(folder, lambda tensors: [tensors.pop(name) for name in names])
+    assert inspect(folder)["mtp"] == {"held": "", "lacking": model.mtp_at}
 
 
 def test_biases_and_what_is_quantised_beside_mxfp4_are_counted(tmp_path: Path) -> None:
