@@ -40,8 +40,8 @@ class Search:
 @dataclass(frozen=True)
 class Guesses:
     accepted: tuple[float, ...] = key(
-        (), "how often each token that a step guesses, by an MTP layer or the case's EAGLE3 head, comes true if those "
-        "before it did; a step has as many of them as pay; empty: none",
+        (), "for each place, how often a guess, by an MTP layer or the case's EAGLE3 head, is right if those before it "
+        "are; empty: none",
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ class Simulation:
     hours: float = key(0.0, "hours of the day in which they come; 0: until there were as many as `requests`", minimum=0)
     day: Day = section(Day)
     seed: int = key(0, "equal seeds give equal results", minimum=0)
-    trace: str = key("", "a file with the requests, a JSON object a line: at (seconds), prompt, output (tokens)")
+    trace: str = key("", "a file of requests, a JSON object a line: at (seconds), prompt, output (tokens)")
     spread: float = key(0.0, "standard deviation of the lengths, in means", minimum=0, maximum=10)
     longest: int = key(8192, "most tokens of a sequence; longer prompts and answers are cut to half of it", minimum=4)
     prefixes: int = key(0, "number of different beginnings that prompts share", minimum=0, maximum=1_000_000)
@@ -83,12 +83,10 @@ class Simulation:
         "they take (serve_config.prefill_pause_ms of the case)", minimum=0,
     )  # fmt: skip
     front_ms: float = key(0.0, "time that a server takes for a request outside its steps", minimum=0)
-    front_token_us: float = key(
-        0.0, "time that a server's front takes for each token, besides the steps: tokens wait for each other", minimum=0
-    )
+    front_token_us: float = key(0.0, "the same for each token: these wait for each other", minimum=0)
     memory: str = key(
-        "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic as "
-        "offload_config.mode says, or all: the same traffic with every share of search.resident, and elastic",
+        "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic, or all: with every share of "
+        "search.resident, and elastic",
         choices=("fixed", "elastic", "all"),
     )  # fmt: skip
     skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
