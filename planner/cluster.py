@@ -85,8 +85,8 @@ class Simulation:
     front_ms: float = key(0.0, "time that a server takes for a request outside its steps", minimum=0)
     front_token_us: float = key(0.0, "the same for each token: these wait for each other", minimum=0)
     memory: str = key(
-        "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic, or all: with every share of "
-        "search.resident, and elastic",
+        "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic as "
+        "offload_config.mode says, or all: the same traffic with every share of search.resident, and elastic",
         choices=("fixed", "elastic", "all"),
     )  # fmt: skip
     skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
