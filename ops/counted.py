@@ -39,7 +39,7 @@ ASCEND_KERNELS = {
     "expanded_attention": 8,
 }  # fmt: skip
 BY_INT8 = " by int8"  # of the name of an op
-EXPANDED_WIDTH = 128  # of heads whose keys and values are made of latents; others stay in the absorbed form
+APART_WIDTH, MOST_JOINED = 128, 256  # of heads whose keys and values are made of latents (ops/ascend/latents.py)
 EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three (two by int8), a cast,
 # combine
 IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
@@ -306,33 +306,39 @@ class CountedOps:
         columns, own = q.shape[2] + q_rotary.shape[2] + values.rows, q.shape[2] + values.rows
         weights = sum(t.nbytes for bank in (keys, values) for t in bank.storages)
         macs = q.shape[1] * (pairs * columns + read * own * keys.rows)
-        if q.shape[2] == values.rows == EXPANDED_WIDTH:
-            out = self._expanded_attention(q, q_rotary, keys, paged)
+        joined = q.shape[2] + q_rotary.shape[2]
+        if q.shape[2] == values.rows == APART_WIDTH or joined == values.rows <= MOST_JOINED:
+            out = self._expanded_attention(q, q_rotary, keys, values, paged)
         else:
             sums = self._latent_attention(self.made("products of heads", q, *q.shape[:2], keys.rows), q_rotary)
             out = self.made("products of heads", sums, *q.shape[:2], values.rows)
         self.note("expanded_attention", q, q_rotary, out, weights=weights, cached=token * read, macs=macs)
         return out
 
-    def _expanded_attention(self, q: Tensor, q_rotary: Tensor, keys: Any, paged: Paged) -> Tensor:
+    def _expanded_attention(self, q: Tensor, q_rotary: Tensor, keys: Any, values: Any, paged: Paged) -> Tensor:
         """Sequence by sequence."""
         starts, found = paged.query_starts, []
         for first, end, length in zip(starts[:-1], starts[1:], paged.kv_lens, strict=True):
             rows, tokens = q[int(first) : int(end)], int(length)
-            found.append(self._of_sequence(rows, q_rotary.shape[2], keys.rows, tokens))
-        return found[0] if len(found) == 1 else self.made("expanded attention", q, *q.shape)
+            found.append(self._of_sequence(rows, q_rotary.shape[2], keys.rows, values.rows, tokens))
+        return found[0] if len(found) == 1 else self.made("expanded attention", q, *q.shape[:2], values.rows)
 
-    def _of_sequence(self, q: Tensor, rotary: int, latent: int, tokens: int) -> Tensor:
-        whole, (_, heads, width) = -(-tokens // self.page_size) * self.page_size, q.shape
+    def _of_sequence(self, q: Tensor, rotary: int, latent: int, value: int, tokens: int) -> Tensor:
+        whole, (new, heads, key) = -(-tokens // self.page_size) * self.page_size, q.shape
         latents, turned = (self.made("gathered", q, whole, columns) for columns in (latent, rotary))
-        keys, values = (self.made(name, q, tokens, heads * width) for name in ("keys of heads", "values of heads"))
+        keys = self.made("keys of heads", q, tokens, heads * key)
+        values = self.made("values of heads", q, tokens, heads * value)
         if heads > 1:  # else they are no copies
-            matrix = self.made("matrices of values", q, latent, heads * width)
+            matrix = self.made("matrices of values", q, latent, heads * value)
             del matrix
-            turned = self.made("rotated keys of heads", q, tokens, heads, rotary)
-        copied = q if q.is_contiguous() else self.made("copied queries", q, *q.shape)
-        out = self.made("expanded attention", q, *q.shape)
-        del latents, turned, keys, values, copied
+        if key != value:
+            q = self.made("joined queries", q, new, heads, value)
+            keys = self.made("joined keys", q, tokens, heads, value)
+        else:
+            q = q if q.is_contiguous() else self.made("copied queries", q, *q.shape)
+            turned = self.made("rotated keys of heads", q, tokens, heads, rotary) if heads > 1 else turned
+        out = self.made("expanded attention", q, new, heads, value)
+        del latents, turned, keys, values
         return out
 
     def silu_mul(self, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 in two caches whose pages have the same numbers.
 
 Its kernels are for latents of 512 columns, keys of 64 and a power of two of query heads, so others are added that are
-zeros. Prompts whose heads have keys and values of 128 columns may have these made of all tokens that they read.
+zeros. Prompts may have keys and values made of all tokens that they read: where each has 128 columns, rotated keys stay
+apart; they are joined to keys that are then as wide as values.
 """
 
 import torch
@@ -14,7 +15,8 @@ from ops.ascend.attention import ALL_TOKENS, CAUSAL_AT_THE_END, WHOLE_MASK, Call
 from ops.ascend.weights import AscendHeads
 from ops.interface import LatentCache, LatentNorm, Paged
 
-EXPANDED_WIDTH = 128  # of keys and values of a head, beside rotated keys of 64 columns
+APART_WIDTH = 128  # of keys and values of a head, beside rotated keys of 64 columns
+MOST_JOINED = 256  # columns of packed keys and values
 # OT 8.5.0 to 9.1.0: ON matmul/transpose_batch_mat_mul/op_api/aclnn_transpose_batch_mat_mul.cpp
 MOST_INPUTS, WHOLE_INPUTS = 65535, 128  # of all heads together; a divisor of those of a head, and of its outputs
 
@@ -77,7 +79,8 @@ def attend_expanded(
 ) -> Tensor:  # fmt: skip
     """`Ops.expanded_attention`. Sequences come one after another, so that keys and values of one take memory."""
     ends, _ = checked(paged)
-    if q.shape[2] != EXPANDED_WIDTH or values.rows != EXPANDED_WIDTH:
+    width, joined = values.rows, q.shape[2] + q_rotary.shape[2]
+    if not q.shape[2] == width == APART_WIDTH and not joined == width <= MOST_JOINED:
         sums = attend_latents(head_linear(q, keys), q_rotary, cache, paged, scale, mask)
         return head_linear(sums, values)
     found, start = [], 0
@@ -97,9 +100,11 @@ def _of_sequence(
     latents, turned = (part[pages].flatten(0, 2)[:length] for part in cache)
     own = torch.mm(latents, keys.data.permute(2, 0, 1).flatten(1)).view(length, heads, -1)
     value = torch.mm(latents, values.data.transpose(0, 1).flatten(1)).view(length, heads, -1)
-    turned = turned[:, None].expand(-1, heads, -1).contiguous()
+    turned, apart = turned[:, None].expand(-1, heads, -1), q.shape[2] == APART_WIDTH
+    if not apart:
+        q, own = torch.cat((q, q_rotary), -1), torch.cat((own, turned), -1)
     call = Call(
         q.contiguous(), own, value, mask, (len(q),), (length,), None, heads, heads, scale, "TND", CAUSAL_AT_THE_END,
-        ALL_TOKENS, ALL_TOKENS, 0, q_rotary, turned,
+        ALL_TOKENS, ALL_TOKENS, 0, *((q_rotary, turned.contiguous()) if apart else ()),
     )  # fmt: skip
     return attended(call, False)

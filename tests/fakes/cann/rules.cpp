@@ -381,7 +381,9 @@ const Rule kRules[] = {
      [](const Call& call) {
          const Object* tables = call.find(ACL_INT32, 2);
          const Object& key = call.first(0);
-         if (!tables && size(key, -1) == 128 && split(call).keys) return true;  // packed
+         if (!tables && call.at(0).shape.size() == 3) {  // packed
+             return key.shape == call.first(1).shape && (size(key, -1) == 128 || !split(call).keys);
+         }
          return tables && size(key, key.shape.size() == 5 ? 3 : 1) == 128;
      },
      "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
