@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.eagle3_config import Eagle3Config
-from ops.format import GROUP_SIZES, LARGEST_GROUP, Format
+from ops.format import FORMATS, GROUP_SIZES, LARGEST_GROUP, Format
 from ops.interface import Exchange, ExpertKind, ExpertMatrices, Matrix, Ops, fixed
 from ops.parallel.groups import Parallel
 from umbra.errors import UserError
@@ -76,10 +76,12 @@ class Build:
 
     @property
     def of_head(self) -> "Build":
-        """The Build of a head for drafts, whose weights are floats in a checkpoint of its own."""
-        plain = self.formats.plain
-        tiled = dataclasses.replace(plain, tiled=True)
-        return Build(self.ops, self.parallel, Formats(plain, tiled, tiled), self.dtype, self.device, self.max_positions)
+        """The Build of a head for drafts, whose weights are floats in a checkpoint of its own. They become 8 bits where
+        the output head does."""
+        plain, format = self.formats.plain, self.formats.head
+        format = format if format == FORMATS["q8"] else dataclasses.replace(plain, tiled=True)
+        formats = Formats(plain, format, format)
+        return Build(self.ops, self.parallel, formats, self.dtype, self.device, self.max_positions)
 
     def at(self, name: str) -> "Build":
         """Returns this Build for the child module `name`."""

@@ -2,7 +2,8 @@
 others.
 
     .venv/bin/python -m tools.benchmarks.cpu_drafts [--case bench_30b_shape_cpu] [--layers 8] [--batches 1 4]
-        [--drafts 7] [--rounds 3] [--json FILE] [--method mtp [--rates 0.5 0.7 0.85]]
+        [--drafts 7] [--rounds 3] [--json FILE]
+        [--method mtp [--rates 0.5 0.7 0.85]] [--method eagle3 --head checkpoints/Qwen3-30B-A3B-eagle3]
 
 Weights are random, so the model cannot write such answers: the engine computes and chooses as usual, and then every
 token is replaced by that of a given answer. Prompts are 512 tokens of the demo's held-out text, answers 256:
@@ -11,8 +12,9 @@ token is replaced by that of a given answer. Prompts are 512 tokens of the demo'
   summary   every third sentence of the prompt, again and again
   continue  the text that follows the prompt
   random    random tokens
-With `--method mtp` answers are random, and so many of the guesses of the model's layer, at each place after right ones,
-are replaced by the right tokens: what each of `--rates` says.
+With `--method mtp` or `eagle3` answers are random, and so many of the guesses of the model's layer, or of a head of the
+sizes in the folder `--head`, are replaced by the right tokens, at each place after right ones: what each of `--rates`
+says.
 
 A row, of the table and of `rows` in the JSON file:
   batch      sequences that decode together
@@ -196,7 +198,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--answers", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--drafts", type=int, default=7, help="draft_config.tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--method", choices=("lookup", "mtp"), default="lookup")
+    parser.add_argument("--method", choices=("lookup", "mtp", "eagle3"), default="lookup")
+    parser.add_argument("--head", default="", help="draft_config.model_path")
     parser.add_argument("--rates", nargs="+", default=["0", "0.5", "0.7", "0.85"])
     args = parser.parse_args(argv)
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -206,7 +209,8 @@ def main(argv: list[str]) -> None:
             with_ckpt="false", threads=args.threads, instruction_set=args.instruction_set, batch_size=2 * batch,
             input_max_len=PROMPT, max_new_tokens=ANSWER,
         )  # fmt: skip
-        drafts = [f"draft_config.method={args.method}", f"draft_config.tokens={args.drafts}"]
+        given = dict(method=args.method, tokens=args.drafts, model_path=args.head)
+        drafts = [f"draft_config.{key}={value}" for key, value in given.items() if value]
         runner = make_runner(
             load_case(args.case, [f"{key}={value}" for key, value in changes.items()] + drafts),
             Path("results"),
@@ -215,7 +219,7 @@ def main(argv: list[str]) -> None:
         if args.layers is not None:
             runner.config = with_experts(runner.config, args.layers)
         runner.setup()
-        kinds = args.rates if args.method == "mtp" else args.answers
+        kinds = args.answers if args.method == "lookup" else args.rates
         yield from measure(runner.engine, batch, kinds, args.rounds)
 
     rows = printed((row for batch in args.batches for row in rows_of(batch)), COLUMNS)

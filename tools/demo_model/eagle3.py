@@ -1,6 +1,6 @@
 """Train an EAGLE3 head (arXiv 2503.01840) for a demo model, on the text that it learned from, on one CPU core.
 
-    .venv/bin/python -m tools.demo_model.eagle3 corpus checkpoints/austen_moe checkpoints/austen_moe_eagle3 --steps 500
+    .venv/bin/python -m tools.demo_model.eagle3 corpus checkpoints/austen_moe checkpoints/austen_moe_eagle3 --steps 400
 
 As in the paper the head learns to guess several tokens ahead, from its own states ("training-time test").
 """
@@ -79,8 +79,15 @@ class Head(nn.Module):
         """Logits (rows, length - 1, GUESSED) of each guess, and the model's own of the same tokens. The first rows of
         guesses further ahead mean nothing."""
         with torch.no_grad():
-            out = model(input_ids=x, output_hidden_states=True, output_router_logits=False)
-            tapped = torch.cat([out.hidden_states[layer + 1][:, :-1] for layer in LAYERS], -1)
+            states: list[Tensor] = []
+            hooks = [
+                model.model.layers[layer].register_forward_hook(lambda *call: states.append(call[2][:, :-1]))
+                for layer in LAYERS
+            ]
+            out = model(input_ids=x, output_router_logits=False)
+            for hook in hooks:
+                hook.remove()
+            tapped = torch.cat(states, -1)
             embedded = model.model.embed_tokens(x[:, 1:])
         state, earlier, found = self.fc(tapped), list[tuple[Tensor, Tensor]](), list[Tensor]()
         for _ in range(AHEAD):
@@ -123,7 +130,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -148,7 +155,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 250 == 0 or step == args.steps:
+        if step % 200 == 0 or step == args.steps:
             right = acceptance(head, model, text.valid)
             row = dict(step=step, losses=[round(float(of.detach()), 4) for of in losses], acceptance=right)
             log.append(row | {"cpu_s": round(time.process_time() - start)})

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DEMO = ROOT / "checkpoints" / "austen_moe_awq"
+HEAD = ROOT / "checkpoints" / "austen_moe_eagle3"
 BIG = bytes(24 << 20)  # the client writes ten megabytes at a time
 PATHS = re.compile(r"/(?:api/models/)?(\w+/[\w.-]+)(?:/(?:revision|resolve)/([^/]+))?/?(.*)")
 
@@ -105,6 +106,7 @@ def hub() -> Iterator[Hub]:
         config, tokenizer = (DEMO / "config.json").read_bytes(), (DEMO / "tokenizer.json").read_bytes()
         hub.models = {
             "org/demo": {path.name: path.read_bytes() for path in DEMO.iterdir()} | {"original/x.safetensors": b"0"},
+            "org/head": {name: (HEAD / name).read_bytes() for name in ("config.json", "model.safetensors")},
             "org/big": {"config.json": config, "tokenizer.json": tokenizer, "model.safetensors": BIG},
             "org/huge": {"config.json": config, "model.safetensors": b"huge"},
             "org/gated": {"config.json": config, "model.safetensors": b"0"},
@@ -150,14 +152,17 @@ def ended(process: "subprocess.Popen[str]", typed: str = "") -> tuple[int, str, 
 
 def test_a_model_is_fetched_once_for_all_ranks_and_then_runs_offline(hub: Hub, start: Start, tmp_path: Path) -> None:
     keys = ("--set", "keep_packed=false", "max_new_tokens=4")
-    status, out, err = ended(start("run", "org/demo", "--prompt", "Emma", *keys, "world_size=2"))
+    drafts = "draft_config.method=eagle3", "draft_config.model_path=org/head"
+    status, out, err = ended(start("run", "org/demo", "--prompt", "Emma", *keys, "world_size=2", *drafts))
     assert status == 0, err
+    assert "fetching org/head: model.safetensors, 0.7 MB to go" in out
     assert re.search(r"fetching org/demo: 6 files, 6.0 MB to go, into .*/home/hub/models--org--demo/", out)
     assert "case                 demo: cpu" in out
     asked = [file.partition(":")[0] for file in hub.asked]
     assert asked[0] == "config.json"
     unwanted = {"README.md", "calibration.txt", "original/x.safetensors"}
-    assert sorted(asked) == sorted(set(hub.models["org/demo"]) - unwanted)  # each once
+    wanted = (*hub.models["org/head"], *hub.models["org/demo"])
+    assert sorted(asked) == sorted(file for file in wanted if file not in unwanted)  # each once
     assert hub.tokens == {"Bearer hf_secret"}
     hub.asked.clear()
     status, out, err = ended(start("chat", "org/demo", *keys, HF_HUB_OFFLINE="1"), "Hello\n")
@@ -258,6 +263,7 @@ def test_a_full_disk_is_one_line(start: Start, tmp_path: Path) -> None:
         ("pull org/some-GGUF:BF16", "the repository is not whole: it lacks BF16/m-BF16-00002-of-00002.gguf"),
         ("pull org/some-GGUF:../m-F16.gguf", "is no name on a hub"),
         ("run org/demo --set max_new_token=3", "unknown key"),
+        ("run org/demo --set draft_config.method=eagle3 draft_config.model_path=org/pickles", "name an EAGLE3 head"),
         ("run ./org/demo", "no case './org/demo', and no folder of that name"),
         ("run org/demo.yaml", "no case 'org/demo.yaml'"),
     ],

@@ -64,6 +64,7 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         ([*RANKS_8, "attn_tp_size=2", "batch_size=6"], "batch_size: 6 is not divisible by attn_dp: 4"),
         ([*EAGER_8, "attn_tp_size=2", "lmhead_tp_size=4"], "lmhead_tp_size: 4 does not divide attn_tp_size: 2"),
         (["group_size=48"], "quantization.group_size: 48 must be 32, 64 or 128"),
+        (["draft_config.method=eagle3"], "with draft_config.method: eagle3: name the head's folder"),
         ([*SHADOWS, "stream_tokens=4"], "offload_config.stream_tokens: 4 must be above the 4 rows of a decode step"),
         (["interval=2"], "offload_config.interval: has no meaning with offload_config.mode: none: leave it out"),
         ([*ASCEND, *SHADOWS], "offload_config.mode: elastic needs a callback to the host"),

@@ -1,9 +1,9 @@
-"""Guesses of a trained layer change no token: alone and in company, in chunks, behind cached prefixes, after
+"""Guesses of a trained layer or head change no token: alone and in company, in chunks, behind cached prefixes, after
 preemption, in captured graphs and on two ranks; some come true and some do not."""
 
 from collections.abc import Sequence as ListOf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,7 +15,7 @@ from tests.tiny import make_runner, tiny_case
 from text.tokenizer import Tokenizer
 from umbra.files import ROOT
 
-DEMO = ROOT / "checkpoints" / "austen_hybrid"
+CHECKPOINTS = ROOT / "checkpoints"
 TEXTS = [
     "It is a truth universally acknowledged, that a single man in possession of a good fortune",
     "Emma was", "Elizabeth, having rather expected to affront him, was amazed at his gallantry; but there was",
@@ -27,22 +27,36 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+class Demo(NamedTuple):
+    name: str
+    family: str
+    drafts: dict[str, Any]
+    more: dict[str, Any]
+
+
+MTP = Demo("austen_hybrid", "qwen3_5_moe", {"method": "mtp"}, {})
+HEAD = {"method": "eagle3", "model_path": "checkpoints/austen_moe_eagle3"}
+EAGLE3 = Demo("austen_moe", "qwen3_moe", HEAD, {"offload_config": {"mode": "resident"}})  # pages in an arena
+
+
 def answers(
-    folder: Path, drafts: dict[str, Any], exe_mode: str, pages: int = 0, drafts_of: FreeDrafts | None = None
+    folder: Path, demo: Demo, exe_mode: str, drafts: FreeDrafts | None, pages: int = 0
 ) -> tuple[list[list[int]], Loop, int]:
+    """Without `drafts` there are none."""
     case = tiny_case(
-        folder, DEMO, model_name="qwen3_5_moe", exe_mode=exe_mode, draft_config=drafts,
+        folder, CHECKPOINTS / demo.name, model_name=demo.family, exe_mode=exe_mode,
+        draft_config=demo.drafts if drafts else {}, **demo.more,
         data_config={"batch_size": 3, "input_max_len": 120, "max_new_tokens": 40, "chunked_prefill_size": 16},
         serve_config={"reserve": 0}, cache_config={"page_size": 4, "state_checkpoints": 30},
     )  # fmt: skip
     loop = Loop(make_runner(case, folder).engine, frozenset({0}), serving=True)
     if drafts:
-        loop.scheduler.drafts = drafts_of or FreeDrafts(3)
+        loop.scheduler.drafts = drafts
     free = loop.engine.pages.available(0)
     if pages:
         for pool in loop.scheduler.pools:
             pool.pages = pages
-    tokenizer = Tokenizer(DEMO, loop.engine.config.vocab_size)
+    tokenizer = Tokenizer(CHECKPOINTS / demo.name, loop.engine.config.vocab_size)
     prompts, found = [tuple(tokenizer.encode(text, chat=False)) for text in TEXTS], []
     preempted = 0
     for turn in range(2):
@@ -62,14 +76,15 @@ def answers(
     return found, loop, preempted
 
 
-@pytest.mark.parametrize(("exe_mode", "pages"), [("graph", 0), ("eager", 120)])
-def test_tokens_are_those_without_drafts(tmp_path: Path, exe_mode: str, pages: int) -> None:
-    plain, *_ = answers(tmp_path, {}, exe_mode, 0)
-    found, loop, preempted = answers(tmp_path, {"method": "mtp"}, exe_mode, pages)
+@pytest.mark.parametrize(("demo", "exe_mode", "pages"), [(MTP, "graph", 0), (MTP, "eager", 120), (EAGLE3, "graph", 0)])
+def test_tokens_are_those_without_drafts(tmp_path: Path, demo: Demo, exe_mode: str, pages: int) -> None:
+    plain, *_ = answers(tmp_path, demo, exe_mode, None)
+    found, loop, preempted = answers(tmp_path, demo, exe_mode, FreeDrafts(3), pages)
     assert found == plain
     timings = loop.timings
-    assert 0.15 < timings.accepted_tokens / timings.drafted_tokens < 0.95
-    assert preempted if pages else len(timings.pure_decode_steps) < 0.9 * sum(map(len, found)) / 3
+    assert 0.1 < timings.accepted_tokens / timings.drafted_tokens < 0.95
+    assert timings.accepted_tokens > 0.15 * sum(map(len, found))
+    assert bool(preempted) == bool(pages)
 
 
 def test_tokens_are_taken_late_where_guessing_does_not_pay(tmp_path: Path) -> None:
@@ -88,7 +103,7 @@ def test_tokens_are_taken_late_where_guessing_does_not_pay(tmp_path: Path) -> No
 
     guesses = []
     for every in (1, 9):
-        _, loop, _ = answers(tmp_path, {"method": "mtp"}, "graph", drafts_of=Watched(every))
+        _, loop, _ = answers(tmp_path, MTP, "graph", Watched(every))
         guesses.append(loop.scheduler.drafts.seen)  # type: ignore[union-attr]
     always, seldom = guesses
     assert 9 < len(seldom) < len(always) / 4
