@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mtp import Oracle
 from tests.ranks import run_ranks
 from tests.tiny import EXPANDED, save_tiny, save_tiny_of, write_case
 
@@ -39,6 +40,12 @@ def test_traffic_of_states(tmp_path: Path) -> None:
     )
 
 
+def test_traffic_of_guesses(tmp_path: Path) -> None:
+    """Two data-parallel groups, in which few guesses of the model's layer come true, agree on how many there are."""
+    sizes = {"attn_tp_size": 1, "moe_tp_size": 1}
+    check_traffic(tmp_path, 2, sizes, 150, 8, FEW | {"preemptions": 0, "moved": 0}, 300, 190, "glm4_moe", "mtp")
+
+
 @pytest.mark.thorough
 def test_traffic_of_latents(tmp_path: Path) -> None:
     check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 800, 20, FEW, 300, 75, "deepseek_v3")
@@ -51,17 +58,19 @@ def test_traffic_of_states_on_four_ranks(tmp_path: Path) -> None:
 
 def check_traffic(
     folder: Path, world: int, sizes: dict[str, int], steps: int, alone: int, least: dict[str, int],
-    limit_s: float = 300, kb: int = ARENA_KB, family: str = "",
+    limit_s: float = 300, kb: int = ARENA_KB, family: str = "", drafts: str = "lookup",
 ) -> None:  # fmt: skip
     """About `alone` requests run alone afterwards. Each of `least` happens more often than that."""
-    if family:
+    if drafts == "mtp":
+        Oracle(folder / "model", family)
+    elif family:
         widths = dict(hidden_size=32, moe_intermediate_size=16) | (EXPANDED if family == "deepseek_v3" else {})
         save_tiny_of(folder / "model", family, eos_token_id=None, num_hidden_layers=4, **widths)
     else:
         save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     case = write_case(
         folder / "case.yaml", folder / "model", exe_mode="graph", world_size=world, parallel_config=sizes,
-        data_config=DATA, draft_config={"method": "lookup", "tokens": 3},
+        data_config=DATA, draft_config={"method": drafts, "tokens": 3},
         serve_config={"reserve": 2, "prefix_floor": 280 if family else 16},
         offload_config={"mode": "elastic", "arena_mb": kb / 1024, "max_swaps": 2, "measure_s": 0.05},
         model_name=family or "qwen3_moe",
