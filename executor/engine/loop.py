@@ -93,7 +93,9 @@ class Loop:
             tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
             rows, chosen = [1 + s.drafted for s in finished], time.perf_counter()
             events = self.scheduler.commit(step, tokens)
-            if self.drafter and self.scheduler.drafts:
+            if self.drafter and not self.scheduler.drafts:  # in a warm-up
+                self.drafter.skip(computed)
+            elif self.drafter and self.scheduler.drafts:
                 guessing = self._guess(self.drafter, self.scheduler.drafts, step, batch, computed)
         if any(s.request.sampling.logprobs is not None for s in finished):
             events = self._with_logprobs(logits, finished, rows, events)

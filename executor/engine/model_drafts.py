@@ -26,9 +26,8 @@ from ops.interface import tensor_of
 
 MOST_KEPT = 256  # tokens of a sequence whose hidden states are kept for later
 
-Computed = tuple[
-    Sequence, int, int
-]  # a sequence, and the first position and the last one, plus one, that a step computed
+# A sequence, and the first position and the last one, plus one, that a step computed.
+Computed = tuple[Sequence, int, int]
 
 
 class ModelDrafter:
@@ -73,6 +72,12 @@ class ModelDrafter:
             return [[] for of in finished for _ in of]
         tokens: list[list[int]] = dp.gather_rows(torch.stack(guesses, 1), counts).tolist()
         return tokens
+
+    def skip(self, computed: ListOf[ListOf[Computed]]) -> None:
+        """Gives up the tokens of a step after which nothing is to be guessed: later guesses may be worse."""
+        self._kept.clear()
+        for sequence, _, end in (one for of in computed for one in of):
+            sequence.taken = min(end, len(sequence.ids) - 1)
 
     def _first(
         self, batch: Batch, computed: ListOf[Computed], wanted: ListOf[Sequence], counts: tuple[int, ...]

@@ -18,8 +18,9 @@ from models.gguf import folder as unpacked
 from tests.fakes.drafts import FreeDrafts
 from tests.gguf_models import save_gguf
 from tests.models.guesses import PROMPTS, finish
-from tests.models.test_mtp import FAMILIES, Oracle
+from tests.models.test_mtp import FAMILIES
 from tests.modelslim import modelslim_tiny
+from tests.mtp import Oracle
 from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import LATENT, make_runner, tiny_case
 from umbra.commands.quantize.awq import AwqTarget

@@ -43,7 +43,7 @@ def test_traffic_of_states(tmp_path: Path) -> None:
 def test_traffic_of_guesses(tmp_path: Path) -> None:
     """Two data-parallel groups, in which few guesses of the model's layer come true, agree on how many there are."""
     sizes = {"attn_tp_size": 1, "moe_tp_size": 1}
-    check_traffic(tmp_path, 2, sizes, 150, 8, FEW | {"preemptions": 0, "moved": 0}, 300, 190, "glm4_moe", "mtp")
+    check_traffic(tmp_path, 2, sizes, 150, 8, FEW | {"preemptions": -1}, 300, 190, "glm4_moe", "mtp")
 
 
 @pytest.mark.thorough

@@ -18,7 +18,7 @@ from models.causal_lm import CausalLM
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from tests.command import umbra
-from tests.models.test_mtp import Oracle
+from tests.mtp import Oracle
 from tests.quantised import mxfp4_tiny, quantise_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, write_case
 from umbra.cli import execute
