@@ -17,7 +17,7 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.units import GB, MB
 from executor.engine.batch_limits import Limits
-from executor.engine.kv_caches import recurrent
+from executor.engine.kv_caches import attentions, recurrent
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from executor.platform.ascend.hccl import buffer_mb
@@ -89,6 +89,7 @@ def make_plan(case: Case, arena: Sequence[Part] = ()) -> Plan:
     sketch = sketch_of(case, shadows, ops=cast(Ops, ops), exchange=exchange)
     weights, cache = weights_of(sketch.model), cache_of(sketch)
     held = {ARENA: [*arena, *shadows.tables(_rows(case))]} if shadows else {CACHE: [cache]}
+    layers = len(attentions(sketch.model))
     shorten(sketch.model)
     decoder = sketch.model.model
     decoder.depth = sum(not isinstance(layer, MultiTokenPrediction) for layer in decoder.layers)
@@ -102,7 +103,8 @@ def make_plan(case: Case, arena: Sequence[Part] = ()) -> Plan:
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
     experts = sum(part.nbytes for part in weights if part.name in EXPERTS) + (shadows.nbytes if shadows else 0)
-    return Plan(case, sections, page_nbytes, sketch.limits, _decode(case, sketch, weights, experts, page_nbytes))
+    read = page_nbytes * (layers - bool(sketch.model.mtp_at)) // layers  # of a page by a step that guesses nothing
+    return Plan(case, sections, page_nbytes, sketch.limits, _decode(case, sketch, weights, experts, read))
 
 
 def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
