@@ -41,7 +41,8 @@ class Batch:
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
     sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts
-    # Number of `logit_rows` of every data-parallel group, if no others are to be computed after the last attention.
+    # Number of `logit_rows` of every data-parallel group, if no others are to be computed after the last attention; ():
+    # the same of all groups.
     wanted_per_group: tuple[int, ...] | None = None
     # The places of states, of a model that has layers with states: each table has a row (S) for every such layer.
     recurrent: Recurrent | None = None
@@ -73,7 +74,7 @@ class Batch:
         if rows is None or counts is None:
             return x, residual, self
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-        return x, residual, dataclasses.replace(self, tokens_per_group=counts)
+        return x, residual, dataclasses.replace(self, tokens_per_group=counts or None)
 
     def picked(self, x: Tensor) -> Tensor:
         """Those rows of hidden states `x` whose logits are wanted."""

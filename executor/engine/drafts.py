@@ -41,7 +41,7 @@ class Drafts:
         self._rows = 0  # of the next step, if it is to have so many whatever pays
         self._seconds: dict[int, float] = {}  # of decode steps by their number of rows, in all groups
         self._measured: dict[int, int] = {}  # the step in which it was last measured
-        self._captured: set[int] = set()  # numbers of rows that a step had before; the first one takes longer
+        self._captured: set[tuple[int, ...]] = set()  # sizes that a step had before; the first one takes longer
         self._steps = 0
         self._guessing: dict[int, float] = {}  # seconds of one guess for each of so many sequences
         self._rates = [FIRST_RATE] * most  # of guesses of all sequences, by position
@@ -121,8 +121,7 @@ class Drafts:
         self._steps += 1
         if self._steps % FORGET_STEPS == 0:  # what seemed to cost too much is tried again
             self._seconds = {n: s for n, s in self._seconds.items() if self._measured[n] > self._steps - FORGET_STEPS}
-        if rows not in self._captured:
-            self._captured.add(rows)
+        if self._new(rows):
             return
         before = self._seconds.get(rows, seconds)
         self._seconds[rows] = before + (seconds - before) * (0.3 if seconds < before else 0.1)
@@ -184,7 +183,15 @@ class Drafts:
             running = [chance * of[place] for chance, of in zip(running, rates, strict=True)]
             yield sum(running)
 
-    def guessed(self, sequences: int, depth: int, seconds: float) -> None:
-        """Learns that guessing `depth` tokens of each of so many sequences took `seconds`."""
+    def guessed(self, rows: int, sequences: int, depth: int, seconds: float) -> None:
+        """Learns that guessing `depth` tokens of each of so many sequences took `seconds`, after a step of `rows`
+        rows."""
+        if self._new(rows, sequences, depth):
+            return
         before = self._guessing.get(sequences, seconds / depth)
         self._guessing[sequences] = before + (seconds / depth - before) * (0.3 if seconds / depth < before else 0.1)
+
+    def _new(self, *size: int) -> bool:
+        known = size in self._captured
+        self._captured.add(size)
+        return not known

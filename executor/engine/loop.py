@@ -146,7 +146,7 @@ class Loop:
         for (rows, _, sequences, depth, _), (seconds, guessing) in zip(self._steps, shared, strict=True):
             drafts.took(rows, seconds)
             if depth:
-                drafts.guessed(sequences, depth, guessing)
+                drafts.guessed(rows, sequences, depth, guessing)
         self._steps.clear()
 
     def _with_logprobs(

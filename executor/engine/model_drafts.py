@@ -35,7 +35,8 @@ class ModelDrafter:
         self.engine = engine
         model, platform = engine.model, engine.platform
         self.run: Step = lambda batch: model.guess(batch.to(platform.device))
-        self.captured = self.run if engine.case.exe_mode == "eager" else platform.compile(model.guess, engine.config)
+        eager, most = engine.case.exe_mode == "eager", engine.case.draft_config.most
+        self.captured = self.run if eager else platform.compile(model.guess, engine.config, most)
         self._kept: dict[int, list[Tensor]] = {}  # by id: hidden states of its tokens from `taken` on
 
     def guess(
@@ -57,20 +58,23 @@ class ModelDrafter:
         ]
         if any(late):
             self._take(late)
-        mine, counts = finished[dp.rank], tuple(map(len, finished)) if depth else (0,) * len(finished)
-        run = self.captured if decode else self.run
-        ids, found = run(self._first(batch, computed[dp.rank], mine if depth else [], counts))
+        counts = tuple(map(len, finished)) if depth else (0,) * len(finished)
+        padded = self.engine.platform.padded_rows(max(counts)) if decode else 0
+        wanted: list[Sequence | None] = [*finished[dp.rank]] if depth else []
+        wanted += [None] * (padded - len(wanted))
+        run, sizes = self.captured if decode else self.run, (padded,) * len(counts) if padded else counts
+        ids, found = run(self._first(batch, computed[dp.rank], wanted, sizes))
         for sequence, _, end in (one for of in computed for one in of):
             sequence.taken = min(end, len(sequence.ids) - 1)
         guesses = [ids.clone()]
         for number in range(1, depth):
-            rows = [(s, len(s.ids) - 2 + number) if number < room[s.id] else None for s in mine]
-            further = self._pack(rows, counts)
+            rows = [(s, len(s.ids) - 2 + number) if s and number < room[s.id] else None for s in wanted]
+            further = self._pack(rows, sizes)
             ids, found = run(dataclasses.replace(further, token_ids=ids, hidden=found))
             guesses.append(ids.clone())
         if not depth:
             return [[] for of in finished for _ in of]
-        tokens: list[list[int]] = dp.gather_rows(torch.stack(guesses, 1), counts).tolist()
+        tokens: list[list[int]] = dp.gather_rows(torch.stack(guesses, 1)[: counts[dp.rank]], counts).tolist()
         return tokens
 
     def skip(self, computed: ListOf[ListOf[Computed]]) -> None:
@@ -80,9 +84,10 @@ class ModelDrafter:
             sequence.taken = min(end, len(sequence.ids) - 1)
 
     def _first(
-        self, batch: Batch, computed: ListOf[Computed], wanted: ListOf[Sequence], counts: tuple[int, ...]
+        self, batch: Batch, computed: ListOf[Computed], wanted: ListOf[Sequence | None], counts: tuple[int, ...]
     ) -> Batch:
-        """The tokens after those of `batch`, of which the last one of each sequence `wanted` is to give a guess."""
+        """The tokens after those of `batch`, of which the last one of each sequence `wanted` is to give a guess; None
+        stands for padding."""
         next_ids, last = array("q"), {}
         for sequence, begin, end in computed:
             last[sequence.id] = len(next_ids) + max(len(sequence.ids) - 2 - begin, 0)
@@ -91,7 +96,7 @@ class ModelDrafter:
         next_ids.extend([0] * (len(batch.token_ids) - len(next_ids)))
         return dataclasses.replace(
             batch, token_ids=tensor_of(next_ids), hidden=self.engine.hidden, recurrent=None,
-            logit_rows=tensor_of(array("q", (last[s.id] for s in wanted))),
+            logit_rows=tensor_of(array("q", (last[s.id] if s else 0 for s in wanted))),
             wanted_per_group=None if batch.sequence_parallel else counts,
         )  # fmt: skip
 

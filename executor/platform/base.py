@@ -37,8 +37,9 @@ class Platform(ABC):
         """Take this rank's device for the whole process."""
 
     @abstractmethod
-    def compile(self, step: Step, model_config: ModelConfig) -> Step:
-        """`step`, a method of a model, run through graphs as `exe_mode` says. The result takes batches on the host."""
+    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+        """`step`, a method of a model, run through graphs as `exe_mode` says. The result takes batches on the host, of
+        which some tensors may be on the device. The host reads something of the device after at most `calls` calls."""
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
         """The kernels that multiply by the weights of parts of `model` for which there was a choice. Raises if the case

@@ -63,7 +63,7 @@ class CpuPlatform(Platform):
         )
         print(f"native CPU kernels: {chosen}, {placement()}")
 
-    def compile(self, step: Step, model_config: ModelConfig) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
         return GraphStep(step)
 
     def exchange(self, config: ModelConfig) -> Exchange | None:

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from executor.config.case import Case
+from executor.config.case import MOST_DRAFTING, Case
 from executor.config.load import load_model_config
 from executor.config.units import GB, MB
 from executor.engine.batch_limits import Limits
@@ -123,7 +123,7 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
         tokens = sketch.build.parallel.attn_tp.padded(tokens)
     batch = _batch(case, sketch, tokens, sequences, case.attn_dp_size)
     batch = dataclasses.replace(batch, sequence_parallel=shared)
-    in_model = _fullest(sketch, ledger, batch, sequences)
+    in_model = _fullest(sketch, ledger, batch, sequences, case.attn_dp_size)
     after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
     moment = max(in_model, after, key=lambda moment: moment.nbytes)
     fixed = [
@@ -158,15 +158,20 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     """Graphs of different sizes share no memory: each has its own inputs and tensors."""
     if case.exe_mode == "eager":
         return []
-    parts = []
+    parts, guessing = [], min(case.data_config.batch_size // case.attn_dp_size, MOST_DRAFTING)
     for rows in _rows(case):
         batch = _batch(case, sketch, rows, rows, None)
         moment = ledger.fullest(sketch.model, _step(sketch), batch)
         parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
-        if sketch.model.mtp_at:
-            guess = _guess(sketch, batch, rows)
-            moment = ledger.fullest(sketch.model, sketch.model.guess, guess)
-            parts.append(Part(f"a guess of {rows} row(s)", moment.nbytes + _inputs(guess), f"inputs and {moment.name}"))
+        if not sketch.model.mtp_at:
+            continue
+        # After the step, and for further guesses after those of fewer rows.
+        wanted = [number for number in _rows(case) if number <= graph_rows(min(rows, guessing), rows)]
+        first = [_guess(sketch, batch, number, 0) for number in wanted]
+        further = [dataclasses.replace(first[-1], logit_rows=None, wanted_per_group=None)] if rows in wanted else []
+        steps = [*first, *further]
+        sizes = (ledger.fullest(sketch.model, sketch.model.guess, of).nbytes + _inputs(of) for of in steps)
+        parts.append(Part(f"guesses after {rows} row(s)", sum(sizes), f"{len(steps)} sizes"))
     return parts
 
 
@@ -174,19 +179,22 @@ def _step(sketch: Sketch) -> Callable[[Batch], object]:
     return sketch.model.with_hidden if sketch.model.mtp_at else sketch.model.forward
 
 
-def _guess(sketch: Sketch, batch: Batch, sequences: int) -> Batch:
-    """The batch of the first guess of an MTP layer after a step."""
-    hidden = torch.empty(len(batch.token_ids), sketch.config.hidden_size, dtype=sketch.build.dtype, device="meta")
-    wanted = torch.empty(sequences, dtype=torch.int64, device="meta")
-    return dataclasses.replace(batch, hidden=hidden, recurrent=None, logit_rows=wanted)
+def _guess(sketch: Sketch, batch: Batch, wanted: int, groups: int) -> Batch:
+    """The batch of an MTP layer that makes `wanted` guesses after that of a step in each of `groups` groups; 0: as in a
+    graph."""
+    return dataclasses.replace(
+        batch, recurrent=None, logit_rows=torch.empty(wanted, dtype=torch.int64, device="meta"),
+        wanted_per_group=None if batch.sequence_parallel else (wanted,) * groups,
+        hidden=torch.empty(len(batch.token_ids), sketch.config.hidden_size, dtype=sketch.build.dtype, device="meta"),
+    )  # fmt: skip
 
 
-def _fullest(sketch: Sketch, ledger: Ledger, batch: Batch, sequences: int) -> Moment:
+def _fullest(sketch: Sketch, ledger: Ledger, batch: Batch, sequences: int, groups: int) -> Moment:
     """The fullest moment of a prefill step and of the guesses after it, which keep its hidden states."""
     found = ledger.fullest(sketch.model, _step(sketch), batch)
     if not sketch.model.mtp_at:
         return found
-    guess = _guess(sketch, batch, sequences)
+    guess = _guess(sketch, batch, sequences, groups)
     after = ledger.fullest(sketch.model, sketch.model.guess, guess)
     hidden = Part("hidden states", guess.hidden.nbytes if guess.hidden is not None else 0)
     return max(found, Moment(f"a guess: {after.name}", [*after.parts, hidden]), key=lambda moment: moment.nbytes)

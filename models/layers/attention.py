@@ -72,8 +72,8 @@ class PagedAttention(PagedCache):
     def keep_queries(self, rows: int) -> None:
         """Makes the place of the queries of steps of `rows` tokens: a graph has kernels that write into a tensor, and
         such a tensor has to be one of its inputs."""
-        shape = rows, self.heads * self.head_dim
-        self.register_parameter(f"queries_{rows}", fixed(self.k_cache.new_empty(shape)))
+        if not hasattr(self, name := f"queries_{rows}"):  # of a step of another kind
+            self.register_parameter(name, fixed(self.k_cache.new_empty(rows, self.heads * self.head_dim)))
 
     def normed(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         """Attention of queries and keys whose heads are first normalised and rotated.

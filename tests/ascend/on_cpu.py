@@ -28,7 +28,7 @@ class OnCpu(Platform):
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         self.device = torch.device("cpu")
 
-    def compile(self, step: Step, model_config: ModelConfig) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
         raise NotImplementedError
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:

@@ -137,5 +137,5 @@ def test_the_next_process_finds_the_graph(tmp_path: Path, mode: str) -> None:
     if mode == "ge_graph":
         ((changed, compiles),) = run_ranks(started, 1, tmp_path, mode, ("moe_routing=fusion_v1",))
         assert ["moe_routing was" in changed[0], compiles] == [True, 1]
-    (kept,) = (tmp_path / "cache").glob("*/rank0of1/tokens4/graph/*/forward_4/compiled_module")
+    (kept,) = (tmp_path / "cache").glob("*/rank0of1/forward_4/graph/*/forward_4/compiled_module")
     assert kept.stat().st_mode & 0o777 == 0o600

@@ -185,6 +185,26 @@ def latents(heads: int, key: int, value: int, cann: str) -> None:
         ops.route_softmax(scores[:, :160].contiguous(), 6, False, 16.0, Groups(8, 3, 1))
 
 
+def guess(hidden: int, vocabulary: int, parts: int, cann: str) -> None:
+    """What a step that guesses has beside its decoder layer: eight rows, of which three are wanted. Its projection
+    takes `parts` states of a row."""
+    device = torch.device("npu")
+    ops, format = AscendOps(BF16, device, "fusion_v2", can=abilities(cann)), FORMATS["bf16"]
+    projection = AscendMatrix(hidden, parts * hidden, format, BF16, device)
+    head = AscendMatrix(vocabulary, hidden, format, BF16, device)
+    tiled(projection)
+    tiled(head)
+    x, weight, rows = made(8, hidden), made(hidden), made(3, dtype=torch.int64)
+    both = torch.cat([ops.rms_norm(x, weight, 1e-6) for _ in range(parts)], -1)
+    y, residual = (of.index_select(0, rows) for of in (ops.linear(both, projection, None), x))
+    tokens = ops.argmax(ops.linear(ops.add_rms_norm(y, residual, weight, 1e-6)[0], head, None))
+    made(vocabulary, dtype=torch.int64).index_select(0, tokens)
+
+
+GUESSES = {
+    "glm46_tp8": (5120, 18_944, 2), "v3_tp16": (7168, 8_080, 2), "next": (2048, 151_936, 2),
+    "eagle3": (4096, 32_000, 3),
+}  # fmt: skip
 LATENTS = {
     "v2_lite": (16, 128, 128), "flash": (20, 192, 256), "flash_tp4": (5, 192, 256), "v3": (128, 128, 128),
     "v3_tp16": (8, 128, 128), "k2_tp16": (4, 128, 128),
@@ -212,6 +232,7 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
                         found.setdefault((name, format, routing), []).extend(rules)
     others = {name: partial(delta_net, of, cann) for name, of in DELTA_NETS.items()}
     others |= {name: partial(latents, *of, cann) for name, of in LATENTS.items()}
+    others |= {f"guess of {name}": partial(guess, *of, cann) for name, of in GUESSES.items()}
     for name, steps in others.items():
         try:
             steps()

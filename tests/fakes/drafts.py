@@ -22,5 +22,5 @@ class FreeDrafts(Drafts):
     def took(self, rows: int, seconds: float) -> None:
         super().took(rows, 1.0)
 
-    def guessed(self, sequences: int, depth: int, seconds: float) -> None:
-        super().guessed(sequences, depth, 0.0)
+    def guessed(self, rows: int, sequences: int, depth: int, seconds: float) -> None:
+        super().guessed(rows, sequences, depth, 0.0)

@@ -84,8 +84,8 @@ class Recorded(Drafts):
         super().took(rows, seconds)
         self.total += seconds
 
-    def guessed(self, sequences: int, depth: int, seconds: float) -> None:
-        super().guessed(sequences, depth, seconds)
+    def guessed(self, rows: int, sequences: int, depth: int, seconds: float) -> None:
+        super().guessed(rows, sequences, depth, seconds)
         self.total += seconds
 
 

@@ -188,7 +188,7 @@ class OnCpu(Platform):
     def __init__(self, ops: Emulated):
         self.device, self.ops = torch.device("cpu"), cast(Any, ops)
 
-    def compile(self, step: Step, model_config: ModelConfig) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
         raise NotImplementedError
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Any:

@@ -3,9 +3,9 @@
 torchair itself compares little more than the printed form of a module, and the files that it loads can run code. So
 next to each of its folders there is a manifest with everything that the graph was made from and the hash of every file:
 
-    compile_cache/<case>/rank<r>of<w>/tokens<n>.lock      held from open to close
-    compile_cache/<case>/rank<r>of<w>/tokens<n>/manifest.json   facts; files: null until the compile has succeeded
-    compile_cache/<case>/rank<r>of<w>/tokens<n>/graph/    written by torchair
+    compile_cache/<case>/rank<r>of<w>/<step>_<n>.lock      held from open to close
+    compile_cache/<case>/rank<r>of<w>/<step>_<n>/manifest.json   facts; files: null until the compile has succeeded
+    compile_cache/<case>/rank<r>of<w>/<step>_<n>/graph/    written by torchair
 
 If a fact differs, the graph is compiled again. Any state that this file does not produce (a missing manifest, a
 changed or unknown file, a file that others could write) is refused and left as it is, because it may belong to another
@@ -75,16 +75,16 @@ class CompileCache:
         self.facts = dict(layout=LAYOUT) | facts | dict(rank=rank, world_size=world_size)
         self.patience_s = patience_s  # bounded, since ranks of two jobs could wait for each other for ever
 
-    def open(self, tokens: int, shapes: Json) -> "Entry":
-        """The entry for steps of `tokens` tokens and inputs of these shapes and types. The caller seals it once the
-        graph is compiled, and closes it in any case. Waits while another process has the entry open."""
+    def open(self, step: str, shapes: Json) -> "Entry":
+        """The entry for a step, whose name has its size, and inputs of these shapes and types. The caller seals it once
+        the graph is compiled, and closes it in any case. Waits while another process has the entry open."""
         parent = self.root
         _make_own(parent)
         for part in self.subfolder.parts:
             _make_own(parent := parent / part)
-        lock = _lock(parent / f"tokens{tokens}.lock", self.patience_s)
+        lock = _lock(parent / f"{step}.lock", self.patience_s)
         try:
-            return Entry(parent / f"tokens{tokens}", self.facts | dict(shapes=shapes), lock)
+            return Entry(parent / step, self.facts | dict(shapes=shapes), lock)
         except BaseException:
             os.close(lock)
             raise
@@ -149,7 +149,7 @@ class Entry:
 def clear_cache(case_name: str, root: Path = CACHE) -> int:
     """Remove the compiled graphs of all ranks of a case; returns their number. Folders without our manifest stay."""
     removed = 0
-    for home in sorted((root / case_name).glob("rank*of*/tokens*")):
+    for home in sorted((root / case_name).glob("rank*of*/*")):
         if home.is_symlink() or not home.is_dir():
             continue
         lock = _lock(home.with_name(f"{home.name}.lock"), 0)

@@ -78,10 +78,10 @@ class AscendPlatform(Platform):
         self.ops = cast(Ops, self.own)
         self.communicator = self.rows = ""  # the name of that of `exchange`, and what is printed about it
 
-    def compile(self, step: Step, model_config: ModelConfig) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
         if self.settings.ascend.prefetch and self.ranks.world_size > 1:
             prefetch_attention(cast(CausalLM, cast(MethodType, step).__self__))
-        return AscendGraphs(step, self.settings, self.ranks, self.device, model_config, self.communicator)
+        return AscendGraphs(step, self.settings, self.ranks, self.device, model_config, self.communicator, calls)
 
     def exchange(self, config: ModelConfig) -> Exchange | None:
         settings, most = self.settings, most_rows(self.settings)

@@ -1,4 +1,4 @@
-"""Static graphs of the decode step on Ascend, one for each number of sequences.
+"""Static graphs on Ascend of the decode step, one for each number of sequences, and of the step that guesses tokens.
 
 ge_graph     torch.compile into a GE graph (torchair's `max-autotune`)
 acl_graph    captured on the device and replayed (torchair's `reduce-overhead`)
@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch_npu
 import torchair
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
@@ -66,18 +66,18 @@ def compiler_config(exe_mode: str, ascend: AscendSettings) -> Any:
 
 
 class AscendGraph:
-    """The decode step for one number of sequences: a compiled function and its inputs at fixed addresses."""
+    """A step of one size: a compiled function and its inputs at fixed addresses. Of the inputs on the host there are
+    `calls` pinned copies, which calls use in turn."""
 
-    def __init__(self, compiled: Step, batch: Batch, device: torch.device, lengths_on_device: bool = False):
-        self.compiled, self.lengths_on_device = compiled, lengths_on_device
-        batch = self.prepared(batch)
-        self.host = {
-            name: pinned(tuple(tensor.shape), tensor.dtype, f"graph of {len(batch.paged[0].kv_lens)} sequences").copy_(
-                tensor
-            )
-            for name, tensor in batch.tensors().items()
-        }
-        self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
+    def __init__(self, compiled: Step, batch: Batch, device: torch.device, calls: int, lengths_on_device: bool = False):
+        self.compiled, self.lengths_on_device, self.turn = compiled, lengths_on_device, 0
+        tensors, what = self.prepared(batch).tensors(), f"graph of {len(batch.token_ids)} tokens"
+        on_host = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+        self.host = [
+            {name: pinned(tuple(tensor.shape), tensor.dtype, what) for name, tensor in on_host.items()}
+            for _ in range(calls)
+        ]
+        self.inputs = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
         for tensor in self.inputs.values():
             torch._dynamo.mark_static(tensor)
             torch._dynamo.mark_static_address(tensor)
@@ -85,19 +85,23 @@ class AscendGraph:
     def prepared(self, batch: Batch) -> Batch:
         return batch.with_lengths(torch.tensor(batch.paged[0].kv_lens)) if self.lengths_on_device else batch
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """The host does not wait for the copies from pinned memory. They cannot overwrite inputs in use: the tokens
-        of the step before have been read, so that step has ended."""
+    def __call__(self, batch: Batch) -> Any:
+        """The host does not wait for the copies from pinned memory, nor overwrites one in use: the tokens of the step
+        before have been read, so that step has ended."""
         batch = self.prepared(batch)
+        self.turn = (self.turn + 1) % len(self.host)
         for name, tensor in batch.tensors().items():
-            self.host[name].copy_(tensor)
-            self.inputs[name].copy_(self.host[name], non_blocking=True)
+            if name in self.host[self.turn]:
+                tensor = self.host[self.turn][name].copy_(tensor)
+            self.inputs[name].copy_(tensor, non_blocking=True)
         # All data-parallel groups are padded to one size, which the graph takes from the shapes of the tensors.
-        return self.compiled(dataclasses.replace(batch.having(self.inputs), tokens_per_group=None))
+        even: Any = dict(tokens_per_group=None, wanted_per_group=batch.wanted_per_group and ())
+        return self.compiled(dataclasses.replace(batch.having(self.inputs), **even))
 
 
 class AscendGraphs:
-    """The decode step as graphs, one for each number of sequences."""
+    """A step as graphs, one for each number of rows, and of those wanted of them. `calls` is the most calls of one
+    before the host reads what they found."""
 
     def __init__(
         self,
@@ -107,15 +111,16 @@ class AscendGraphs:
         device: torch.device,
         model_config: ModelConfig,
         communicator: str,
+        calls: int,
     ):
         """`communicator` is the name of the one that `Exchange` uses, which graphs hold."""
         if not isinstance(step, types.MethodType):
             raise TypeError("a graph is made from a method of a model")
-        self.step, self.settings, self.device = step, settings, device
+        self.step, self.settings, self.device, self.calls = step, settings, device, calls
         layers = cast(nn.Module, step.__self__).modules()
         self.states = [layer for layer in layers if isinstance(layer, RecurrentStates)]
         self.tables: Callable[[Recurrent], Recurrent] | None = None  # those of states
-        self.graphs: dict[int, AscendGraph] = {}
+        self.graphs: dict[tuple[int, ...], AscendGraph] = {}
         self.compiles = 0
         self.cache: CompileCache | None = None
         if hasattr(functorch_config, "error_on_custom_op_aliasing"):
@@ -136,15 +141,15 @@ class AscendGraphs:
             )
             self.cache = CompileCache(settings.case, ranks.rank, ranks.world_size, facts, settings.graphs)
 
-    def __call__(self, batch: Batch) -> Tensor:
-        rows, batch = len(batch.token_ids), self._with_places(batch)
-        if rows not in self.graphs:
-            return self._first(rows, batch)
+    def __call__(self, batch: Batch) -> Any:
+        size, batch = _size_of(batch), self._with_places(batch)
+        if size not in self.graphs:
+            return self._first(size, batch)
         before = self.compiles
-        logits = self.graphs[rows](batch)
+        found = self.graphs[size](batch)
         if self.compiles != before:
-            report(f"the graph of {rows} sequences was compiled again", self.settings.strict)
-        return logits
+            report(f"the graph of {size[0]} sequences was compiled again", self.settings.strict)
+        return found
 
     def _with_places(self, batch: Batch) -> Batch:
         """`batch` with the tables of states that graphs take."""
@@ -155,30 +160,30 @@ class AscendGraphs:
             self.tables = for_graphs(of_layers, self.settings.group_sequences)
         return dataclasses.replace(batch, recurrent=self.tables(batch.recurrent))
 
-    def _first(self, rows: int, batch: Batch) -> Tensor:
+    def _first(self, size: tuple[int, ...], batch: Batch) -> Any:
         try:
-            return self._compile(rows, batch)
+            return self._compile(size, batch)
         except BackendCompilerFailed as error:  # such as an op without a converter, which it names
             text = str(error.inner_exception)
             op = re.search(r"target=torch\.ops\.([\w.]+)", text)
             reason = (f"{op[1]}: " if op else "") + text.strip().splitlines()[0]
             report(f"decode runs op by op in place of {self.settings.exe_mode}: {reason}", self.settings.strict)
-            self.graphs[rows] = AscendGraph(self.step, batch, self.device)
-            return self.graphs[rows](batch)
+            self.graphs[size] = AscendGraph(self.step, batch, self.device, self.calls)
+            return self.graphs[size](batch)
 
-    def _compile(self, rows: int, batch: Batch) -> Tensor:
+    def _compile(self, size: tuple[int, ...], batch: Batch) -> Any:
         for layer in cast(nn.Module, self.step.__self__).modules():
             if isinstance(layer, PagedAttention):
-                layer.keep_queries(rows)
+                layer.keep_queries(size[0])
         in_ge = self.settings.exe_mode == "ge_graph"
-        step, config = named(self.step, rows), compiler_config(self.settings.exe_mode, self.settings.ascend)
+        step, config = named(self.step, size), compiler_config(self.settings.exe_mode, self.settings.ascend)
         if self.cache is None:
             backend = torchair.get_npu_backend(compiler_config=config)
             compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
-            self.graphs[rows] = AscendGraph(compiled, batch, self.device, in_ge)
-            return self.graphs[rows](batch)
+            self.graphs[size] = AscendGraph(compiled, batch, self.device, self.calls, in_ge)
+            return self.graphs[size](batch)
         shapes = {name: [list(t.shape), str(t.dtype)] for name, t in batch.tensors().items()}
-        with self.cache.open(rows, shapes) as entry:
+        with self.cache.open(step.__name__, shapes) as entry:
             compiled = torchair.inference.cache_compile(
                 step,
                 config=config,
@@ -186,20 +191,26 @@ class AscendGraphs:
                 cache_dir=str(entry.folder),
                 ge_cache=in_ge,
             )
-            self.graphs[rows] = AscendGraph(compiled, batch, self.device, in_ge)
-            logits = self.graphs[rows](batch)
+            self.graphs[size] = AscendGraph(compiled, batch, self.device, self.calls, in_ge)
+            found = self.graphs[size](batch)
             entry.seal()
-        return logits
+        return found
 
     def _count(self, *_: object) -> None:
         self.compiles += 1
 
 
-def named(step: types.MethodType, rows: int) -> types.MethodType:
+def _size_of(batch: Batch) -> tuple[int, ...]:
+    """The number of rows and, where only some go on after the last attention, of these."""
+    rows = len(batch.token_ids)
+    return (rows,) if batch.wanted_per_group is None or batch.logit_rows is None else (rows, len(batch.logit_rows))
+
+
+def named(step: types.MethodType, size: tuple[int, ...]) -> types.MethodType:
     """A copy of the method, with a different name of its code. Dynamo and torchair's cache distinguish compiled
     functions by their code; of two sizes with the same code the cache would keep neither."""
     function: Any = step.__func__
-    name = f"{function.__name__}_{rows}"
+    name = "_".join((function.__name__, *map(str, size)))
     copy = types.FunctionType(
         function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__, function.__closure__
     )

@@ -38,7 +38,7 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
     tokens = gemv_tokens(settings, built)
     found: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # (few, more, why not) -> part of a layer -> layers
     for path, layer in layers_of(model):
-        match = re.search(r"\.(\d+)\.(.+)", path)
+        match = re.search(r"(?:model\.|(.*\.)|)layers\.(\d+)\.(.+)", path)
         if match and isinstance(layer, (Experts, MergedLinear, RowLinear)):
             weights: Any = layer.weights if isinstance(layer, Experts) else layer.weight
             why = unfit(weights)
@@ -46,7 +46,7 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
                 raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
             why = why or _why_none(settings, built)
             kernels = (*_kernels(weights, in_planes=not why), why)
-            found.setdefault(kernels, {}).setdefault(match[2], []).append(int(match[1]))
+            found.setdefault(kernels, {}).setdefault((match[1] or "") + match[3], []).append(int(match[2]))
     lines = {}
     for (few, more, why), parts in found.items():
         for layers in dict.fromkeys(tuple(numbers) for numbers in parts.values()):
@@ -88,7 +88,7 @@ def cache_line(can: Abilities) -> dict[str, str]:
 
 def prefetch_attention(model: CausalLM) -> None:
     """Lets each layer's experts ask for the weight that the next layer reads first."""
-    for layer, following in itertools.pairwise(model.model.layers):
+    for layer, following in itertools.pairwise(model.model.layers[: model.model.depth]):
         projection = next(m.weight for m in following.modules() if isinstance(m, MergedLinear))
         for experts in layer.modules():
             if isinstance(experts, Experts) and isinstance(experts.weights, AscendExperts):

@@ -30,7 +30,7 @@ def cache(root: Path, facts: dict[str, Any] = FACTS, **options: Any) -> CompileC
 
 def compile_once(root: Path, facts: dict[str, Any] = FACTS, tokens: int = 4) -> str:
     """Open, compile if necessary, seal and close an entry; returns the reason for compiling, empty for a hit."""
-    with cache(root, facts).open(tokens, SHAPES) as entry:
+    with cache(root, facts).open(f"forward_{tokens}", SHAPES) as entry:
         if not entry.hit:
             (entry.folder / "Model_ab12").mkdir()
             (entry.folder / "Model_ab12" / "compiled_module").write_bytes(b"x" * 1000)
@@ -40,7 +40,7 @@ def compile_once(root: Path, facts: dict[str, Any] = FACTS, tokens: int = 4) -> 
 
 
 def home(root: Path) -> Path:
-    return root / "cache" / "some" / "rank0of2" / "tokens4"
+    return root / "cache" / "some" / "rank0of2" / "forward_4"
 
 
 def refused(root: Path, why: str) -> None:
@@ -77,7 +77,7 @@ def test_a_changed_fact_compiles_anew_and_is_named(tmp_path: Path, changed: dict
 
 
 def test_an_interrupted_compile_starts_again(tmp_path: Path) -> None:
-    entry = cache(tmp_path).open(4, SHAPES)
+    entry = cache(tmp_path).open("forward_4", SHAPES)
     (entry.folder / "half").write_bytes(b"x")
     entry.close()
     assert compile_once(tmp_path) == "the last compile was interrupted"
@@ -117,12 +117,12 @@ def test_clearing_removes_only_what_is_ours(tmp_path: Path, capsys: pytest.Captu
     compile_once(tmp_path)
     compile_once(tmp_path, tokens=8)
     (home(tmp_path) / "graph/graph.om").write_bytes(b"yy")  # damaged, but ours
-    with cache(tmp_path, rank=1).open(4, SHAPES):
+    with cache(tmp_path, rank=1).open("forward_4", SHAPES):
         pass  # interrupted, but ours
     foreign = root / "some" / "rank0of2" / "tokens16"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work")
-    with CompileCache("other", 0, 1, FACTS, root).open(4, SHAPES) as other:
+    with CompileCache("other", 0, 1, FACTS, root).open("forward_4", SHAPES) as other:
         (foreign.parent / "tokens32").symlink_to(other.home)
     capsys.readouterr()
     assert clear_cache("some", root) == 3
@@ -158,9 +158,9 @@ def test_facts_name_everything_a_graph_depends_on(tmp_path: Path) -> None:
 
 
 def test_waiting_for_another_run_ends_with_an_error(tmp_path: Path) -> None:
-    with cache(tmp_path).open(4, SHAPES):
-        with pytest.raises(UserError, match=r"tokens4\.lock is held by another run of this case: wait for its end"):
-            cache(tmp_path, patience_s=0.1).open(4, SHAPES)
+    with cache(tmp_path).open("forward_4", SHAPES):
+        with pytest.raises(UserError, match=r"forward_4\.lock is held by another run of this case: wait for its end"):
+            cache(tmp_path, patience_s=0.1).open("forward_4", SHAPES)
         with pytest.raises(UserError, match="is held by another run"):
             clear_cache("some", tmp_path / "cache")
-        cache(tmp_path, rank=1, patience_s=0).open(4, SHAPES).close()  # the entry of another rank is free
+        cache(tmp_path, rank=1, patience_s=0).open("forward_4", SHAPES).close()  # the entry of another rank is free

@@ -162,6 +162,15 @@ def test_a_rank_of_gpt_oss_120b() -> None:
     assert 34 << 30 < plan.total < 35 << 30
 
 
+def test_a_layer_that_guesses_is_counted() -> None:
+    """Its page of latents and rotated keys, and the hidden states of graphs of five sizes."""
+    plain, mtp = (make_plan(load_case("deepseek_r1_w8a8_tp16", [f"draft_config.method={m}"])) for m in ("none", "mtp"))
+    assert mtp.of("KV cache") - plain.of("KV cache") == (1024 + 1) * 128 * (512 + 64) * 2
+    graphs = {part.name: part.nbytes for part in mtp.sections["decode graphs"]}
+    assert graphs["guesses after 64 row(s)"] > 5 * 64 * 7168 * 2
+    assert "guesses after 64 row(s)" not in {part.name for part in plain.sections["decode graphs"]}
+
+
 @pytest.mark.parametrize("format", [FORMATS["bfloat16"], Format("q4", 32, True), W8A8], ids=lambda format: format.kind)
 def test_a_bank_of_experts_out_of_slots_is_counted_as_it_is_gathered(format: Format) -> None:
     ledger, kind, count, inner, hidden = Ledger(), SILU_EXPERTS, 5, 96, 256

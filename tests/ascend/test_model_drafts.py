@@ -1,0 +1,166 @@
+"""Guesses of a model's own layer on Ascend: its steps as graphs, beside those of the model that check them."""
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Sequence as ListOf
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.config.env import RankEnv
+from executor.engine.sequence import Sequence
+from executor.launch.platform_settings import platform_settings
+from executor.platform.ascend.environment import ascend_environment
+from tests.ascend.engine import (
+    CAPTURE_MODES,
+    GLM,
+    HYBRID,
+    PROMPTS,
+    V3,
+    Family,
+    ascend_case,
+    ascend_runner,
+    generate,
+    prefilled,
+)
+from tests.ascend.ge import ge_programs
+from tests.ascend.log import device_log
+from tests.ascend.ranks import run_ranks
+from tests.ascend.test_eager import golden
+from tests.ascend.test_hccl import SPLITS
+from tests.fakes.drafts import FreeDrafts
+from tests.mtp import KINDS, Oracle
+from tests.variants import thorough_but
+
+MTP = "strict=true", "draft_config.method=mtp", "draft_config.tokens=3"
+
+
+def with_layer(family: Family) -> Family:
+    """The same with a layer that guesses tokens."""
+    layers = {"layer_types": KINDS, "num_hidden_layers": 3} if family.name == HYBRID.name else {"num_hidden_layers": 2}
+    return dataclasses.replace(family, save=partial(Oracle, family=family.name), sizes=family.sizes | layers)
+
+
+class HalfRight(FreeDrafts):
+    """Right ones in place of half of the guesses, which random weights seldom make; `seen` are those that were made."""
+
+    def __init__(self, texts: ListOf[list[int]]):
+        super().__init__(3)
+        self.texts, self.seen = texts, dict[tuple[int, ...], list[int]]()
+
+    def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
+        for s in sequences:
+            self.seen[tuple(s.ids)] = s.guesses.tolist()
+            if len(s.ids) % 2:
+                (text,) = (text for text in self.texts if text[: len(s.ids)] == s.ids.tolist())
+                s.guesses = s.guesses[:0] + type(s.guesses)("q", text[len(s.ids) :][: len(s.guesses)])
+        super().propose(sequences, room)
+
+
+def answers(
+    rank: int, folder: Path, mode: str, family: Family, texts: ListOf[list[int]], split: ListOf[str] = (), size: int = 1
+) -> tuple[list[list[int]], dict[tuple[int, ...], list[int]], int]:
+    """Prompts and answers, the guesses after each step, and how many drafts came true."""
+    from tests.ascend import computing
+
+    computing.start()
+    drafting = MTP if texts else ()
+    more = f"world_size={size}", f"exe_mode={mode}", "max_new_tokens=14", *drafting, *split
+    case = ascend_case(folder, *more, family=with_layer(family))
+    os.environ.update(ascend_environment(platform_settings(case), {}))
+    runner = ascend_runner(case, folder, RankEnv(rank, size, rank, size, ""))
+    drafts = HalfRight(texts)
+    if texts:
+        runner.loop.scheduler.drafts = drafts
+    found = [prompt + s.generated for prompt, s in zip(PROMPTS, generate(runner), strict=True)]
+    if texts and mode != "eager":
+        for graphs in (runner.engine.decode_step, runner.loop.drafter.captured):  # type: ignore[union-attr]
+            made: Any = graphs
+            assert len(made.graphs) > 1
+    return found, drafts.seen, runner.loop.timings.accepted_tokens
+
+
+@pytest.mark.parametrize("family", thorough_but((GLM, HYBRID, V3), GLM), ids=str)
+@pytest.mark.parametrize("mode", thorough_but(["acl_graph", "npugraph_ex", "ge_graph"], "acl_graph"))
+def test_tokens_are_those_without_drafts(tmp_path: Path, mode: str, family: Family) -> None:
+    ((texts, *_),) = run_ranks(answers, 1, tmp_path, "eager", family, [])
+    ((found, guesses, _),) = run_ranks(answers, 1, tmp_path, "eager", family, texts)
+    assert found == texts
+    ((found, again, accepted),) = run_ranks(answers, 1, tmp_path, mode, family, texts)
+    assert (found, again) == (texts, guesses)
+    assert accepted > 8
+
+
+def kernels(lines: list[str]) -> list[str]:
+    found = (line.removeprefix("captured ").split()[0] for line in lines)
+    return [name.removeprefix("aclnn") for name in found if name.startswith("aclnn")]
+
+
+@pytest.mark.parametrize("family", [GLM, *thorough_but([V3])], ids=str)
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
+def test_nothing_waits_between_guesses(tmp_path: Path, mode: str, family: Family) -> None:
+    """Each guess is copies that do not wait, those of hidden states and guessed tokens on the device, and a replay."""
+    torch._dynamo.reset()
+    more = f"exe_mode={mode}", "max_new_tokens=40"
+    runner = ascend_runner(ascend_case(tmp_path, *more, *MTP, family=with_layer(family)), tmp_path)
+    runner.loop.scheduler.drafts = FreeDrafts(3)
+    prefilled(runner)
+    with device_log() as log:
+        runner.loop.step()
+    _, verify, _, first, _, further = (
+        [line for line in part.splitlines() if line.startswith("captured acl")]
+        for part in "\n".join(log.lines).split("capture end")[:6]
+    )
+    norm, *layer = (line.split()[0].removeprefix("aclnn") for line in golden("fusion_v2", family))
+    layer = " ".join(layer).replace("AddRmsNorm InplaceCopy", "AddRmsNormCast").split()
+    tables = ["Embedding"] * 3
+    assert kernels(verify) == [*tables, "RmsNorm", *layer, norm, "MatmulWeightNz"]
+    both = [*tables, "RmsNorm", "RmsNorm", "Cat", "MatmulWeightNz", "RmsNorm", *layer, norm, "MatmulWeightNz", "ArgMax"]
+    assert kernels(further) == both
+    at = both.index("AddRmsNormCast")
+    assert kernels(first) == [*both[:at], "IndexSelect", "IndexSelect", *both[at:]]
+    with device_log() as log:
+        runner.loop.step()
+    lines = [line for line in log.lines if "memcpy async" not in line and "task" not in line and "update" not in line]
+    taken = ["aclnnInplaceCopy (4)int64 (4)int64", *["aclnnInplaceCopy (4,128)bfloat16 (4,128)bfloat16"]]
+    expected = ["replay", "aclnnArgMax (12,96)bfloat16 (12)int64", "synchronize stream", "memcpy D2H 96"]
+    expected += ["aclnnInplaceCopy (16,128)bfloat16 (16,128)bfloat16", "replay", *[taken[0], *taken, "replay"] * 2]
+    expected += [taken[0], "aclnnStack [(4)int64 (4)int64 (4)int64] (4,3)int64", "synchronize stream", "memcpy D2H 72"]
+    assert ["replay" if line.startswith("replay") else line for line in lines] == expected
+
+
+def test_guesses_in_ge_copy_nothing(tmp_path: Path) -> None:
+    more = "exe_mode=ge_graph", "max_new_tokens=8"
+    runner = ascend_runner(ascend_case(tmp_path, *more, *MTP, family=with_layer(GLM)), tmp_path)
+    runner.loop.scheduler.drafts = FreeDrafts(3)
+    with ge_programs() as programs:
+        prefilled(runner)
+        runner.loop.step()
+    verify, first, further = programs
+    assert [[out.shape for out in program.outputs()] for program in (first, further)] == [[(4,), (4, 128)]] * 2
+    more_nodes = Counter(RmsNorm=2, MatMul=1, ConcatV2=1, ArgMaxV2=1)
+    for program, picked in ((first, 2), (further, 0)):
+        found = program.count() - verify.count()
+        found = Counter({name: count for name, count in found.items() if name not in ("Const", "Data")})
+        assert found == more_nodes + Counter(GatherV2=picked)
+        assert not program.of("TensorMove", "Transpose", "Identity", "TensorScatterUpdate")
+
+
+def on_two_ranks(rank: int, folder: Path, mode: str, texts: ListOf[list[int]], *split: str) -> tuple[Any, ...]:
+    return answers(rank, folder, mode, GLM, texts, split, 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("split", ["dp", "tp"])
+def test_two_ranks(tmp_path: Path, split: str) -> None:
+    """Groups of different sizes take steps of the same: the prompts of one are two."""
+    ascend_case(tmp_path, family=with_layer(GLM))
+    ((texts, *_), _) = run_ranks(on_two_ranks, 2, tmp_path, "eager", [], *SPLITS[split])
+    for mode in ("acl_graph", "ge_graph"):
+        for found, _, accepted in run_ranks(on_two_ranks, 2, tmp_path, mode, texts, *SPLITS[split]):
+            assert found == texts
+            assert accepted > 8
