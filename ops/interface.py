@@ -184,6 +184,21 @@ class LatentNorm(NamedTuple):
     sin: Tensor  # (T, R)
 
 
+class PrologWeights(NamedTuple):
+    """What queries that have latents of their own are made of, and latents; all rows are in the checkpoint's order."""
+
+    q_a: Matrix
+    q_norm: Tensor  # its eps is that of the other norm
+    q_b: Matrix
+    kv_a: Matrix
+    keys: HeadMatrices
+
+
+# All that precedes attention over latents in the absorbed form, of rows (T, H): writes the cache at the slots given.
+# -> queries of latents (T, heads, N), rotated queries (T, heads, R)
+LatentProlog = Callable[[Tensor, PrologWeights, LatentNorm, LatentCache, Tensor], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Scores:
     """A router's scores (T, E) of which the largest have not been chosen yet. `choose` returns weights and ids of given
@@ -334,6 +349,10 @@ class Ops(Protocol):
         """rows (T, N + R) hold latents and keys side by side, and may lie further apart. Latents are normalised by
         `rms_norm`, keys and q (T, heads, R) rotated by `rope`; latents and keys are written by `write_latents`.
         -> q, rotated"""
+
+    def latent_prolog(self, hidden: int, rank: int, heads: int, key: int, format: Format) -> LatentProlog | None:
+        """One op of all that precedes attention over latents, if there is such a one for hidden states and queries'
+        latents of so many columns, heads with keys of `key`, and matrices of `format`."""
 
     def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
         """Causal attention of packed queries over paged latents, which all heads share: a token's key is its latent

@@ -148,6 +148,10 @@ def rounding_norm(reader: Matrix) -> None:
     """There is none, since `linear` takes rows as they are."""
 
 
+def latent_prolog(hidden: int, rank: int, heads: int, key: int, format: Format) -> None:
+    """There is none."""
+
+
 def split_rms_norm(
     parts: Sequence[Tensor],
     weights: Sequence[Tensor],

@@ -8,13 +8,14 @@ tokens. `Batch.expanded` says which rows take it: those of long enough prompts (
 else a step computes, so that a row's bits depend on no other row.
 
 Checkpoints rotate neighbouring columns; rows of the projections are kept in an order with which `Ops.rope` rotates the
-same pairs, but for those of keys where `Ops.keys_in_pairs`. Under tensor parallelism ranks have their heads, and all
+same pairs, but for those of keys where `Ops.keys_in_pairs`, and for all where `Ops.latent_prolog` takes them: the
+expanded form then reorders queries. Under tensor parallelism ranks have their heads, and all
 latents.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from models.layers.norm import RMSNorm
 from models.rope import RopeConfig
 from ops.format import FORMATS, Quantised, floats
-from ops.interface import HeadMatrices, LatentCache, LatentNorm, Paged, Rows
+from ops.interface import HeadMatrices, LatentCache, LatentNorm, LatentProlog, Paged, PrologWeights, Rows
 
 LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others
 
@@ -97,6 +98,15 @@ class PagedLatents(PagedCache):
             out[of.rows] = attend(q[of.rows], q_rotary[of.rows], heads, of.paged[self.layers])
         return out
 
+    def after(
+        self, prolog: LatentProlog, x: Tensor, weights: PrologWeights, norm: LatentNorm, heads: "KeysAndValues",
+        batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        """The absorbed form for all rows x (T, H). -> (T, heads, value)"""
+        paged = batch.paged[self.layers]
+        q, q_rotary = prolog(x, weights, norm, self.caches, paged.slot_mapping)
+        return heads.results(self.ops.latent_attention(q, q_rotary, self.caches, paged, self.scale))
+
     def _absorbed(self, q: Tensor, q_rotary: Tensor, heads: "KeysAndValues", paged: Paged) -> Tensor:
         sums = self.ops.latent_attention(heads.queries(q), q_rotary, self.caches, paged, self.scale)
         return heads.results(sums)
@@ -144,25 +154,44 @@ class KeysAndValues(Layer):
         yield Piece(f"{path}.weight", (self.rows, self.latent), (self.part, ALL), self.fill, linear=True)
 
 
+def prolog_of(config: LatentConfig, build: Build) -> LatentProlog | None:
+    """`Ops.latent_prolog` of matrices in one format, without biases."""
+    names, heads = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"), config.num_attention_heads
+    biased = any(build.biased(build.at(name).path) for name in (*names, "q_a_layernorm", "kv_a_layernorm"))
+    formats = {build.linear([name]) for name in names} if config.q_lora_rank and not biased else ()
+    if len(formats) != 1:
+        return None
+    kept, part = (*formats,), build.parallel.attn_tp.part(heads)
+    sizes = config.hidden_size, config.q_lora_rank, part.stop - part.start, config.qk_nope_head_dim
+    return build.ops.latent_prolog(*sizes, kept[0])
+
+
 class LatentAttention(nn.Module):
     def __init__(self, config: LatentConfig, build: Build):
         super().__init__()
         heads, tp, rank = config.num_attention_heads, build.parallel.attn_tp, config.q_lora_rank
         latent, still, turning = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-        order = pairs_of(turning)
+        order, both, whole = pairs_of(turning), latent + turning, heads * (still + turning)
         parts = [(heads * width, tp.part(heads * width)) for width in (still, turning)]
         plain, turned = grouped("q_b_proj" if rank else "q_proj", parts, heads)
         queries = [*plain, *(dataclasses.replace(source, order=order) for source in turned)]
-        first = [Source("q_a_proj", rank, slice(0, rank))] if rank else queries
-        both = latent + turning
-        latents = [
-            Source("kv_a_proj_with_mqa", both, slice(0, latent)),
-            Source("kv_a_proj_with_mqa", both, slice(latent, both), None if build.ops.keys_in_pairs else order),
-        ]
-        self.ops, self.compressed = build.ops, rank > 0
-        self.qkv_proj = MergedLinear(build, config.hidden_size, [*first, *latents])
-        self.sizes = [sum(source.kept for source in first), both]
+        compressed = [Source("q_a_proj", rank, slice(0, rank))]
+        first = compressed if rank else queries
+        self.ops, self.parallel, self.compressed = build.ops, build.parallel, rank > 0
+        self.sizes, self.each = [sum(source.kept for source in first), both], [still, turning]
         self.of_queries = [sum(source.kept for source in of) for of in (plain, turned)]
+        self.prolog = prolog_of(config, build)
+        if self.prolog:
+            queries = [Source("q_b_proj", whole, tp.part(whole))]
+            latents = [Source("kv_a_proj_with_mqa", both, slice(0, both))]
+            self.q_a_proj = MergedLinear(build, config.hidden_size, compressed)
+            self.kv_a_proj = MergedLinear(build, config.hidden_size, latents)
+        else:
+            latents = [
+                Source("kv_a_proj_with_mqa", both, slice(0, latent)),
+                Source("kv_a_proj_with_mqa", both, slice(latent, both), None if build.ops.keys_in_pairs else order),
+            ]
+            self.qkv_proj = MergedLinear(build, config.hidden_size, [*first, *latents])
         if rank:
             self.q_a_layernorm = RMSNorm(build.at("q_a_layernorm"), rank, LATENT_EPS)
             self.q_b_proj = MergedLinear(build, rank, queries)
@@ -173,10 +202,25 @@ class LatentAttention(nn.Module):
         self.o_proj = RowLinear(build, "o_proj", heads * config.v_head_dim, config.hidden_size)
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
-        q, rows = self.qkv_proj(x, batch).split(self.sizes, 1)
-        if self.compressed:
-            q = self.q_b_proj.of_all_rows(self.q_a_layernorm(q))
-        still, turning = (part.unflatten(1, (self.kv_b_proj.heads, -1)) for part in q.split(self.of_queries, 1))
         norm = LatentNorm(self.kv_a_layernorm.eps, self.kv_a_layernorm.weight, cos, sin)
-        values = self.attention(still, turning, rows, norm, self.kv_b_proj, batch)
+        if self.prolog:
+            values = self._with_prolog(self.prolog, cast(Tensor, x), norm, batch)  # only `qkv_proj` has rounded rows
+        else:
+            q, rows = self.qkv_proj(x, batch).split(self.sizes, 1)
+            if self.compressed:
+                q = self.q_b_proj.of_all_rows(self.q_a_layernorm(q))
+            still, turning = (part.unflatten(1, (self.kv_b_proj.heads, -1)) for part in q.split(self.of_queries, 1))
+            values = self.attention(still, turning, rows, norm, self.kv_b_proj, batch)
         return self.o_proj(values.flatten(1), batch)
+
+    def _with_prolog(self, prolog: LatentProlog, x: Tensor, norm: LatentNorm, batch: Batch) -> Tensor:
+        x, q_a, kv_a = batch.rows(self.parallel).gather(x), self.q_a_proj, self.kv_a_proj
+        if not batch.expanded:
+            weights = PrologWeights(
+                q_a.weight, self.q_a_layernorm.weight, self.q_b_proj.weight, kv_a.weight, self.kv_b_proj.keys
+            )
+            return self.attention.after(prolog, x, weights, norm, self.kv_b_proj, batch)
+        q = self.q_b_proj.of_all_rows(self.q_a_layernorm(q_a.of_all_rows(x)))
+        still, turning = q.unflatten(1, (self.kv_b_proj.heads, -1)).split(self.each, 2)
+        turning = turning.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+        return self.attention(still, turning, kv_a.of_all_rows(x), norm, self.kv_b_proj, batch)

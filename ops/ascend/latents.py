@@ -6,17 +6,22 @@ zeros. Prompts may have keys and values made of all tokens that they read: where
 apart; they are joined to keys that are then as wide as values.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
 from ops.ascend.attention import ALL_TOKENS, CAUSAL_AT_THE_END, WHOLE_MASK, Call, attended, checked
-from ops.ascend.weights import AscendHeads
-from ops.interface import LatentCache, LatentNorm, Paged
+from ops.ascend.weights import AscendHeads, AscendMatrix
+from ops.interface import LatentCache, LatentNorm, Paged, PrologWeights
 
 APART_WIDTH = 128  # of keys and values of a head, beside rotated keys of 64 columns
 MOST_JOINED = 256  # columns of packed keys and values
+# OT attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp: hidden columns, those of queries' latents, keys and heads
+PROLOG_HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
+PROLOG_RANK, PROLOG_KEY, PROLOG_HEADS = 1536, 128, (1, 2, 4, 8, 16, 32, 64, 128)
 # OT 8.5.0 to 9.1.0: ON matmul/transpose_batch_mat_mul/op_api/aclnn_transpose_batch_mat_mul.cpp
 MOST_INPUTS, WHOLE_INPUTS = 65535, 128  # of all heads together; a divisor of those of a head, and of its outputs
 
@@ -50,6 +55,32 @@ def rope_write(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, sl
         input=q[None], r1=norm.cos[None, :, None], r2=norm.sin[None, :, None], rotary_mode="half"
     )
     return turned.squeeze(0)
+
+
+def takes_prolog(hidden: int, rank: int, heads: int, key: int) -> bool:
+    return hidden in PROLOG_HIDDEN and rank == PROLOG_RANK and key == PROLOG_KEY and heads in PROLOG_HEADS
+
+
+def prolog(
+    x: Tensor, weights: PrologWeights, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`LatentProlog`. Keys and queries are rotated as `rope_write` does."""
+    of_heads = cast(AscendHeads, weights.keys)
+    if not len(x):  # a data-parallel group that has no token in this step
+        heads = len(of_heads.data)
+        return x.new_empty(0, heads, of_heads.rows), x.new_empty(0, heads, norm.cos.shape[1])
+    q_a, q_b, kv_a = (cast(AscendMatrix, matrix).data for matrix in (weights.q_a, weights.q_b, weights.kv_a))
+    q, turned, *_ = torch_npu.npu_mla_prolog_v3(
+        token_x=x, weight_dq=q_a, weight_uq_qr=q_b, weight_uk=of_heads.data, weight_dkv_kr=kv_a,
+        rmsnorm_gamma_cq=weights.q_norm, rmsnorm_gamma_ckv=norm.weight, rope_sin=norm.sin, rope_cos=norm.cos,
+        kv_cache=cache[0], kr_cache=cache[1], cache_index=slot_mapping, dequant_scale_x=None, dequant_scale_w_dq=None,
+        dequant_scale_w_uq_qr=None, dequant_scale_w_dkv_kr=None, quant_scale_ckv=None, quant_scale_ckr=None,
+        smooth_scales_cq=None, actual_seq_len=None, k_nope_clip_alpha=None, rmsnorm_epsilon_cq=norm.eps,
+        rmsnorm_epsilon_ckv=norm.eps, cache_mode="PA_BSND", query_norm_flag=False, weight_quant_mode=0,
+        kv_cache_quant_mode=0, query_quant_mode=0, ckvkr_repo_mode=0, quant_scale_repo_mode=0, tile_size=128,
+        qc_qr_scale=1.0, kc_scale=1.0,
+    )  # fmt: skip
+    return q, turned
 
 
 def attend_latents(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float, mask: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from ops import reference
 from ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix
 from ops.format import Format
-from ops.interface import SILU_EXPERTS, ExpertKind, Numbers, Paged, tensor_of
+from ops.interface import SILU_EXPERTS, ExpertKind, LatentProlog, Numbers, Paged, tensor_of
 from umbra.errors import UserError
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
@@ -66,6 +66,10 @@ class AscendLayout:
 
     def head_matrices(self, count: int, rows: int, columns: int, format: Format, device: torch.device) -> AscendHeads:
         return AscendHeads(count, rows, columns, format, device)
+
+    def latent_prolog(self, hidden: int, rank: int, heads: int, key: int, format: Format) -> LatentProlog | None:
+        """None: plans count op by op what precedes attention, which takes more memory."""
+        return None
 
     def latent_cache(
         self, part: int, pages: int, page_size: int, width: int, rotary: int, dtype: torch.dtype, device: torch.device

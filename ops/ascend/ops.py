@@ -35,6 +35,7 @@ from ops.interface import (
     Groups,
     Heads,
     LatentCache,
+    LatentProlog,
     Ops,
     Paged,
     Rounded,
@@ -46,6 +47,7 @@ from ops.interface import (
 from ops.sampling import Choice
 from umbra.errors import UserError
 
+PROLOG_FORMAT = Format("bfloat16", tiled=True)  # of the matrices that npu_mla_prolog_v3 takes
 MOST_ROTATED = 896  # columns of a head that npu_rotary_mul takes
 FUSED_HEAD_DIM = 128  # the one that npu_qkv_rms_norm_rope_cache takes
 TILED = "PA_NZ"  # cache_mode
@@ -64,7 +66,7 @@ def gates(experts: int, groups: Groups | None) -> bool:
 
 def installed(cann: str | None) -> Abilities:
     """The abilities of this version of CANN with the installed torch_npu."""
-    return abilities(cann, *(hasattr(torch_npu, op) for op in ("npu_qkv_rms_norm_rope_cache", "npu_clipped_swiglu")))
+    return abilities(cann, *(hasattr(torch_npu, op) for op in ("npu_qkv_rms_norm_rope_cache", "npu_mla_prolog_v3")))
 
 
 class AscendOps(AscendLayout):
@@ -250,6 +252,10 @@ class AscendOps(AscendLayout):
 
     def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
         return latents.attend_latents(q, q_rotary, cache, paged, scale, self.mask)
+
+    def latent_prolog(self, hidden: int, rank: int, heads: int, key: int, format: Format) -> LatentProlog | None:
+        takes = latents.takes_prolog(hidden, rank, heads, key)
+        return latents.prolog if takes and self.can.prolog and format == PROLOG_FORMAT else None
 
     def expanded_attention(
         self,

@@ -26,6 +26,7 @@ class CpuLayout:
     expert_matrices = NativeExperts
     head_matrices = NativeHeads
     latent_parts, keys_in_pairs, heads_in_q8 = 1, False, True
+    latent_prolog = staticmethod(reference.latent_prolog)
     table, fill_table = staticmethod(table), staticmethod(fill_table)
 
     def __init__(self, dtype: torch.dtype):

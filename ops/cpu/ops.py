@@ -27,6 +27,7 @@ from ops.sampling import Choice
 from umbra.errors import UserError
 
 vector_type, paging, rounding_norm = reference.vector_type, reference.paging, reference.rounding_norm
+latent_prolog = reference.latent_prolog
 matrix = NativeMatrix
 stack = NativeStack
 expert_matrices = NativeExperts

@@ -84,6 +84,10 @@ V3 = Family(
     "deepseek_v3", partial(save_tiny_of, family="deepseek_v3"), LATENT_SIZES, "moe_intermediate_size", DeepseekV3Config,
     DeepseekV3ForCausalLM,
 )  # fmt: skip
+# The fewest columns that one op takes before attention.
+PROLOG = dataclasses.replace(
+    V3, save=partial(save_tiny_of, family="deepseek_v3"), sizes=LATENT_SIZES | dict(hidden_size=1024, q_lora_rank=1536)
+)
 V2 = Family(
     "deepseek_v2", partial(save_tiny_of, family="deepseek_v2"), LATENT_SIZES, "moe_intermediate_size", DeepseekV2Config,
     DeepseekV2ForCausalLM,

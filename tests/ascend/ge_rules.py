@@ -25,6 +25,7 @@ KERNELS = {  # type of a node -> kernel
     "GroupedMatmul": "aclnnGroupedMatmulWeightNz",
     "GroupedMatmulSwigluQuantV2": "aclnnGroupedMatmulSwigluQuantWeightNzV2",
     "KvRmsNormRopeCache": "aclnnKvRmsNormRopeCache",
+    "MlaPrologV3": "aclnnMlaPrologV3WeightNz",
     "MoeDistributeCombineV2": "aclnnMoeDistributeCombineV4",
     "MoeDistributeDispatchV2": "aclnnMoeDistributeDispatchV4",
     "MoeFinalizeRoutingV2": "aclnnMoeFinalizeRoutingV2",

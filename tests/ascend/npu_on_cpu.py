@@ -184,6 +184,32 @@ def npu_kv_rmsnorm_rope_cache_v2(
 
 
 @under_schema
+def npu_mla_prolog_v3(
+    token_x: Tensor, weight_dq: Tensor, weight_uq_qr: Tensor, weight_uk: Tensor, weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor, rmsnorm_gamma_ckv: Tensor, rope_sin: Tensor, rope_cos: Tensor, kv_cache: Tensor,
+    kr_cache: Tensor, *, cache_index: Tensor | None = None, rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5, cache_mode: str = "PA_BSND", **others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Neighbouring columns rotate, of which the first ones of all pairs are then before the second ones."""
+    expect(cache_mode == "PA_BSND" and not any(others.values()), "mla_prolog: pages, nothing quantised or scaled")
+    heads, still, latent = weight_uk.shape
+    expect((still, latent) == (128, 512) and heads.bit_count() == 1 and heads <= 128, "mla_prolog: heads")
+    expect(weight_dq.shape == (token_x.shape[1], 1536), "mla_prolog: queries' latents of 1536")
+    expect(weight_uq_qr.shape == (1536, heads * 192), "mla_prolog: heads of 128 + 64, side by side")
+    expect(len({t.dtype for t in (token_x, weight_dq, weight_uk, rope_cos, kv_cache)}) == 1, "mla_prolog: one type")
+    compressed: Any = npu_rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
+    own, turning = (compressed[0] @ weight_uq_qr).unflatten(1, (heads, -1)).split([128, 64], 2)
+    npu_kv_rmsnorm_rope_cache_v2(
+        (token_x @ weight_dkv_kr)[:, None, None], rmsnorm_gamma_ckv, rope_cos[:, None, None], rope_sin[:, None, None],
+        cache_index, kr_cache, kv_cache, epsilon=rmsnorm_epsilon_ckv, cache_mode="PA",
+    )  # fmt: skip
+    apart = torch.cat((turning[..., ::2], turning[..., 1::2]), -1)
+    query = torch.einsum("thk,hkn->thn", own.float(), weight_uk.float()).to(token_x.dtype)
+    undefined = (token_x.new_empty(0) for _ in range(3))
+    return query, turned(apart, rope_cos[:, None], rope_sin[:, None]), *undefined  # type: ignore[return-value]
+
+
+@under_schema
 def npu_transpose_batchmatmul(
     input: Tensor, weight: Tensor, *, perm_x1: Sequence[int] = (), perm_x2: Sequence[int] = (),
     perm_y: Sequence[int] = (), batch_split_factor: int = 1, **others: object,

@@ -13,6 +13,7 @@ import torch
 from tests.ascend.engine import (
     CAPTURE_MODES,
     GPT_OSS,
+    PROLOG,
     QWEN3,
     V3,
     Family,
@@ -94,7 +95,7 @@ def generated(rank: int, folder: Path, family: Family, *overrides: str) -> list[
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "dtype"),  # with sinks in the operator, and by its sums; latents
-    [(GPT_OSS, "bfloat16"), (GPT_OSS, "float16"), (V3, "bfloat16")],
+    [(GPT_OSS, "bfloat16"), (GPT_OSS, "float16"), (V3, "bfloat16"), (PROLOG, "bfloat16")],
     ids=str,
 )
 def test_every_mode_generates_the_same_tokens(tmp_path: Path, family: Family, dtype: str) -> None:

@@ -15,6 +15,7 @@ from tests.ascend.engine import (
     GLM,
     GPT_OSS,
     M2,
+    PROLOG,
     QWEN2,
     QWEN3,
     V2,
@@ -169,6 +170,11 @@ LATENT_ATTENTION = [  # queries have latents of their own; rotated keys lie besi
     " (3,2,128)bfloat16",
     *ATTENTION[-2:],
 ]
+PROLOG_KERNEL = (  # in place of all before attention
+    "aclnnMlaPrologV3WeightNz (3,1024)bfloat16 (1024,1536)bfloat16:NZ (1536,384)bfloat16:NZ (2,128,512)bfloat16"
+    " (1024,576)bfloat16:NZ (1536)bfloat16 (512)bfloat16 (3,64)bfloat16 (3,64)bfloat16 (5,128,1,512)bfloat16"
+    " (5,128,1,64)bfloat16 (3)int64 (3,2,512)bfloat16 (3,2,64)bfloat16"
+)
 FLASH_ATTENTION = [  # eight heads in place of six; no multiple of 128 columns
     *LATENT_ATTENTION[:2],
     LATENT_ATTENTION[2].replace("384", "1536"),
@@ -280,6 +286,11 @@ def test_kernels_of_attention_over_latents_are_counted() -> None:
     heads = ("head_linear", "latent_attention", "head_linear")
     ops = ("linear", "rms_norm", "linear", "rope_write_latents", *heads, "linear", "add_rms_norm")
     assert sum(ASCEND_KERNELS.get(op, 1) for op in ops) == len(LATENT_ATTENTION)
+
+
+def test_one_kernel_precedes_attention_over_latents(tmp_path: Path) -> None:
+    (prolog, *after), last = last_layer(decode_log(tmp_path, family=PROLOG))[1:4], LATENT_ATTENTION[6:8]
+    assert (prolog, after) == (PROLOG_KERNEL, last)
 
 
 def test_kernels_of_a_decode_layer_on_an_earlier_cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

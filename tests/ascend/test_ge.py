@@ -21,6 +21,7 @@ from tests.ascend.engine import (
     GLM,
     GPT_OSS,
     M2,
+    PROLOG,
     PROMPTS,
     QWEN2,
     QWEN3,
@@ -71,9 +72,14 @@ V3_FUSED = (  # as GLM's experts; latents
     - Counter(QkvRmsNormRopeCache=1, MatMulV2=1)
     + Counter(KvRmsNormRopeCache=1, MatMul=2, RmsNorm=1, RotaryMul=1, TransposeBatchMatMul=2)
 )
+PROLOG_FUSED = (  # one op before attention over latents
+    Counter(V3_FUSED)
+    - Counter(KvRmsNormRopeCache=1, RmsNorm=1, RotaryMul=1, TransposeBatchMatMul=1, MatMul=2)
+    + Counter(MlaPrologV3=1)
+)
 OF_FAMILY = {
     QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED), GLM: dict(GLM_FUSED), GPT_OSS: dict(GPT_OSS_FUSED),
-    V3: dict(V3_FUSED),
+    V3: dict(V3_FUSED), PROLOG: dict(PROLOG_FUSED),
 }  # fmt: skip
 
 
@@ -119,7 +125,7 @@ def check(
     count = program.count()
     copies = {"TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate"}
     assert not program.of(*(copies - OF_FAMILY[family].keys()))
-    assert casts(program) == [("MoeGatingTopK", torch.bfloat16)] * layers * (family in (M2, GLM, V3))
+    assert casts(program) == [("MoeGatingTopK", torch.bfloat16)] * layers * (family in (M2, GLM, V3, PROLOG))
     (logits,) = program.outputs()  # and no KV cache
     assert (logits.shape, logits.dtype) == ((4, 96), torch.bfloat16)
     for node in program.of("FusedInferAttentionScore"):
@@ -132,7 +138,7 @@ def check(
         assert count[name] == of_layer.get(name, 0) * layers + around.get(name, 0), name
 
 
-@pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3, GPT_OSS, V3), ids=str)
+@pytest.mark.parametrize("family", thorough_but(OF_FAMILY, QWEN3, GPT_OSS, V3, PROLOG), ids=str)
 def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
     check(two_layers(family), family)
 

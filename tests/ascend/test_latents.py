@@ -2,18 +2,27 @@
 and a model's caches beside an arena."""
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from executor.engine.kv_caches import attentions
+from executor.run.activations import CountedGroup
+from models.batch import Batch, Subset
+from models.build import Build, Formats
+from models.layers.base import Layer
+from models.layers.latent_attention import LatentAttention
+from models.rope import RopeConfig
 from ops import reference
+from ops.ascend.cann import ALL_ABILITIES
 from ops.ascend.ops import AscendOps
-from ops.format import FORMATS
-from ops.interface import LatentNorm
+from ops.format import FORMATS, Format
+from ops.interface import LatentNorm, fixed
+from ops.parallel.groups import Parallel
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import V3
 from tests.ascend.test_numerics import save
@@ -66,6 +75,51 @@ def test_both_forms_are_the_reference(heads: int, widths: tuple[int, int], step:
     for expanded in (False, True):
         found = attended(ops, step, heads, widths, expanded)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+class Sizes(NamedTuple):
+    hidden_size: int = 1024
+    num_attention_heads: int = 4
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    rope: RopeConfig = RopeConfig(1e4, 64, None)
+
+
+def test_one_op_before_attention_is_all_of_them() -> None:
+    """On the second of two ranks: prompts, expanded, then a decode step over what they wrote."""
+    given: dict[str, Tensor] = {}
+    found, rank = [], CountedGroup(1, 2)
+    for prolog in (False, True):
+        ops: Any = AscendOps(torch.bfloat16, CPU, "fusion_v2", can=replace(ALL_ABILITIES, prolog=prolog))
+        plain, tiled = Format("bfloat16"), Format("bfloat16", tiled=True)
+        parallel = Parallel(attn_tp=rank)
+        build = Build(ops, parallel, Formats(plain, tiled, tiled), torch.bfloat16, CPU, 64)
+        layer = LatentAttention(Sizes(), build)
+        assert (layer.prolog is not None) == prolog
+        torch.manual_seed(4)
+        for name, module in layer.named_modules():
+            for piece in module.pieces(name) if isinstance(module, Layer) else ():
+                if piece.name not in given:
+                    given[piece.name] = torch.randn(piece.shape) / 30 + (piece.mean or 0)
+                assert piece.fill
+                piece.fill(given[piece.name][piece.part].bfloat16())
+        layer.attention.bind(*(fixed(layer.attention.new_cache(n, 4, PAGE, torch.bfloat16, CPU)) for n in (0, 1)))
+        tables, rows = torch.tensor([[2, 1], [3, 0]]), torch.Generator().manual_seed(5)
+        for starts, lengths in (((0, 20, 27), (20, 7)), ((0, 1, 2), (21, 8))):
+            new = [range(n - (e - s), n) for s, e, n in zip(starts, starts[1:], lengths, strict=False)]
+            slots = [int(tables[s, at // PAGE]) * PAGE + at % PAGE for s, of in enumerate(new) for at in of]
+            paged = (ops.paging(array("q", slots), tables, array("q", starts), array("q", lengths), PAGE),)
+            count = torch.arange(len(slots))
+            batch = Batch(count, count, paged, None, None, expanded=Subset(count, paged) if starts[1] > 1 else None)
+            x, angles = (torch.randn(len(slots), n, generator=rows) for n in (1024, 32))
+            angles = angles.repeat(1, 2)
+            found.append(layer(x.bfloat16(), angles.cos().bfloat16(), angles.sin().bfloat16(), batch))
+        found += layer.attention.caches
+    for ours, wanted in zip(found[4:], found[:4], strict=True):
+        torch.testing.assert_close(ours, wanted, atol=0.02, rtol=0.02)
 
 
 def test_rotated_keys_beside_an_arena_move_with_their_latents(tmp_path: Path) -> None:

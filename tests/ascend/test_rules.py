@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from executor.platform.ascend.versions import ROWS
 from models.layers.experts import chosen
 from ops.ascend.attention import Call, attended
 from ops.ascend.cann import abilities
+from ops.ascend.latents import prolog
 from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
-from ops.ascend.ops import AscendOps
+from ops.ascend.ops import PROLOG_FORMAT, AscendOps
 from ops.ascend.recurrent import for_graphs
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import W8A8, Format
@@ -28,6 +29,7 @@ from ops.interface import (
     LatentNorm,
     Matrix,
     Paged,
+    PrologWeights,
     Recurrent,
     Rounded,
     fixed,
@@ -179,6 +181,8 @@ def latents(heads: int, key: int, value: int, cann: str) -> None:
         turned = ops.rope_write_latents(turning, rows, norm, cache, slots)
         found = ops.head_linear(ops.latent_attention(ops.head_linear(still, keys), turned, cache, paged, 0.1), values)
         if tokens > 3:
+            if key == 128 and ops.can.prolog:
+                before_latents(7168, heads)
             assert ops.expanded_attention(still, turned, cache, keys, values, paged, 0.1).shape == found.shape
         scores = made(tokens, 256, dtype=F32)
         ops.route_sigmoid(scores, scores[0], 8, True, 2.5, Groups(8, 4, 2))
@@ -384,6 +388,19 @@ def write_latents(columns: int = 576, slots: torch.dtype = torch.int64, page: in
     )  # fmt: skip
 
 
+def before_latents(hidden: int = 1024, heads: int = 2, slots: torch.dtype = torch.int64) -> None:
+    tiled, device = PROLOG_FORMAT, torch.device("npu")
+    q_a, q_b, kv_a = matrices = [
+        ops().matrix(*of, tiled, device) for of in ((1536, hidden), (192 * heads, 1536), (576, hidden))
+    ]
+    for matrix in matrices:
+        matrix.fill(0, torch.empty(matrix.rows, matrix.columns, dtype=BF16))
+    keys = ops().head_matrices(heads, 512, 128, tiled, device)
+    weights = PrologWeights(*cast(Any, (q_a, made(1536), q_b, kv_a, keys)))
+    norm, cache = LatentNorm(1e-6, made(512), made(3, 64), made(3, 64)), (made(4, 128, 1, 512), made(4, 128, 1, 64))
+    prolog(made(3, hidden), weights, norm, cache, made(3, dtype=slots))
+
+
 def products_of_heads(heads: int = 4, inputs: int = 128, outputs: int = 512) -> None:
     torch_npu.npu_transpose_batchmatmul(
         made(3, heads, inputs), made(heads, inputs, outputs), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
@@ -440,6 +457,8 @@ BROKEN: dict[str, Callable[[], object]] = {
     "or 512 over one head of keys": lambda: split_attention(width=256),
     "rows are (tokens, 1, 1, 576)": lambda: write_latents(columns=320),
     "a multiple of 16 tokens, 1, 64 or 512": lambda: write_latents(slots=torch.int32),
+    "queries' latents of 1,536": lambda: before_latents(hidden=512),
+    "all before attention over latents is bfloat16": lambda: before_latents(slots=torch.int32),
     "multiples of 128, of all heads": lambda: products_of_heads(inputs=192),
     "fewer than 65,536 inputs": lambda: products_of_heads(heads=128, inputs=512, outputs=128),
     "scores are of 2,048 experts at most": lambda: torch_npu.npu_moe_gating_top_k(made(3, 4096), 4),

@@ -16,13 +16,15 @@ RELEASES = [row.release for row in ROWS]
 INSTALLED = torch_npu.__version__
 # The first minor release with each op that not all have, and that is not called without: ops for tiled caches
 # (`Abilities.tiled_cache`), which are used if torch_npu has the first of them, as are the SwiGLU between products of
-# int8, whose types 2.9 numbered otherwise, and the norm that rounds, whose type 2.9 does not take; the clipped SwiGLU.
+# int8, whose types 2.9 numbered otherwise, and the norm that rounds, whose type 2.9 does not take;
+# and the clipped SwiGLU and the op before attention over latents, which are used if it has the latter.
 SINCE = {
     "npu_qkv_rms_norm_rope_cache": 10,
     "npu_scatter_pa_kv_cache": 10,
     "npu_grouped_matmul_swiglu_quant_v2": 10,
     "npu_add_rms_norm_dynamic_quant": 10,
     "npu_clipped_swiglu": 9,
+    "npu_mla_prolog_v3": 9,
 }
 
 
@@ -66,7 +68,7 @@ def test_calls_bind_in_every_release(call: Call) -> None:
     assert left_to_defaults(call) == set()
 
 
-@pytest.mark.parametrize("op", ["npu_qkv_rms_norm_rope_cache", "npu_clipped_swiglu"])
+@pytest.mark.parametrize("op", ["npu_qkv_rms_norm_rope_cache", "npu_clipped_swiglu", "npu_mla_prolog_v3"])
 def test_earlier_releases_have_not_the_op_that_is_asked_for(op: str) -> None:
     assert all(bool(schemas(r, op)) == (int(r.split(".")[1]) >= SINCE[op]) for r in RELEASES)
 

@@ -21,7 +21,7 @@ from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
 from ops.interface import fixed
 from ops.parallel.groups import Parallel, Shard
-from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, QWEN2, QWEN3, V3, Family
+from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, PROLOG, QWEN2, QWEN3, V3, Family
 
 BF16 = torch.bfloat16
 TWO = CountedGroup(0, 2)
@@ -31,7 +31,7 @@ TENSOR = Parallel(TWO, TWO, CountedGroup(), Shard(0, 2), Shard(), TWO, TWO)
 WAYS = {"whole": (Parallel(), False), "split": (SPLIT, False), "exchanged": (SPLIT, True), "tensor": (TENSOR, False)}
 
 # The plan counts the tensors between the kernels that fused ones replace.
-UNTILED = replace(ALL_ABILITIES, tiled_cache=False, fused_swiglu=False, rounding_norm=False)
+UNTILED = replace(ALL_ABILITIES, tiled_cache=False, fused_swiglu=False, rounding_norm=False, prolog=False)
 
 
 def counted(routing: str, ledger: Ledger) -> CountedOps:
@@ -53,6 +53,7 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
         (GLM, Format("q4", 32), 2),
         (GPT_OSS, None, 2),
         (V3, None, 2),
+        (PROLOG, None, 2),
         (FLASH, Format("q4", 32), 2),
     ],
     ids=str,
@@ -79,7 +80,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
         model = family.model(config, Build(ops, parallel, formats, BF16, device, 256, exchange=exchange))
         for layer in attentions(model):
             layer.bind(*(fixed(layer.new_cache(part, 6, 128, BF16, device)) for part in range(layer.tensors)))
-        expanded = family in (V3, FLASH) and tokens > sequences
+        expanded = family in (V3, PROLOG, FLASH) and tokens > sequences
         batch = batch_of(ops, tokens, sequences, 2, 128, parallel.attn_dp.size, expanded=expanded).to(device)
         return ledger.fullest(model, model.forward, batch).nbytes
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <list>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -441,6 +442,31 @@ const Rule kRules[] = {
      "index is (tokens) int64, caches (blocks, a multiple of 16 tokens, 1, 64 or 512) of the type of the rows",
      "OT 9.0.0 posembedding/kv_rms_norm_rope_cache/op_host/kv_rms_norm_rope_cache_base_tiling.cpp 205, 257, "
      ".._def.cpp 67; 8.5.0, 9.1.0 the same files"},
+    {"aclnnMlaPrologV3*", kAny,
+     [](const Call& call) {
+         const Object &x = call.at(0), &of_heads = call.at(3);
+         const int64_t hidden = size(x, 1), heads = size(of_heads, 0);
+         const std::set<int64_t> taken{1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192};
+         const auto shaped = [&](int i, const std::vector<int64_t>& shape) { return call.at(i).shape == shape; };
+         return taken.count(hidden) && shaped(1, {hidden, 1536}) && shaped(2, {1536, heads * 192}) &&
+                shaped(3, {heads, 128, 512}) && shaped(4, {hidden, 576}) && shaped(5, {1536}) && shaped(6, {512}) &&
+                heads <= 128 && (heads & (heads - 1)) == 0;
+     },
+     "rows are of 1,024 to 8,192 columns, queries' latents of 1,536, heads 1, 2, 4, .., 128 of 128 columns",
+     "OT attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp CheckDims, 8.5.0 and later"},
+    {"aclnnMlaPrologV3*", kAny,
+     [](const Call& call) {
+         const int64_t tokens = size(call.at(0), 0), page = size(call.at(9), 1);
+         const Object &latents = call.at(9), &keys = call.at(10), &index = call.at(11);
+         const std::vector<int64_t> angles{tokens, 64};
+         return one_type(call, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}) && call.at(0).type == ACL_BF16 &&
+                call.at(7).shape == angles && call.at(8).shape == angles && index.type == ACL_INT64 &&
+                index.shape == std::vector<int64_t>{tokens} && page % 16 == 0 && page <= 1024 &&
+                latents.shape == std::vector<int64_t>{size(latents, 0), page, 1, 512} &&
+                keys.shape == std::vector<int64_t>{size(latents, 0), page, 1, 64};
+     },
+     "all before attention over latents is bfloat16, angles (tokens, 64), index (tokens) int64, caches in pages",
+     "OT attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp FillRequiredParamShapeWithDims, FillNonQuantParamInfo"},
     {"aclnnTransposeBatchMatMul", kAny,
      [](const Call& call) {
          const Object &rows = call.at(0), &weight = call.at(1);
