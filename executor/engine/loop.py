@@ -91,7 +91,7 @@ class Loop:
                 self._score(logits, step.sequences)
                 logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
             tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
-            rows, chosen = [1 + s.drafted for s in finished], time.perf_counter()
+            rows = [1 + s.drafted for s in finished]
             events = self.scheduler.commit(step, tokens)
             if self.drafter and not self.scheduler.drafts:  # in a warm-up
                 self.drafter.skip(computed)
@@ -103,7 +103,7 @@ class Loop:
         decoded = sum(len(e.tokens) for e, s in zip(events, finished, strict=True) if s not in prompts)
         self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), decoded, sum(rows) - len(rows), now - start)
         if decode and (drafts := self.scheduler.drafts):
-            self._took(drafts, (sum(rows), chosen - start, *guessing))
+            self._took(drafts, (sum(rows), now - start - guessing[2], *guessing))
         if self._admitted:
             self._first_tokens(events, finished, now)
         return aborted + events

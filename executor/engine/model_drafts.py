@@ -24,7 +24,7 @@ from executor.platform.base import Step
 from models.batch import Batch
 from ops.interface import tensor_of
 
-MOST_KEPT = 256  # tokens of a sequence whose hidden states are kept for later
+MOST_KEPT = 256  # steps whose hidden states are kept for later
 
 # A sequence, and the first position and the last one, plus one, that a step computed.
 Computed = tuple[Sequence, int, int]
@@ -37,7 +37,9 @@ class ModelDrafter:
         self.run: Step = lambda batch: model.guess(batch.to(platform.device))
         eager, most = engine.case.exe_mode == "eager", engine.case.draft_config.most
         self.captured = self.run if eager else platform.compile(model.guess, engine.config, most)
-        self._kept: dict[int, list[Tensor]] = {}  # by id: hidden states of its tokens from `taken` on
+        # Of steps whose tokens are to be taken later: hidden states, and (sequence, first position, number of rows,
+        # those of them that are certain) of each sequence.
+        self._kept: list[tuple[Tensor, list[tuple[Sequence, int, int, int]]]] = []
 
     def guess(
         self, batch: Batch, computed: ListOf[ListOf[Computed]], finished: ListOf[ListOf[Sequence]],
@@ -49,8 +51,8 @@ class ModelDrafter:
         dp, depth = self.engine.parallel.attn_dp, max(room.values(), default=0)
         if decode and not depth:
             self._keep(computed[dp.rank])
-            running = [[s for s, _, _ in of if not s.finish_reason] for of in computed]
-            if any(len(s.ids) - s.taken > MOST_KEPT for of in running for s in of):
+            if len(self._kept) == MOST_KEPT:
+                running = [[s for s, _, _ in of if not s.finish_reason] for of in computed]
                 self._take([[(s, s.taken, len(s.ids) - 1) for s in of] for of in running])
             return [[] for of in finished for _ in of]
         late = [
@@ -101,15 +103,10 @@ class ModelDrafter:
         )  # fmt: skip
 
     def _keep(self, computed: ListOf[Computed]) -> None:
-        """Keeps the hidden states of the tokens of the last step that are certain."""
-        kept, row = self._kept, 0
-        self._kept = {}
-        for sequence, begin, end in computed:
-            if not sequence.finish_reason and self.engine.hidden is not None:
-                before = kept.get(sequence.id, []) if sequence.taken < begin else []
-                rows = self.engine.hidden[row : row + len(sequence.ids) - 1 - begin]
-                self._kept[sequence.id] = [*before, rows.clone()]
-            row += end - begin
+        """Keeps the hidden states of the last step's tokens."""
+        if self.engine.hidden is not None:
+            rows = [(s, begin, end - begin, len(s.ids) - 1 - begin) for s, begin, end in computed]
+            self._kept.append((self.engine.hidden.clone(), rows))
 
     def _take(self, late: ListOf[ListOf[Computed]]) -> None:
         """Lets the layer take tokens of each group whose hidden states were kept."""
@@ -117,8 +114,16 @@ class ModelDrafter:
         mine = late[self.engine.parallel.attn_dp.rank]
         rows = [(sequence, position) for sequence, begin, end in mine for position in range(begin, end)]
         ids = array("q", (sequence.ids[position + 1] for sequence, position in rows))
+        parts: dict[int, list[Tensor]] = {sequence.id: [] for sequence, _, _ in mine}
+        for states, kept in self._kept:
+            row = 0
+            for sequence, begin, count, certain in kept:
+                if begin >= sequence.taken and sequence.id in parts:  # else it was preempted since
+                    parts[sequence.id].append(states[row : row + certain])
+                row += count
+        self._kept = []
         hidden = [] if self.engine.hidden is None else [self.engine.hidden[:0]]  # a group may have no tokens
-        hidden += [kept for sequence, *_ in mine for kept in self._kept.pop(sequence.id, [])]
+        hidden += [part for of in parts.values() for part in of]
         self.run(
             dataclasses.replace(
                 self._pack(rows, counts), token_ids=tensor_of(ids), hidden=torch.cat(hidden),
