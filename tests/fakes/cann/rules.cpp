@@ -453,7 +453,7 @@ const Rule kRules[] = {
                 heads <= 128 && (heads & (heads - 1)) == 0;
      },
      "rows are of 1,024 to 8,192 columns, queries' latents of 1,536, heads 1, 2, 4, .., 128 of 128 columns",
-     "OT attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp CheckDims, 8.5.0 and later"},
+     "OT attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp CheckDims, of a mirror without branches"},
     {"aclnnMlaPrologV3*", kAny,
      [](const Call& call) {
          const int64_t tokens = size(call.at(0), 0), page = size(call.at(9), 1);
@@ -466,7 +466,8 @@ const Rule kRules[] = {
                 keys.shape == std::vector<int64_t>{size(latents, 0), page, 1, 64};
      },
      "all before attention over latents is bfloat16, angles (tokens, 64), index (tokens) int64, caches in pages",
-     "OT attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp FillRequiredParamShapeWithDims, FillNonQuantParamInfo"},
+     "OT attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp FillRequiredParamShapeWithDims, "
+     "FillNonQuantParamInfo, the same mirror"},
     {"aclnnTransposeBatchMatMul", kAny,
      [](const Call& call) {
          const Object &rows = call.at(0), &weight = call.at(1);
