@@ -1,6 +1,8 @@
 """Guesses of a model's own layer on Ascend: its steps as graphs, beside those of the model that check them."""
 
+import contextlib
 import dataclasses
+import io
 import os
 from collections import Counter
 from collections.abc import Sequence as ListOf
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from executor.config.env import RankEnv
+from executor.config.load import load_case
 from executor.engine.sequence import Sequence
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.environment import ascend_environment
@@ -32,9 +35,12 @@ from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_eager import golden
 from tests.ascend.test_hccl import SPLITS
+from tests.ascend.workers import close_nodes
 from tests.fakes.drafts import FreeDrafts
 from tests.mtp import KINDS, Oracle
+from tests.tiny import write_case
 from tests.variants import thorough_but
+from umbra.files import ROOT
 
 MTP = "strict=true", "draft_config.method=mtp", "draft_config.tokens=3"
 
@@ -164,3 +170,54 @@ def test_two_ranks(tmp_path: Path, split: str) -> None:
         for found, _, accepted in run_ranks(on_two_ranks, 2, tmp_path, mode, texts, *SPLITS[split]):
             assert found == texts
             assert accepted > 8
+
+
+def beside_shadows(rank: int, folder: Path, texts: ListOf[list[int]]) -> tuple[Any, ...]:
+    try:
+        shadows = "offload_config.mode=fixed", "offload_config.start_layer=0", "stream_tokens=0"
+        return answers(rank, folder, "acl_graph", GLM, texts, shadows)
+    finally:
+        close_nodes()
+
+
+@pytest.mark.thorough
+def test_beside_shadow_experts(tmp_path: Path) -> None:
+    """The layer's own experts are all on the device."""
+    ((texts, *_),) = run_ranks(beside_shadows, 1, tmp_path, [])
+    ((found, _, accepted),) = run_ranks(beside_shadows, 1, tmp_path, texts)
+    assert found == texts
+    assert accepted > 8
+
+
+def trained(rank: int, folder: Path, mode: str, drafts: bool) -> tuple[list[list[int]], int, list[str], int]:
+    """Tokens of the demo, accepted drafts, what the compile cache said, and compilations."""
+    from tests.ascend import computing
+
+    computing.start()
+    data = {"prompts": ["x"], "batch_size": 3, "input_max_len": 48, "max_new_tokens": 16}
+    path = write_case(
+        folder / "case.yaml", ROOT / "checkpoints" / "austen_hybrid", model_name="qwen3_5_moe", platform="ascend",
+        model_config={"dtype": "bfloat16"}, cache_config={"page_size": 128}, data_config=data,
+    )  # fmt: skip
+    said = io.StringIO()
+    more = "ignore_eos=true", f"exe_mode={mode}", *((*MTP, "enable_cache_compile=true") if drafts else ())
+    with contextlib.redirect_stdout(said):
+        runner = ascend_runner(load_case(str(path), list(more)), folder)
+        if drafts:
+            runner.loop.scheduler.drafts = FreeDrafts(3)
+        found = [s.generated for s in generate(runner)]
+    compiles = getattr(runner.engine.decode_step, "compiles", 0)
+    cache = [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
+    return found, runner.loop.timings.accepted_tokens, cache, compiles
+
+
+@pytest.mark.thorough
+def test_a_trained_layer_and_graphs_of_the_next_process(tmp_path: Path) -> None:
+    ((plain, *_),) = run_ranks(trained, 1, tmp_path, "eager", False)
+    ((found, accepted, missed, _),) = run_ranks(trained, 1, tmp_path, "acl_graph", True)
+    ((again, _, hits, compiles),) = run_ranks(trained, 1, tmp_path, "acl_graph", True)
+    assert plain == found == again
+    assert accepted > 8
+    assert all("miss" in line for line in missed)
+    assert len(hits) == len(missed)
+    assert ("miss" in "".join(hits), compiles) == (False, 0)
