@@ -181,7 +181,7 @@ def test_ranks_are_started_again_once(tmp_path: Path) -> None:
         running.wait_until_ready()
 
         async def killed() -> Any:
-            body = {"prompt": "Emma", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+            body = {"prompt": "Emma", "max_tokens": 1500, "n": 8, "stream": True, "ignore_eos": True}
             rank = running.ranks()[0]  # looked for before the answer begins, which could end meanwhile
             stream = await running.open("/v1/completions", body)
             await stream.head()
