@@ -37,7 +37,7 @@ from umbra.files import ROOT
 from umbra.flags import add_flags, given, unknown_flag
 
 CHECKPOINT = "a checkpoint: its folder, its GGUF file, or its name on a hub"
-CASE = f"a case (umbra list), the path of a case file, or {CHECKPOINT}"
+CASE = "a case (umbra list), its file, or a checkpoint (folder, GGUF, hub name)"
 QUANTIZE_TOKENS = 8192
 BENCHMARKS = ("tools/benchmarks", "planner/benchmarks")  # their folders
 
