@@ -123,6 +123,9 @@ class Loop:
         guesses, and the seconds that this took"""
         start, finished = time.perf_counter(), step.finished_prompts
         depth = drafts.depth([s for s in finished if not s.finish_reason])
+        if step.decode and not depth:
+            drafter.keep(computed)
+            return 0, 0, time.perf_counter() - start
         room = {s.id: self.scheduler.room_for_guesses(s, depth) for s in finished if depth}
         with torch.inference_mode():
             found = drafter.guess(batch, computed, self.scheduler.by_group(finished), room, step.decode)

@@ -49,12 +49,6 @@ class ModelDrafter:
         sequences of each group that now have one token more, room[id] is the number of tokens to guess of each. -> as
         many guesses for each sequence of all groups as there is room for the most"""
         dp, depth = self.engine.parallel.attn_dp, max(room.values(), default=0)
-        if decode and not depth:
-            self._keep(computed[dp.rank])
-            if len(self._kept) == MOST_KEPT:
-                running = [[s for s, _, _ in of if not s.finish_reason] for of in computed]
-                self._take([[(s, s.taken, len(s.ids) - 1) for s in of] for of in running])
-            return [[] for of in finished for _ in of]
         late = [
             [(s, s.taken, begin) for s, begin, _ in of if s.taken < begin and not s.finish_reason] for of in computed
         ]
@@ -102,11 +96,16 @@ class ModelDrafter:
             wanted_per_group=None if batch.sequence_parallel else counts,
         )  # fmt: skip
 
-    def _keep(self, computed: ListOf[Computed]) -> None:
-        """Keeps the hidden states of the last step's tokens."""
+    def keep(self, computed: ListOf[ListOf[Computed]]) -> None:
+        """Keeps the hidden states of a decode step, which computed the tokens `computed` of each group, for later."""
         if self.engine.hidden is not None:
-            rows = [(s, begin, end - begin, len(s.ids) - 1 - begin) for s, begin, end in computed]
+            mine = computed[self.engine.parallel.attn_dp.rank]
+            rows = [(s, begin, end - begin, len(s.ids) - 1 - begin) for s, begin, end in mine]
             self._kept.append((self.engine.hidden.clone(), rows))
+        if len(self._kept) == MOST_KEPT:
+            running = [[s for s, _, _ in of if not s.finish_reason] for of in computed]
+            with torch.inference_mode():
+                self._take([[(s, s.taken, len(s.ids) - 1) for s in of] for of in running])
 
     def _take(self, late: ListOf[ListOf[Computed]]) -> None:
         """Lets the layer take tokens of each group whose hidden states were kept."""
