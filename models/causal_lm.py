@@ -90,12 +90,15 @@ class CausalLM(nn.Module):
         self.mtp_at = ""  # the path of the one that is made
         # A module that every checkpoint with the first of them has; empty: the family has none that can be made.
         self.mtp_sign = f"{paths[0]}.{mtp_names.projection}" if mtp_layer and paths else ""
-        if build.mtp and paths and (not self.mtp_sign or build.lacks(self.mtp_sign)):
-            raise UserError(
-                f"draft_config.method: mtp: the config names a layer that predicts further tokens, {paths[0]}, but the "
-                "checkpoint does not hold it: take one that does, or set lookup, or eagle3 with a head for the model"
-            )
-        if build.mtp and mtp_layer and paths:
+        if build.mtp:
+            if not paths:
+                raise UserError("draft_config.method: mtp: the model has no layers that predict further tokens")
+            if not mtp_layer or build.lacks(self.mtp_sign):
+                raise UserError(
+                    f"draft_config.method: mtp: the config names a layer that predicts further tokens, {paths[0]}, but "
+                    "the checkpoint does not hold it: take one that does, or set lookup, or eagle3 with a head for the "
+                    "model"
+                )
             # Its experts stay in the device's memory: they are those of one layer.
             own = dataclasses.replace(build, shadows=None, exchange=None).at(paths[0])
             layer = mtp_layer(own.at(mtp_names.layer) if mtp_names.layer else own)
@@ -104,8 +107,6 @@ class CausalLM(nn.Module):
                 self, self.mtp_at,
                 MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, mtp_names),
             )  # fmt: skip
-        elif build.mtp:
-            raise UserError("draft_config.method: mtp: the model has no layers that predict further tokens")
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
         self.eagle3 = Eagle3Head(build.eagle3, build.of_head) if build.eagle3 else None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from executor.engine.pages import Pages, States
 from executor.engine.sequence import Sequence
 from models.batch import Batch, Subset
-from ops.interface import Ops, Recurrent, tensor_of
+from ops.interface import Ops, Paged, Recurrent, tensor_of
 
 PADDING_LENGTH = 2  # not 0 or 1, which compilers treat as constants
 
@@ -45,23 +45,15 @@ def pack(
     starts: array[int] = array("q", [0])
     lengths: array[int] = array("q")
     rows_wanted: array[int] = array("q")
-    # Of each set of layers: slots (T), and block tables (S, table_width).
-    places: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
-    size, unused = pool.page_size, array("q", bytes(8 * table_width))
-    states, expanded, absorbed = StateRows(state_layers), Picked(), Picked()
+    places, states = Places(pool, table_width, sets, aside), StateRows(state_layers)
+    expanded, absorbed = Picked(), Picked()
     for s in sequences:
         first = len(ids)
         computed, end = s.num_computed, s.end
         ids += s.ids[computed:end]
         positions.extend(range(computed, end))
         rows_of_it = range(computed + 1, end + 1) if decode else (end,)
-        for held, (slots, tables) in zip(s.held, places, strict=True):
-            table = held.pages(pool)
-            for position in range(computed, end):
-                slots.append(table[position // size] * size + position % size)
-            for _ in rows_of_it:
-                tables += table
-                tables += unused[len(table) :]
+        places.add(s, range(computed, end), len(rows_of_it))
         for last in rows_of_it:
             lengths.append(last)
             starts.append(starts[-1] + 1 if decode else len(ids))
@@ -76,38 +68,65 @@ def pack(
     for row in range(rows - len(lengths)):
         ids.append(0)
         positions.append(0)
-        for slots, tables in places:
-            slots.append(pool.padding * size + row % size)  # ops want each slot only once
-            tables.extend([pool.padding] * table_width)
+        places.pad(row)
         lengths.append(PADDING_LENGTH)
         starts.append(len(ids))
         rows_wanted.append(len(ids) - 1)
         absorbed.add(len(lengths) - 1, len(ids) - 1, len(ids), PADDING_LENGTH)
-    slots_of = [slots for slots, _ in places]
-    tables_of = [tensor_of(tables).view(len(lengths), table_width) for _, tables in places]
-    if aside:
-        slots_of.append(without_gaps(slots_of[0], size, pool))
-        tables_of.append(tables_of[0] // pool.stride)
-    paged = tuple(
-        ops.paging(slots, tables, starts, lengths, size) for slots, tables in zip(slots_of, tables_of, strict=True)
-    )
+    tables_of = places.tables()
     return Batch(
         tensor_of(ids),
         tensor_of(positions),
-        paged,
+        places.paged(ops, tables_of, starts, lengths),
         logit_rows=None if all_logits else tensor_of(rows_wanted),
         tokens_per_group=tokens_per_group,
         sequence_parallel=sequence_parallel,
         wanted_per_group=wanted_per_group,
         recurrent=states.recurrent(len(lengths)) if state_layers else None,
-        expanded=expanded.subset(ops, tables_of, size) if expanded.rows else None,
-        absorbed=absorbed.subset(ops, tables_of, size) if expanded.rows and absorbed.rows else None,
+        expanded=expanded.subset(ops, tables_of, pool.page_size) if expanded.rows else None,
+        absorbed=absorbed.subset(ops, tables_of, pool.page_size) if expanded.rows and absorbed.rows else None,
     )
 
 
-def without_gaps(slots: "array[int]", size: int, pool: Pages) -> "array[int]":
-    """`slots` in pages of `size` tokens whose numbers are those of `pool` divided by its stride."""
-    return array("q", [slot // size // pool.stride * size + slot % size for slot in slots])
+class Places:
+    """Where a step's tokens are written, and which pages its sequences have, in each of `sets` sets of layers. `aside`
+    is as of `pack`."""
+
+    def __init__(self, pool: Pages, table_width: int, sets: int, aside: bool):
+        self.pool, self.table_width, self.aside = pool, table_width, aside
+        # Of each set of layers: slots (T), and block tables (S, table_width).
+        self.sets: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
+        self.unused = array("q", bytes(8 * table_width))
+
+    def add(self, sequence: Sequence, positions: range, tables: int) -> None:
+        """Tokens of a sequence, whose block table stands `tables` times."""
+        size = self.pool.page_size
+        for held, (slots, all_tables) in zip(sequence.held, self.sets, strict=True):
+            table = held.pages(self.pool)
+            for position in positions:
+                slots.append(table[position // size] * size + position % size)
+            for _ in range(tables):
+                all_tables += table
+                all_tables += self.unused[len(table) :]
+
+    def pad(self, row: int) -> None:
+        """A padding token, in row `row` of them."""
+        for slots, tables in self.sets:
+            # Ops want each slot only once.
+            slots.append(self.pool.padding * self.pool.page_size + row % self.pool.page_size)
+            tables.extend([self.pool.padding] * self.table_width)
+
+    def tables(self) -> list[Tensor]:
+        found = [tensor_of(tables).view(-1, self.table_width) for _, tables in self.sets]
+        return [*found, found[0] // self.pool.stride] if self.aside else found
+
+    def paged(self, ops: Ops, tables: ListOf[Tensor], starts: "array[int]", lengths: "array[int]") -> tuple[Paged, ...]:
+        """What the layers of each set are told; `tables` are those of `tables()`."""
+        size, stride = self.pool.page_size, self.pool.stride
+        all_slots = [slots for slots, _ in self.sets]
+        if self.aside:
+            all_slots.append(array("q", [slot // size // stride * size + slot % size for slot in all_slots[0]]))
+        return tuple(ops.paging(slots, of, starts, lengths, size) for slots, of in zip(all_slots, tables, strict=True))
 
 
 class Picked:
@@ -145,26 +164,17 @@ def pack_rows(
 ) -> Batch:
     """The batch of one token of each of `rows`, (sequence, position), whose pages are reserved, without its ids. None
     is a padding row. `aside` is as of `pack`."""
-    size = pool.page_size
+    places = Places(pool, table_width, sets, aside)
+    for index, row in enumerate(rows):
+        if row:
+            places.add(row[0], range(row[1], row[1] + 1), 1)
+        else:
+            places.pad(index)
     positions = array("q", (row[1] if row else 0 for row in rows))
     starts, lengths = array("q", range(len(rows) + 1)), array("q", (r[1] + 1 if r else PADDING_LENGTH for r in rows))
-    paged = []
-    for number in range(sets):
-        tables, slots = [], array("q")
-        for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
-            table = row[0].held[number].pages(pool) if row else array("q", [pool.padding])
-            slots.append(
-                table[position // size] * size + position % size if row else pool.padding * size + index % size
-            )
-            tables.append(torch.nn.functional.pad(tensor_of(table), (0, table_width - len(table))))
-        stacked = torch.stack(tables) if tables else torch.empty(0, table_width, dtype=torch.int64)
-        paged.append(ops.paging(slots, stacked, starts, lengths, size))
-        if aside and not number:
-            first = without_gaps(slots, size, pool), stacked // pool.stride
-    if aside:
-        paged.append(ops.paging(*first, starts, lengths, size))
+    paged = places.paged(ops, places.tables(), starts, lengths)
     ids = torch.zeros(len(rows), dtype=torch.int64)
-    return Batch(ids, tensor_of(positions), tuple(paged), logit_rows=None, tokens_per_group=tokens_per_group)
+    return Batch(ids, tensor_of(positions), paged, logit_rows=None, tokens_per_group=tokens_per_group)
 
 
 class StateRows:

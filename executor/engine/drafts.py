@@ -123,8 +123,7 @@ class Drafts:
             self._seconds = {n: s for n, s in self._seconds.items() if self._measured[n] > self._steps - FORGET_STEPS}
         if self._new(rows):
             return
-        before = self._seconds.get(rows, seconds)
-        self._seconds[rows] = before + (seconds - before) * (0.3 if seconds < before else 0.1)
+        _learn(self._seconds, rows, seconds)
         self._measured[rows] = self._steps
 
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
@@ -134,8 +133,11 @@ class Drafts:
         kept, first = 0, len(ids) - drafted
         while kept < drafted and chosen[kept] == ids[first + kept]:
             kept += 1
-        for right in [True] * kept + [False] * (kept < drafted) if sequence.looked_up else ():
-            ngrams.learn(right)
+        if sequence.looked_up:
+            for _ in range(kept):
+                ngrams.learn(True)
+            if kept < drafted:
+                ngrams.learn(False)
         del ids[first:]
         sequence.drafted, ngrams.expected = 0, None
         return chosen[: kept + 1]
@@ -188,10 +190,15 @@ class Drafts:
         rows."""
         if self._new(rows, sequences, depth):
             return
-        before = self._guessing.get(sequences, seconds / depth)
-        self._guessing[sequences] = before + (seconds / depth - before) * (0.3 if seconds / depth < before else 0.1)
+        _learn(self._guessing, sequences, seconds / depth)
 
     def _new(self, *size: int) -> bool:
         known = size in self._captured
         self._captured.add(size)
         return not known
+
+
+def _learn(times: dict[int, float], size: int, seconds: float) -> None:
+    """Moves what is known of a size towards `seconds`, faster if these are fewer: others disturb this machine."""
+    before = times.get(size, seconds)
+    times[size] = before + (seconds - before) * (0.3 if seconds < before else 0.1)

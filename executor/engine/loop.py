@@ -93,10 +93,10 @@ class Loop:
             tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
             rows = [1 + s.drafted for s in finished]
             events = self.scheduler.commit(step, tokens)
-            if self.drafter and not self.scheduler.drafts:  # in a warm-up
-                self.drafter.skip(computed)
-            elif self.drafter and self.scheduler.drafts:
+            if self.drafter and self.scheduler.drafts:
                 guessing = self._guess(self.drafter, self.scheduler.drafts, step, batch, computed)
+            elif self.drafter:  # in a warm-up
+                self.drafter.skip(computed)
         if any(s.request.sampling.logprobs is not None for s in finished):
             events = self._with_logprobs(logits, finished, rows, events)
         now = time.perf_counter()
