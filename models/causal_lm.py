@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         x, residual = rows.own(self.embed_tokens(batch.token_ids)), None  # (T, H)
         cos, sin = self.rotary(batch.positions)
         tapped: list[Tensor] = []
-        for number, layer in enumerate(self.layers[: self.depth], 1):
+        for number, layer in zip(range(1, self.depth + 1), self.layers, strict=False):
             x, residual = layer(x, residual, cos, sin, batch if number == self.depth else batch.with_all_rows)
             if number in taps:
                 tapped.append(self.norm.add(x, residual)[1])  # one kernel for the sum
