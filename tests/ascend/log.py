@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 _fake = ctypes.CDLL("libfake_cann.so")
-for _name in ("fake_log_take", "fake_ran_take", "fake_violations_take"):
+for _name in ("fake_log_take", "fake_ran_take", "fake_given_take", "fake_violations_take"):
     getattr(_fake, _name).restype = ctypes.c_char_p
 _fake.fake_most_pinned.argtypes = [ctypes.c_size_t]
 forget_streams = _fake.fake_streams_forget  # for tests that leave a stream waiting for ever
@@ -53,6 +53,7 @@ class DeviceLog:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.given: list[str] = []  # for tests/ascend/clock.py
 
     def kernels(self) -> list[str]:
         """Names of the kernels launched, captured ones too."""
@@ -77,6 +78,6 @@ def device_log() -> Iterator[DeviceLog]:
         yield log
         torch.npu.synchronize()
     finally:
-        lines = _fake.fake_log_take().decode().splitlines()
+        lines, log.given = (take().decode().splitlines() for take in (_fake.fake_log_take, _fake.fake_given_take))
     assert lines[-1] == "synchronize device", lines[-3:]
     log.lines = lines[:-1]

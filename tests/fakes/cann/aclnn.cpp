@@ -29,7 +29,10 @@ constexpr uintptr_t kFrames = 1 << 18;      // largest distance of the caller's 
 
 std::mutex guard;
 std::set<const Object*> alive;
-std::map<const void*, std::string> planned;  // arguments of kernels that were sized and are not launched yet
+struct Plan {
+    std::string text, memory;
+};
+std::map<const void*, Plan> planned;  // arguments of kernels that were sized and are not launched yet
 
 const Object* keep(Object object) {
     auto* kept = new Object(std::move(object));
@@ -56,9 +59,12 @@ template <class T> std::string row(const T* values, uint64_t count) {
 }
 
 const Object* keep_list(const Object* const* values, uint64_t count) {
-    std::string text;
-    for (uint64_t i = 0; i < count; ++i) text += (i ? " " : "") + (values[i] ? values[i]->text : "none");
-    return keep({"[" + text + "]", -1, {}, {values, values + count}});
+    std::string text, memory;
+    for (uint64_t i = 0; i < count; ++i) {
+        text += (i ? " " : "") + (values[i] ? values[i]->text : "none");
+        if (values[i]) memory += values[i]->memory;
+    }
+    return keep({"[" + text + "]", -1, {}, {values, values + count}, 0, memory});
 }
 
 bool contiguous(const int64_t* shape, const int64_t* strides, uint64_t rank) {
@@ -79,7 +85,7 @@ long plan(const std::string& kernel, long first, va_list rest) {
     const auto here = reinterpret_cast<uintptr_t>(&first);
     const bool own = !kernel.compare(0, 10, "aclnnUmbra");
     const bool communicates = !kernel.compare(0, 18, "aclnnMoeDistribute");
-    std::string text;
+    std::string text, memory;
     std::vector<const Object*> arguments;
     uintptr_t word = first, before = 0;
     for (int i = 0; i < kMostWords; ++i, before = word, word = va_arg(rest, long)) {
@@ -89,13 +95,14 @@ long plan(const std::string& kernel, long first, va_list rest) {
             std::lock_guard<std::mutex> lock(guard);
             if (const std::string rule = fake::broken_rule(kernel, arguments); !rule.empty())
                 return fake::violation(kernel + text + ": " + rule), kInvalid;
-            planned[executor] = text;
+            planned[executor] = {text, memory};
             return 0;
         }
         std::lock_guard<std::mutex> lock(guard);
         auto* object = reinterpret_cast<const Object*>(word);
         if (alive.count(object)) {
             text += " " + object->text;
+            memory += object->memory;
             arguments.push_back(object);
         } else if (const Object* group = communicates ? fake::communicator(word) : nullptr) {
             text += " " + group->text;
@@ -130,7 +137,7 @@ long fake_aclnn(const char* name, long first, va_list rest) {
     va_arg(rest, long);  // bytes of workspace
     const void* executor = va_arg(rest, void*);
     aclrtStream stream = va_arg(rest, void*);
-    std::string arguments;
+    Plan arguments;
     {
         std::lock_guard<std::mutex> lock(guard);
         auto found = planned.find(executor);
@@ -139,16 +146,20 @@ long fake_aclnn(const char* name, long first, va_list rest) {
             planned.erase(found);
         }
     }
-    return fake::task(stream, name + arguments, [] {});
+    return fake::task(stream, name + arguments.text, [] {}, arguments.memory);
 }
 
 // The text of a tensor is (2,3)bfloat16, with :NZ or :format4 if it is not plain, and @strides(1,2) if not contiguous.
-const Object* aclCreateTensor(const int64_t* shape, uint64_t rank, int type, const int64_t* strides, int64_t,
-                              int format, const int64_t*, uint64_t, void*) {
+const Object* aclCreateTensor(const int64_t* shape, uint64_t rank, int type, const int64_t* strides, int64_t offset,
+                              int format, const int64_t*, uint64_t, void* storage) {
     std::string text = "(" + row(shape, rank) + ")" + fake::type_name(type);
     if (!plain(format)) text += format == ACL_FORMAT_FRACTAL_NZ ? ":NZ" : ":format" + std::to_string(format);
     if (!contiguous(shape, strides, rank)) text += "@strides(" + row(strides, rank) + ")";
-    return keep({text, type, {shape, shape + rank}, {}, aclDataTypeSize(static_cast<aclDataType>(type))});
+    const size_t bytes = aclDataTypeSize(static_cast<aclDataType>(type));
+    int64_t last = 0;
+    for (uint64_t i = 0; i < rank && last >= 0; ++i) last = shape[i] ? last + (shape[i] - 1) * strides[i] : -1;
+    const std::string memory = fake::range(static_cast<char*>(storage) + offset * bytes, (last + 1) * bytes);
+    return keep({text, type, {shape, shape + rank}, {}, bytes, memory});
 }
 aclError aclGetViewShape(const Object* tensor, int64_t** shape, uint64_t* rank) {
     *rank = tensor->shape.size();

@@ -41,8 +41,9 @@ std::string fake::phase(aclrtStream stream) {
     return updates.count(stream) ? "update " : in(streams, stream) ? "captured " : "";
 }
 
-aclError fake::task(aclrtStream stream, const std::string& line, const std::function<void()>& run) {
-    return launch({Task::kRun, stream, line, run});
+aclError fake::task(aclrtStream stream, const std::string& line, const std::function<void()>& run,
+                    const std::string& memory) {
+    return launch({Task::kRun, stream, line, run, memory});
 }
 
 aclError fake::launch(Task task) {
@@ -55,6 +56,7 @@ aclError fake::launch(Task task) {
         std::lock_guard<std::mutex> lock(guard);
         if (aclmdlRI model = in(streams, task.stream)) return tasks[model]->push_back(task), ACL_SUCCESS;
     }
+    given(task.stream, task.line + (task.memory.empty() ? "" : " |") + task.memory);
     return enqueue(task), ACL_SUCCESS;
 }
 
@@ -96,6 +98,7 @@ aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode* how) { return st
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
     NOT_IN_A_CALLBACK
     fake::Task replay{fake::Task::kReplay, stream, "", nullptr};
+    fake::given(stream, "replay");
     {
         std::lock_guard<std::mutex> lock(guard);
         fake::say("replay " + graph(model));
@@ -111,7 +114,7 @@ aclError aclmdlRIDestroy(aclmdlRI model) {
 
 aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
     NOT_IN_A_CALLBACK
-    fake::Task record{fake::Task::kRecord, stream, "", nullptr, std::make_shared<bool>(false)};
+    fake::Task record{fake::Task::kRecord, stream, "", nullptr, "", std::make_shared<bool>(false)};
     {
         std::lock_guard<std::mutex> lock(guard);
         if (aclmdlRI model = in(streams, stream)) {
@@ -121,6 +124,7 @@ aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
         events.erase(event);
     }
     fake::record(event, record.token);
+    fake::given(stream, "record " + std::to_string(fake::number(event)));
     return fake::enqueue(record), ACL_SUCCESS;
 }
 
@@ -139,6 +143,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
             return ACL_SUCCESS;  // an event from outside the capture: it has happened before any replay
     }
     wait.token = fake::last_record(event);
+    if (wait.token) fake::given(stream, "wait " + std::to_string(fake::number(event)));
     if (wait.token) fake::enqueue(wait);
     return ACL_SUCCESS;
 }

@@ -153,15 +153,18 @@ aclError aclrtMemcpy(void* to, size_t, const void* from, size_t bytes, aclrtMemc
     NOT_IN_A_CALLBACK
     if (fake::capturing()) return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
     if (aclError error = fake::fault()) return error;
-    fake::say(std::string("memcpy ") + direction(kind) + ' ' + std::to_string(bytes));
+    const std::string line = std::string("memcpy ") + direction(kind) + ' ' + std::to_string(bytes);
+    fake::say(line);
+    fake::given(nullptr, line);
     return memmove(to, from, bytes), ACL_SUCCESS;
 }
 aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream) {
     const void* host = kind == ACL_MEMCPY_DEVICE_TO_HOST ? to : kind == ACL_MEMCPY_HOST_TO_DEVICE ? from : nullptr;
     if (host && fake::captured(stream) && !fake::pinned(host))
         return fake::violation("a captured copy of host memory that is not pinned");
-    return fake::task(stream, std::string("memcpy async ") + direction(kind) + ' ' + std::to_string(bytes),
-                      [=] { memmove(to, from, bytes); });
+    return fake::task(
+        stream, std::string("memcpy async ") + direction(kind) + ' ' + std::to_string(bytes),
+        [=] { memmove(to, from, bytes); }, fake::range(from, bytes) + fake::range(to, bytes));
 }
 aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind,
                                        aclrtStream stream) {

@@ -16,11 +16,12 @@ constexpr int kDevices = 16;  // dies of one server of this type
 constexpr const char* kSoc = "Ascend910_9391";
 
 void say(const std::string& line);  // logs a line about a call to the device, if a test reads the log
-void ran(aclrtStream stream, const std::string& line);  // adds a task that a stream has run to the other log
-aclError violation(const std::string& what);            // records that a rule was broken, and makes the call fail
-aclError fault();                                       // counts a call that may fail; an error if this one is to fail
-void* handle();                                         // a new handle, with a number that no other has
-int number(const void* handle);                         // the number of a handle: 1, 2, ...
+void ran(aclrtStream stream, const std::string& line);    // adds a task that a stream has run to the second log
+void given(aclrtStream stream, const std::string& line);  // adds a task or wait to the third, of what streams are given
+aclError violation(const std::string& what);              // records that a rule was broken, and makes the call fail
+aclError fault();                // counts a call that may fail; an error if this one is to fail
+void* handle();                  // a new handle, with a number that no other has
+int number(const void* handle);  // the number of a handle: 1, 2, ...
 
 // --- streams (streams.cpp)
 using Token = std::shared_ptr<bool>;  // one recording of an event: whether its stream has reached it
@@ -29,6 +30,7 @@ struct Task {
     aclrtStream stream;  // the stream whose subscription a callback needs, also in a replay
     std::string line;
     std::function<void()> run;  // kRun, kCallback
+    std::string memory;         // kRun: what it reads and writes, "first:bytes" of each tensor, results last
     Token token;                // kRecord, kWait
     bool blocks = true,
          host = false;  // whether a callback blocks its stream; whether it is called by CANN's own thread
@@ -46,7 +48,9 @@ aclError forbid(const char* call);
 // "" for an eager launch, "captured " while the stream is in a capture, "update " while it changes a captured graph.
 std::string phase(aclrtStream stream);
 // Logs a task for a stream, and queues it now or, if the stream is in a capture, at each replay.
-aclError task(aclrtStream stream, const std::string& line, const std::function<void()>& run);
+aclError task(aclrtStream stream, const std::string& line, const std::function<void()>& run,
+              const std::string& memory = "");
+std::string range(const void* first, size_t bytes);  // as a task's `memory` has it
 aclError launch(Task task);
 bool captured(aclrtStream stream);
 bool capturing();  // whether this thread has begun a capture that forbids waiting for the device
@@ -58,6 +62,7 @@ struct Object {
     std::vector<int64_t> shape;
     std::vector<const Object*> members;  // members of a list, which owns them
     size_t bytes = 0;                    // bytes of an element of a tensor, or of a communicator's buffer
+    std::string memory;                  // of a tensor or a list, as a task has it
     bool tensor() const { return type >= 0; }
 };
 

@@ -1,5 +1,5 @@
-// The logs: one line for each call to the device, and one line for each task that its streams ran, both in order; and
-// the rules that were broken. Tests read them through ctypes (see tests/ascend/log.py).
+// The logs, all in order: one line for each call to the device, one for each task that its streams ran, and one for all
+// that decides when a task can run; and the rules that were broken. Tests read them through ctypes (tests/ascend/log.py).
 #include <atomic>
 #include <mutex>
 
@@ -7,7 +7,7 @@
 
 namespace {
 std::mutex guard;
-std::string lines, done, broken, taken;
+std::string lines, done, wanted, broken, taken;
 bool listening = false;
 std::atomic<uintptr_t> last{0};
 std::atomic<int64_t> calls{0}, failing{0};
@@ -29,6 +29,15 @@ void fake::ran(aclrtStream stream, const std::string& line) {
     if (listening) done += std::to_string(number(stream)) + ' ' + line + '\n';
 }
 
+void fake::given(aclrtStream stream, const std::string& line) {
+    std::lock_guard<std::mutex> lock(guard);
+    if (listening) wanted += std::to_string(number(stream)) + ' ' + line + '\n';
+}
+
+std::string fake::range(const void* first, size_t bytes) {
+    return " " + std::to_string(reinterpret_cast<uintptr_t>(first)) + ":" + std::to_string(bytes);
+}
+
 aclError fake::violation(const std::string& what) {
     std::lock_guard<std::mutex> lock(guard);
     broken += what + '\n';
@@ -47,6 +56,7 @@ void fake_log_start() {
     std::lock_guard<std::mutex> lock(guard);
     lines.clear();
     done.clear();
+    wanted.clear();
     listening = true;
 }
 
@@ -69,6 +79,12 @@ const char* fake_log_take() {
 const char* fake_ran_take() {
     std::lock_guard<std::mutex> lock(guard);
     return take(done);
+}
+
+// Returns what decides when tasks can run, since the log was started.
+const char* fake_given_take() {
+    std::lock_guard<std::mutex> lock(guard);
+    return take(wanted);
 }
 
 const char* fake_violations_take() {

@@ -166,10 +166,12 @@ aclError host_function(aclrtStream stream, std::function<void()> run, bool block
 }
 
 // If the host waits for the device during a capture, that is an error on a real device as well.
-template <class Done> aclError wait(const char* what, bool forbidden, int32_t ms, Done done) {
+template <class Done>
+aclError wait(aclrtStream stream, const std::string& what, bool forbidden, int32_t ms, Done done) {
     if (forbidden) return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
     if (aclError error = fake::fault()) return error;
-    fake::say(std::string("synchronize ") + what);
+    fake::say("synchronize " + what.substr(0, what.find(' ')));
+    fake::given(stream, "synchronize " + what);
     std::unique_lock<std::mutex> lock(s.guard);
     if (ms < 0) return s.moved.wait(lock, done), ACL_SUCCESS;
     return s.moved.wait_for(lock, std::chrono::milliseconds(ms), done) ? ACL_SUCCESS : ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
@@ -275,17 +277,17 @@ aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* statu
 }
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t ms) {
     NOT_IN_A_CALLBACK
-    return wait("device", fake::capturing(), ms, all_idle);
+    return wait(nullptr, "device", fake::capturing(), ms, all_idle);
 }
 aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t ms) {
     NOT_IN_A_CALLBACK
-    return wait("stream", fake::captured(stream), ms, [=] { return empty(queue(stream)); });
+    return wait(stream, "stream", fake::captured(stream), ms, [=] { return empty(queue(stream)); });
 }
 aclError aclrtSynchronizeStream(aclrtStream stream) { return aclrtSynchronizeStreamWithTimeout(stream, -1); }
 aclError aclrtSynchronizeEvent(aclrtEvent event) {
     NOT_IN_A_CALLBACK
-    return wait("event", false, -1, [=] { return happened(event); });
+    return wait(nullptr, "event " + std::to_string(fake::number(event)), false, -1, [=] { return happened(event); });
 }
 
 }  // extern "C"
