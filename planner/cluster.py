@@ -7,6 +7,7 @@ from pathlib import Path
 
 from executor.config.load import read_yaml, set_keys
 from executor.config.schema import key, read, section
+from planner.hits import CURVES
 from umbra.errors import UserError
 
 METHODS = ("auto", "none", "q8", "q4")
@@ -43,6 +44,21 @@ class Guesses:
         (), "for each place, how often a guess, by an MTP layer or the case's EAGLE3 head, is right if those before it "
         "are; empty: none",
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is asked of one device that holds a part of a model's experts."""
+
+    models: tuple[str, ...] = key(
+        (), "cases, or names in planner/models/: how fast one device and its host serve each; empty: the file asks for "
+        "layouts",
+    )  # fmt: skip
+    curves: tuple[str, ...] = key(("even",), f"hit rates of residents: {', '.join(CURVES)}")
+    sequences: tuple[int, ...] = key((1, 4, 8), "sequences that are decoded at once")
+    accepted: tuple[float, ...] = key((), "how often the guess of an MTP layer is right: each is tried")
+    prompts: tuple[int, ...] = key((128, 1024, 8192, 32768), "tokens of prompts")
+    links: tuple[float, ...] = key((), "values of host.copy_gbps; empty: the hardware's")
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,7 @@ class Cluster:
     targets: Targets = section(Targets)
     search: Search = section(Search)
     guesses: Guesses = section(Guesses)
+    card: Card = section(Card)
     simulation: Simulation = section(Simulation)
 
 
@@ -116,9 +133,11 @@ def read_cluster(path: Path, overrides: Sequence[str] = ()) -> Cluster:
     data = read_yaml(path, "a cluster")
     set_keys(Cluster, data, overrides, DOCS)
     cluster = read(Cluster, data, path.name, DOCS)
-    for name in ("case", "hardware"):
+    for name in ("hardware",) if cluster.card.models else ("case", "hardware"):
         if not getattr(cluster, name):
             raise UserError(f"{path.name}: {name} is missing: {DOCS} has every key")
+    if cluster.card.models and cluster.devices != 1:
+        raise UserError(f"{path.name}: devices: {cluster.devices}: card.models are served by 1 device")
     if wrong := [rate for rate in cluster.guesses.accepted if not 0 <= rate <= 1]:
         raise UserError(f"{path.name}: guesses.accepted: {wrong[0]} must be from 0 to 1")
     for method in cluster.search.methods:
@@ -130,8 +149,20 @@ def read_cluster(path: Path, overrides: Sequence[str] = ()) -> Cluster:
     for world in cluster.search.worlds:
         if world < 1 or cluster.devices % world:
             raise UserError(f"{path.name}: search.worlds: {world} does not divide devices: {cluster.devices}")
+    check_card(cluster.card, path.name)
     check_day(cluster.simulation.day, path.name)
     return cluster
+
+
+def check_card(card: Card, where: str) -> None:
+    for curve in card.curves:
+        if curve not in CURVES:
+            raise UserError(f"{where}: card.curves: {curve!r} is not one of {', '.join(CURVES)}")
+    if wrong := [rate for rate in card.accepted if not 0 <= rate <= 1]:
+        raise UserError(f"{where}: card.accepted: {wrong[0]} must be from 0 to 1")
+    for name in ("sequences", "prompts", "links"):
+        if wrong := [value for value in getattr(card, name) if not 0 < value < math.inf]:
+            raise UserError(f"{where}: card.{name}: {wrong[0]} must be more than 0")
 
 
 def check_day(day: Day, where: str) -> None:

@@ -49,6 +49,7 @@ class Links:
 class Host:
     devices: int | None = key(None, "devices of a host", minimum=1)
     memory_gb: float | None = key(None, "memory of a host", minimum=0.001)
+    memory_gbps: float | None = key(None, "rate of its memory, which kernels and copies share", minimum=1e-6)
     read_gbps: float | None = key(None, "rate at which its kernels read the weights of experts", minimum=1e-6)
     tflops: float | None = key(None, "rate of its kernels' products", minimum=1e-6)
     copy_gbps: float | None = key(None, "rate at which experts are copied to a device", minimum=1e-6)

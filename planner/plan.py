@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.card_report import show_card_plan
 from planner.cluster import Cluster, read_cluster
 from planner.layouts import Layout, Sizes, make_layout, sizes_of, tokens_by_guesses
 from planner.machine import Hardware, read_hardware
@@ -58,6 +59,8 @@ class ClusterPlan:
 
 def make_cluster_plan(path: Path, overrides: Sequence[str] = ()) -> ClusterPlan:
     cluster = read_cluster(path, overrides)
+    if cluster.card.models:
+        raise UserError(f"{path.name}: card.models: one device is not simulated: leave --simulate out")
     hardware = read_hardware(cluster.hardware)
     plan = ClusterPlan(cluster, hardware, [], [], [])
     for sizes in sizes_of(cluster):
@@ -76,6 +79,8 @@ def make_cluster_plan(path: Path, overrides: Sequence[str] = ()) -> ClusterPlan:
 
 def show_cluster_plan(path: Path, overrides: Sequence[str], json: Path | None, plot: Path | None) -> None:
     """Prints the plan of the cluster in the file at `path`; raises UserError if no layout is possible."""
+    if (cluster := read_cluster(path, overrides)).card.models:
+        return show_card_plan(cluster, json, plot)
     plan = make_cluster_plan(path, overrides)
     if not plan.found and not plan.slow:
         raise UserError(f"{path.name}: no layout is possible; the first: {plan.refused[0][0]}: {plan.refused[0][1]}")

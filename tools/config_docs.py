@@ -4,6 +4,7 @@ from executor.config.case import Case
 from executor.config.schema import leaves
 from planner.cluster import Cluster
 from planner.machine import Hardware
+from planner.served import Numbers
 from umbra.files import ROOT
 
 HEADER = """# Configuration
@@ -53,9 +54,10 @@ def table(kind: type) -> str:
 def config_docs() -> dict[str, str]:
     """The text of each generated file in docs/."""
     hardware = f"\n## `planner/hardware/NAME.yaml`\n\n{table(Hardware)}"
+    models = f"\n## `planner/models/NAME.yaml`\n\n{table(Numbers)}"
     return {
         "config.md": HEADER + table(Case),
-        "cluster_keys.md": CLUSTER_HEADER + table(Cluster) + hardware,
+        "cluster_keys.md": CLUSTER_HEADER + table(Cluster) + hardware + models,
     }
 
 

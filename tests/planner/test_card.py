@@ -1,0 +1,104 @@
+"""One device beside its host: the published formula of a token, sides of a prefill that end together, hit rates."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.card import prefill, resident_share
+from planner.cluster import Cluster, read_cluster
+from planner.hits import CURVES, hit_rate
+from planner.machine import read_hardware
+from planner.plan import make_cluster_plan, show_cluster_plan
+from planner.served import served
+from umbra.errors import UserError
+
+HARDWARE = read_hardware("single_card_a3")
+FLASH = served("deepseek_v4_flash", Cluster(), HARDWARE)
+
+
+@pytest.mark.parametrize(("hit", "total"), [(0.262, (20.0, 39, 48)), (0.5, (22.7, 50, 65)), (0.6, (24.1, 57, 76))])
+def test_a_token_takes_what_the_published_formula_says(hit: float, total: tuple[float, ...]) -> None:
+    """With its host at 139 GB/s, where the hardware file has the 137 of a microbenchmark."""
+    found = [n / FLASH.decode(n, 16384, hit, 0) for n in (1, 4, 8)]
+    assert found == pytest.approx(total, rel=0.02)
+    assert 1.85 / FLASH.decode(1, 0, 0.6, 1) == pytest.approx(34.1, rel=0.02)  # of 36.1, less 3 ms of the guess
+
+
+def test_residents_take_what_the_rest_leaves() -> None:
+    share = resident_share(FLASH, HARDWARE, 1, 16384)
+    assert share is not None
+    assert share == pytest.approx(0.28, abs=0.005)  # 71 of 256
+    assert resident_share(FLASH, HARDWARE, 1, 16384, guesses=1) == pytest.approx(share - 1 / 43, abs=1e-3)
+    assert resident_share(FLASH, HARDWARE, 1000, 1 << 20) is None
+    small = served("qwen36_35b_a3b_w4a16_tp1", Cluster(), HARDWARE)
+    assert resident_share(small, HARDWARE, 1, 1024) == 1.0
+
+
+def test_link_device_and_host_end_a_prefill_together() -> None:
+    def linked(gbps: float, prompt: int, resident: float = 0.0, chunk: int = 1 << 20) -> Any:
+        host = dataclasses.replace(HARDWARE.host, copy_gbps=gbps)
+        return prefill(FLASH, dataclasses.replace(HARDWARE, host=host), prompt, chunk, resident)
+
+    whole = FLASH.mixtures.nbytes / 27e9
+    long, short = linked(27, 8192), linked(27, 16)
+    assert 0.9 * whole < long.link < whole
+    assert long.total == pytest.approx(long.link, rel=0.01)
+    assert short.link == pytest.approx(short.host, rel=0.01)
+    assert short.total < linked(27, 128).total < long.total < linked(27, 8192, chunk=4096).total
+    assert linked(27, 8192, 0.28).link == pytest.approx(0.72 * long.link, rel=0.01)
+    assert linked(27, 8192, 1.0).link == 0.0
+    assert linked(1e6, 128).total > FLASH.mixtures.used(128) * 43 * FLASH.mixtures.expert_bytes / 155e9
+
+
+def test_hit_rates_grow_from_none_to_all() -> None:
+    for curve in CURVES:
+        found = [hit_rate(curve, share / 100) for share in range(101)]
+        assert (found[0], found[-1]) == (0.0, 1.0)
+        assert found == sorted(found)
+    assert hit_rate("even", 0.3) == pytest.approx(0.3)
+    assert hit_rate("v4_flash_moved", 0.3) == pytest.approx((0.464 + 0.81) / 2)
+
+
+def write(folder: Path, **card: Any) -> Path:
+    file = folder / "card.yaml"
+    asked = {"models": ["deepseek_v4_flash", "glm46_w4a16_offload"], "sequences": [1, 8], "accepted": [0.8]} | card
+    load = {"prompt_tokens": 16384, "output_tokens": 1024}
+    file.write_text(yaml.safe_dump({"hardware": "single_card_a3", "load": load, "card": asked}))
+    return file
+
+
+def test_the_plan_of_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, prompts=[128, 8192], links=[27, 110])
+    show_cluster_plan(file, [], tmp_path / "rows.json", None)
+    text = capsys.readouterr().out
+    assert "deepseek_v4_flash: 43 layers of 256 experts, 6 a token, 13.37 MB each; the host holds 147.2 GB\n" in text
+    assert "even, a guess right 80%" in text
+    assert "do not fit" in text
+    flash, glm = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [one["sequences"] for one in glm["decode"]] == [1, 1]  # 8 of so many tokens do not fit
+    assert [one["accepted"] for one in flash["decode"]] == [None, None, 0.8, 0.8]
+    assert [one["longest"] for one in flash["prefill"]] == ["link", "link", "device", "device"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"curves": ["flat"]}, "card.curves: 'flat' is not one of even, "),
+        ({"accepted": [2]}, "card.accepted: 2.0 must be from 0 to 1"),
+        ({"prompts": [0]}, "card.prompts: 0 must be more than 0"),
+        ({}, "card.models: one device is not simulated"),
+        ({"models": ["qwen3_30b_a3b_q4_cpu"]}, "card.models: case qwen3_30b_a3b_q4_cpu runs on cpu"),
+    ],
+)
+def test_errors_of_a_card_are_one_line(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
+    file = write(tmp_path, **changes)
+    with pytest.raises(UserError) as caught:
+        show_cluster_plan(file, [], None, None) if changes else make_cluster_plan(file)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"devices: 2: card\.models are served by 1 device"):
+        read_cluster(write(tmp_path), ["devices=2"])
