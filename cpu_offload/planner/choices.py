@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from cpu_offload.costs import Costs
 from cpu_offload.planner.model import Planner
 
 COPYING = 4  # copies may take 1 / COPYING of a step's time
@@ -28,6 +29,7 @@ class Choices:
     slots: Choice[int]  # most experts that may be resident at once
     max_swaps: Choice[int]  # most copies at one decision
     stream_tokens: Choice[int]  # fewest tokens of a step whose experts are streamed; 0: none
+    costs: Costs  # as measured with these threads
 
     def summary(self, planner: Planner, tokens: int) -> list[str]:
         """The lines that a run prints of its plan for steps of `tokens` sequences."""

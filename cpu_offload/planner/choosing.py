@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cpu_offload.costs import Line
 from cpu_offload.manager import layer_number
 from cpu_offload.memory.arena import Frame, StateSizes
 from cpu_offload.planner.choices import (  # fmt: skip
@@ -25,7 +26,7 @@ from cpu_offload.planner.choices import (  # fmt: skip
     divisions,
     given,
 )
-from cpu_offload.planner.model import Line, Planner, Shape
+from cpu_offload.planner.model import Planner, Shape
 from cpu_offload.planner.probe import made_up, measure, read_ms
 from ops.cpu.engine import cores_of, native, shadow_teams, start
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
@@ -123,7 +124,7 @@ def choose(
         streaming = choose_streaming(planner, hit, batch, wanted.longest)
     else:
         streaming = given(wanted.stream_tokens)
-    return planner, Choices(threads, slots, swaps_of(wanted, planner, hit), streaming)
+    return planner, Choices(threads, slots, swaps_of(wanted, planner, hit), streaming, planner.costs)
 
 
 def swaps_of(wanted: Wanted, planner: Planner, hit: float) -> Choice[int]:

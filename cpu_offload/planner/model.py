@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cpu_offload.costs import Costs, Line
 from cpu_offload.history import LongLayer
 from cpu_offload.streaming import CHUNK
 
@@ -40,19 +41,6 @@ class Sample:
     experts: int  # experts that were used
     pairs: int  # (token, expert) pairs
     ms: float
-
-
-@dataclass(frozen=True)
-class Line:
-    """The time of one side of a layer: fixed + expert * experts + pair * pairs."""
-
-    fixed: float
-    expert: float
-    pair: float
-
-    def ms(self, experts: float, pairs: float, any_used: float = 1.0) -> float:
-        """Milliseconds for `experts` experts and `pairs` pairs; `any_used` is the probability that there are any."""
-        return self.fixed * any_used + self.expert * experts + self.pair * pairs
 
 
 def fit(samples: Sequence[Sample]) -> Line:
@@ -80,20 +68,6 @@ class Shape:
     def used(self, tokens: float) -> float:
         """Expected number of a layer's experts that `tokens` tokens use."""
         return self.experts * float(1 - (1 - self.top_k / self.experts) ** tokens)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Measured costs, in milliseconds."""
-
-    base: float
-    device: Line  # costs of resident experts, without `base`
-    shadow: Line
-    slip: float  # 0..1
-    copy: float  # time to copy one expert
-    block_bytes: int  # bytes of one expert
-    threads: tuple[int, int]  # threads of the device and of the shadow pool
-    seconds: float  # time that all measurements took, in seconds
 
 
 def slip_of(device: float, shadow: float, both: float) -> float:
@@ -126,7 +100,7 @@ class Planner:
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
         device = costs.device.ms(used * hit, pairs * hit, 1 - (1 - hit) ** used)
         shadow = costs.shadow.ms(used * (1 - hit), pairs * (1 - hit), 1 - hit**used)
-        return costs.base + max(device, shadow) + costs.slip * min(device, shadow)
+        return float(costs.layer_ms(device, shadow, 0.0))
 
     def stream_ms(self, tokens: float, hit: float) -> float:
         """Time of a layer whose missing experts are streamed to the device, a chunk at a time."""
@@ -134,7 +108,7 @@ class Planner:
         missing = used * (1 - hit)
         device = costs.device.ms(used, pairs, 1 + missing / CHUNK)
         copies = costs.copy * missing
-        return costs.base + max(device, copies) + costs.slip * min(device, copies)
+        return float(costs.layer_ms(device, 0.0, copies))
 
     def step_ms(self, tokens: float, hit: float) -> float:
         """Time of a decode step of `tokens` sequences. Each gets one token, so this is also the time per token."""

@@ -91,6 +91,7 @@ class PlannedRun:
             f"planner: {found['predicted_ms']:.3f} ms per token predicted at hit rate {found['hit_rate']:.3f}, "
             f"{found['measured_ms']:.3f} measured (medians of {len(steps)} steps): {found['ratio']:.2f} of it"
         )
-        chosen = {key: choice["value"] for key, choice in dataclasses.asdict(self.choices).items()}
-        costs = dataclasses.asdict(self.planner.costs)
+        chosen = dataclasses.asdict(self.choices)
+        costs = chosen.pop("costs")
+        chosen = {key: choice["value"] for key, choice in chosen.items()}
         return found | {"rest_ms": self.planner.rest, "prefill": prefill, "choices": chosen, "costs": costs}

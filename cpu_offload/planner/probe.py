@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpu_offload.planner.model import Costs, Line, Sample, Shape, fit, slip_of
+from cpu_offload.costs import Costs, Line
+from cpu_offload.planner.model import Sample, Shape, fit, slip_of
 from ops.cpu.engine import Tape, native
 from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
 

@@ -20,4 +20,4 @@ def make_shadow_experts(case: Case, choices: Choices, platform: Platform, config
         max_swaps=choices.max_swaps.value,
     )
     pool = ShadowPool(shadow_teams(choices.threads.value[1]), wanted.timeout_s)
-    return ShadowExperts(settings, platform.shadow_device(config.experts_per_token, choices.stream_tokens.value), pool)
+    return ShadowExperts(settings, platform.shadow_device(config.experts_per_token, choices), pool)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cpu_offload.device import Device
+from cpu_offload.planner.choices import Choices
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
 from executor.platform.settings import PlatformSettings
@@ -68,9 +69,9 @@ class Platform(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-        """The device side of shadow experts, for models with `top_k` experts a token. Steps of `stream_tokens` tokens
-        or more stream the experts that are not resident; 0: no step does."""
+    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+        """The device side of shadow experts, for models with `top_k` experts a token. In steps of
+        `choices.stream_tokens` tokens or more, missing experts are copied to it; 0: in none."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.device import Device
+from cpu_offload.planner.choices import Choices
 from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
 from executor.platform.settings import PlatformSettings
@@ -69,8 +70,8 @@ class CpuPlatform(Platform):
     def exchange(self, config: ModelConfig) -> Exchange | None:
         return CpuExchange(self.ops) if self.placed else None
 
-    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-        return CpuDevice(stream_tokens, self.decode_rows)
+    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+        return CpuDevice(choices.stream_tokens.value, self.decode_rows)
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

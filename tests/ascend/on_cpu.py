@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.device import Device
+from cpu_offload.planner.choices import Choices
 from executor.config.env import RankEnv
 from executor.platform.ascend.exchange import most_rows
 from executor.platform.base import Platform, Step
@@ -31,7 +32,7 @@ class OnCpu(Platform):
     def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
         raise NotImplementedError
 
-    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
+    def shadow_device(self, top_k: int, choices: Choices) -> Device:
         raise NotImplementedError
 
     def peak_memory_bytes(self) -> int:
@@ -63,7 +64,7 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
             )  # fmt: skip
             return cast(Exchange, exchange)
 
-        def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
+        def shadow_device(self, top_k: int, choices: Choices) -> Device:
             most = self.settings.decode_rows + 3 * self.settings.sizes.attn_dp  # padded below
             return AscendDevice(self.ops, self.device, top_k, most, timeout_s=10, cann=None)
 

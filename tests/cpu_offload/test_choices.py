@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cpu_offload.costs import Costs, Line
 from cpu_offload.planner.choices import (  # fmt: skip
     COPYING,
     MOST_SWAPS,
@@ -17,7 +18,7 @@ from cpu_offload.planner.choices import (  # fmt: skip
     choose_threads,
     divisions,
 )
-from cpu_offload.planner.model import Costs, Line, Planner
+from cpu_offload.planner.model import Planner
 from cpu_offload.streaming import CHUNK
 from tests.executor.run.test_planner import COSTS, SHAPE
 

@@ -191,7 +191,7 @@ class OnCpu(Platform):
     def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
         raise NotImplementedError
 
-    def shadow_device(self, top_k: int, stream_tokens: int) -> Any:
+    def shadow_device(self, top_k: int, choices: Any) -> Any:
         raise NotImplementedError
 
     def peak_memory_bytes(self) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from torch_npu.npu.utils import get_cann_version
 
 from cpu_offload.device import Device
+from cpu_offload.planner.choices import Choices
 from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, why_refused, window_mb
 from executor.platform.ascend.fallbacks import loud_fallbacks
@@ -135,10 +136,11 @@ class AscendPlatform(Platform):
             times.append(1e3 * (time.perf_counter() - start))
         return min(times)
 
-    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
+    def shadow_device(self, top_k: int, choices: Choices) -> Device:
         from cpu_offload.ascend import AscendDevice
 
         settings = self.settings
+        stream_tokens = choices.stream_tokens.value
         most = settings.decode_rows if stream_tokens > 0 else sys.maxsize
         most = max(most, stream_tokens - 1)
         return AscendDevice(self.own, self.device, top_k, most, settings.shadow_timeout_s, self.cann)

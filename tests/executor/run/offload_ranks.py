@@ -18,6 +18,7 @@ import torch
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.device import Device
 from cpu_offload.manager import ShadowExperts
+from cpu_offload.planner.choices import Choices
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
@@ -40,8 +41,8 @@ class SlowDevice(CpuDevice):
 
 
 class SlowPlatform(CpuPlatform):
-    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-        return SlowDevice(stream_tokens, self.decode_rows)
+    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+        return SlowDevice(choices.stream_tokens.value, self.decode_rows)
 
 
 def done_by(shadows: ShadowExperts) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cpu_offload.planner.model import Costs, Line, Planner, Sample, Shape, fit
+from cpu_offload.costs import Costs, Line
+from cpu_offload.planner.model import Planner, Sample, Shape, fit
 from executor.config.case import Case
 from executor.model_runner import make_runner
 from executor.run.memory_report import show_plan

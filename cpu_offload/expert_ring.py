@@ -1,0 +1,154 @@
+"""A ring of groups of blocks on the device, which experts are copied to in steps of many tokens. All layers share it,
+and copies run ahead of the layers:
+
+    link    l: e7 e3 e9 e1 | l: e4 e0 .. | l+1: e5 ..  | l+1: ..          groups of experts, in the order of layers and,
+    device       l: residents | l: e7 e3 e9 e1 | l: e4 e0 .. | attention  in a layer, of tokens
+    CPU          l: the experts of few tokens                | -
+
+A group is free, or it holds experts of one layer: being copied (until its ready event), then computed (until its
+release event, after which the link may write to it again). Before a layer's routing is known, only experts that are
+nearly sure to be used (SURE expected pairs) are copied; their numbers come from the routing of earlier long steps, so a
+step of a few tokens copies nothing ahead. Once a layer's routing is known, `plan` divides what is missing by measured
+costs (prefill_split.py): what is copied already stays with the device, whose kernels skip experts without tokens;
+what else is worth a copy follows, and the shadow pool computes the rest.
+
+One step:
+
+    ring.begin(tokens, resident)             copies for the first layers begin
+    in each layer, once its routing is known:
+        computed = ring.plan(layer, pairs)   the experts for the shadow pool, which starts on them
+        ... the device computes the residents
+        for group, experts in ring.groups(layer):
+            ... the device computes `experts`, which lie in the group's blocks in this order
+        ... the shadow pool's rows are waited for, and added
+    ring.end()                               no copy outlives a step
+
+The result has the same bits whatever was copied, guessed wrongly, or left to the shadow pool."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cpu_offload.costs import Costs
+from cpu_offload.prefill_split import Bools, Pairs, split
+
+GROUPS = 4  # three in use, a fourth absorbs jitter
+LEAST, MOST = 4, 8  # experts of a group
+GROUP_BYTES = 64 << 20  # of a group, within these bounds
+SURE = 3.0  # expected pairs of an expert: fewer than one in twenty such experts gets no token
+LEARN = 0.5  # the weight of the newest step in the expected routing
+
+
+def group_size(slot_bytes: int, experts: int) -> int:
+    """Experts of a group, where the largest expert has `slot_bytes` bytes and a layer so many experts."""
+    return min(max(LEAST, min(MOST, GROUP_BYTES // max(slot_bytes, 1))), experts)
+
+
+class Link(ABC):
+    """The blocks of a ring on one platform, and the copies to them. Copies are made in the order of `begin`, so a group
+    may be begun again although nothing was computed from it. `layer` is a number among the layers with shadows. Where
+    the device has streams and events, every method but `drain` returns at once."""
+
+    def __init__(self, groups: int, each: int):
+        """Each of `groups` groups has room for `each` of the largest experts."""
+        self.count, self.each = groups, each
+
+    @abstractmethod
+    def begin(self, group: int, layer: int, experts: Sequence[int]) -> None:
+        """Begins to copy `experts`, at most `each`, to the group's blocks, the first to its first block, once the
+        device has computed all that it was given before the group's last `release`."""
+
+    @abstractmethod
+    def ready(self, group: int) -> None:
+        """What the device is given from now on waits for the group's copies. Raises an error if one has failed."""
+
+    @abstractmethod
+    def release(self, group: int) -> None:
+        """The device has been given all that reads the group."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Returns once no copy is in flight. Raises no error: a failed copy is of no use to anybody."""
+
+
+class Held(NamedTuple):
+    """What a group holds, from the beginning of its copies to its release."""
+
+    layer: int
+    experts: list[int]
+
+
+class ExpertRing:
+    """Which experts are in which group of `link`, and which are copied next."""
+
+    def __init__(self, link: Link, layers: int, experts: int, top_k: float, costs: Costs):
+        """`experts` are those of a layer on this rank, of which a token uses `top_k` on average."""
+        self.link, self.costs = link, costs
+        self.per_token = np.full((layers, experts), top_k / experts)  # expected pairs of each expert for a token
+        self.copied = np.zeros(layers, np.int64)  # experts copied for each layer in this step
+        self.tokens, self._held, self._wanted, self._empty = 0, dict[int, Held](), dict[int, list[int]](), list[int]()
+
+    def begin(self, tokens: int, resident: Bools) -> None:
+        """To be called before a long step of `tokens` tokens. `resident` (layers, experts) holds for the whole step."""
+        self.end()  # a step before it may have failed
+        self.tokens, self.resident, self._empty = tokens, resident, list(range(self.link.count))
+        self.copied[:] = 0
+        expected = tokens * self.per_token
+        for layer in np.flatnonzero(expected.max(axis=1) >= SURE).tolist():
+            likely = np.where(expected[layer] >= SURE, expected[layer], 0.0)
+            self._wanted[layer] = split(likely, resident[layer], self.costs, self.link.each).copied
+        self._copy()
+
+    def plan(self, layer: int, pairs: Pairs) -> list[int]:
+        """Takes the layer's routing, the number of (token, expert) pairs of each expert. -> the experts that the shadow
+        pool is to compute. Layers come in their order; one may be left out or come again."""
+        self.pairs = pairs
+        self.per_token[layer] += LEARN * (pairs / self.tokens - self.per_token[layer])
+        for group in [group for group, held in self._held.items() if held.layer < layer]:
+            self._free(group)
+        begun = [expert for held in self._held.values() if held.layer == layer for expert in held.experts]
+        here = self.resident[layer].copy()
+        here[begun] = True
+        found = split(pairs, here, self.costs, self.link.each)
+        # Where later layers hold every group, no group will be free before this layer ends.
+        reached = bool(begun or self._empty)
+        self._wanted = {of: experts for of, experts in self._wanted.items() if of > layer}
+        self._wanted[layer] = found.copied if reached else []
+        self._copy()
+        return found.computed if reached else found.copied + found.computed
+
+    def groups(self, layer: int) -> Iterator[tuple[int, list[int]]]:
+        """The layer's groups with used experts, and the experts in their blocks, each as soon as the device may be
+        given work that reads it. It is released when the next one is asked for."""
+        while (group := next((g for g, held in self._held.items() if held.layer == layer), None)) is not None:
+            experts = self._held[group].experts
+            if self.pairs[experts].any():
+                self.link.ready(group)
+                yield group, experts
+                self.link.release(group)
+            self._free(group)
+            self._copy()
+
+    def end(self) -> None:
+        """To be called after a step, also after one that failed: no copy outlives it."""
+        if self._held:
+            self.link.drain()
+        self._held.clear()
+        self._wanted.clear()
+
+    def _free(self, group: int) -> None:
+        del self._held[group]
+        self._empty.append(group)
+
+    def _copy(self) -> None:
+        """Begins copies into free groups, in the order of layers."""
+        for layer in sorted(self._wanted):
+            wanted = self._wanted[layer]
+            while wanted and self._empty:
+                group, experts = self._empty.pop(0), wanted[: self.link.each]
+                self._wanted[layer] = wanted = wanted[self.link.each :]
+                self._held[group] = Held(layer, experts)
+                self.copied[layer] += len(experts)
+                self.link.begin(group, layer, experts)
