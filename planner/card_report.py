@@ -51,7 +51,7 @@ def row_of(model: Served, cluster: Cluster, hardware: Hardware) -> dict[str, Any
     ]
     prompts = []
     for link in card.links or (hardware.need("host.copy_gbps"),):
-        linked = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, copy_gbps=link))
+        linked = hardware.with_link(link)
         for prompt in card.prompts:
             resident = resident_share(model, linked, 1, prompt + load.output_tokens)
             if resident is not None:

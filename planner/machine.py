@@ -75,6 +75,10 @@ class Hardware:
             raise UserError(f"hardware {self.name}: {path} is missing, which this prediction needs: add it to the file")
         return value
 
+    def with_link(self, gbps: float) -> "Hardware":
+        """The same with another rate of copies from the host."""
+        return dataclasses.replace(self, host=dataclasses.replace(self.host, copy_gbps=gbps))
+
     def links(self, span: int) -> str:
         """The level of links that joins `span` neighbouring devices: node, pod or network."""
         for level in ("node", "pod"):

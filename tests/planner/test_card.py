@@ -1,6 +1,5 @@
 """One device beside its host: the published formula of a token, sides of a prefill that end together, hit rates."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from planner.benchmarks.card_validation import beside, rows
 from planner.card import prefill, resident_share
 from planner.cluster import Cluster, read_cluster
 from planner.hits import CURVES, hit_rate
@@ -40,8 +40,7 @@ def test_residents_take_what_the_rest_leaves() -> None:
 
 def test_link_device_and_host_end_a_prefill_together() -> None:
     def linked(gbps: float, prompt: int, resident: float = 0.0, chunk: int = 1 << 20) -> Any:
-        host = dataclasses.replace(HARDWARE.host, copy_gbps=gbps)
-        return prefill(FLASH, dataclasses.replace(HARDWARE, host=host), prompt, chunk, resident)
+        return prefill(FLASH, HARDWARE.with_link(gbps), prompt, chunk, resident)
 
     whole = FLASH.mixtures.nbytes / 27e9
     long, short = linked(27, 8192), linked(27, 16)
@@ -52,6 +51,12 @@ def test_link_device_and_host_end_a_prefill_together() -> None:
     assert linked(27, 8192, 0.28).link == pytest.approx(0.72 * long.link, rel=0.01)
     assert linked(27, 8192, 1.0).link == 0.0
     assert linked(1e6, 128).total > FLASH.mixtures.used(128) * 43 * FLASH.mixtures.expert_bytes / 155e9
+
+
+def test_published_figures_are_near_the_model() -> None:
+    """0.67 are the rival's long prefills: it stages and sends more slowly than its own parts add up to."""
+    assert all(0.65 < row["ratio"] < 1.1 for row in rows(FLASH, HARDWARE))
+    assert len(list(beside(FLASH, HARDWARE))) == 11
 
 
 def test_hit_rates_grow_from_none_to_all() -> None:

@@ -1,0 +1,130 @@
+"""Compares the model of one device with experts in host memory with published figures, and sets Umbra beside a rival.
+
+    .venv/bin/python -m planner.benchmarks.card_validation [--json FILE]
+
+Nothing is fitted. The rival is cann-recipes-infer's DeepSeek-V4-Flash on one NPU (commit 1a7fbd3): its documents have
+the constants of planner/models/deepseek_v4_flash.yaml and RECIPE. Where a publication does not say what a machine can
+do, some of its own figures are inputs, as `note` says, and the rows between them are predicted.
+
+A row, of the first table and of `rows` in the JSON file:
+  what        model, engine and machine
+  predicted, published   in `unit`; ratio: predicted / published
+  complete    whether all that the prediction needs is published
+  note        inputs and source
+
+The second table, `beside` in the JSON file, has for each side a figure and its kind: published, or model.
+"""
+
+from collections.abc import Iterator
+
+from planner.card import decoded, prefill, resident_share
+from planner.cluster import Cluster, Load
+from planner.hits import hit_rate
+from planner.machine import Hardware, read_hardware
+from planner.served import Served, served
+from planner.times import GIGA, TERA
+from tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.errors import run_main
+
+COLUMNS = (
+    ("what", "what", 52, ""), ("unit", "unit", 7, ""), ("predicted", "predicted", 11, ".2f"),
+    ("published", "published", 11, ".2f"), ("ratio", "ratio", 7, ".2f"), ("complete", "complete", 10, ""),
+    ("note", "  note", 4, ""),
+)  # fmt: skip
+BESIDE = (("what", "DeepSeek-V4-Flash, one A3 die, 40 Kunpeng cores", 52, ""), ("rival", "rival", 20, ""),
+          ("umbra", "Umbra", 20, ""), ("note", "  note", 4, ""))  # fmt: skip
+LEFT_OUT = (
+    "Left out: V4-Flash by KTransformers on 8 x 5090 with and without MTP, whose host and residents are not published",
+    "(a step grew 1.54 times; the model allows 1, if the GPUs decide, to 1.98, if the experts do); the rival's other",
+    "lengths, for which no hit rate is published; growth with rows on machines whose rates are not published.",
+)
+RECIPE = "cann-recipes-infer, dsv4_flash_single_card_design.md"
+STAGED_GBPS = 15  # page cache to pinned memory with 32 threads, a layer ahead: RECIPE
+SENT_GBPS = 21.4  # 428 MB in 20 ms from pinned memory: the same
+CONVERTED_S = 0.082  # a layer, MXFP4 to int8: the same
+PREFILLS = {118: 15.4, 801: 15.6, 7_800: 16.5, 15_600: 17.6, 31_500: 20.3}  # tokens: seconds, warm
+LENGTHS = {118: 21.6, 801: 22.6, 7_800: 19.8, 15_600: 19.3, 31_500: 19.2}  # tokens: tokens a second after them
+KT = "FP8, 4 x 4090, 6454S; 0 and 100 % are inputs"
+SHARES = (0.1, 0.2, 0.4, 0.6, 0.8)
+KT_SPEEDS = {
+    "even": ("static counts", (58.6, 61.9, 72.8, 82.3, 100.7)),
+    "qwen3_8_moved": ("residents that move", (70.2, 74.7, 81.0, 82.3, 92.3)),
+}
+
+
+def rival_prefill(flash: Served, hardware: Hardware, tokens: int, active: float) -> float:
+    """Seconds of the recipe's prefill: all experts of a layer are staged one layer ahead, then sent and converted on
+    the stream that computes `active` products a token."""
+    m = flash.mixtures
+    staged = m.experts * m.expert_bytes / (STAGED_GBPS * GIGA)
+    rate = hardware.need("device.tflops") * hardware.need("device.multiply_fraction") * TERA
+    sent = m.experts * m.expert_bytes / (SENT_GBPS * GIGA) + CONVERTED_S + 2 * active * tokens / rate / m.layers
+    return staged + m.layers * max(staged, sent)
+
+
+def row(what: str, unit: str, predicted: float, published: float, note: str, complete: bool = True) -> Row:
+    ratio = predicted / published
+    return {"what": what, "unit": unit, "predicted": predicted, "published": published, "ratio": ratio,
+            "complete": "yes" if complete else "no", "note": "  " + note}  # fmt: skip
+
+
+def rows(flash: Served, hardware: Hardware) -> Iterator[Row]:
+    m, read = flash.mixtures, hardware.need("host.read_gbps") * GIGA
+    name = "V4-Flash, cann-recipes-infer, A3"
+    at_16k = 1 / flash.decode(1, 15_600, 0.262, 0)
+    note = f"36.4 and 4.8 ms of the device and the hit rate .262 are its own: {RECIPE}"
+    yield row(f"{name}: decode after 15,600", "tok/s", at_16k, LENGTHS[15_600], note)
+    alone = m.layers * m.top_k * m.expert_bytes / read
+    yield row(
+        f"{name}: prefill on the CPU", "ms/tok", alone * 1e3, 33.0, "an expert is read again for each token: the same"
+    )
+    for tokens, seconds in PREFILLS.items():
+        found = rival_prefill(flash, hardware, tokens, 13e9)
+        yield row(f"{name}: prefill of {tokens:,}", "s", found, seconds, "staged, sent, converted, computed: the same")
+    resident, one = 0.15, 1 / 25.7
+    missed = m.layers * (1 - hit_rate("v4_flash_moved", resident)) * m.expert_bytes / (110 * GIGA)
+    found = 8 / (one + missed * (m.used(8) - m.used(1)))
+    note = "1 request, 24.5 to 26.9 tok/s, is an input, 15 % resident assumed; arXiv 2608.16157"
+    yield row("V4-Flash, FreeToken, 5090 + EPYC: 8 requests", "tok/s", found, 65.6, note, complete=False)
+    none, all_of_them = 1 / 53, 1 / 112
+    for curve, (how, speeds) in KT_SPEEDS.items():
+        for share, published in zip(SHARES, speeds, strict=True):
+            seconds = all_of_them + (none - all_of_them) * (1 - hit_rate(curve, share))
+            what = f"Qwen3-Next, KTransformers: {share:.0%}, {how}"
+            yield row(what, "tok/s", 1 / seconds, published, f"{KT}; curve {curve}", complete=False)
+
+
+def beside(flash: Served, hardware: Hardware) -> Iterator[Row]:
+    """Umbra's rows are of the model, with the device's part of a token that the rival has measured of its own."""
+    load, curve = Load(prompt_tokens=15_600, output_tokens=1000), "v4_flash_moved"
+    share = resident_share(flash, hardware, 1, 16_600)
+    yield {"what": "residents", "rival": "12.5 % published", "umbra": f"{share:.1%} model",
+           "note": "  int8 beside a slot for a layer; 4 bits beside a ring, in the same memory"}  # fmt: skip
+    for sequences, accepted in ((1, None), (1, 0.7), (1, 0.85), (4, None), (8, None)):
+        step = decoded(flash, load, hardware, curve, sequences, accepted)
+        if step:
+            what = f"tok/s after 15,600, {sequences} at once" + (f", a guess right {accepted:.0%}" if accepted else "")
+            alone = sequences == 1 and not accepted
+            yield {"what": what, "rival": "19.3 published" if alone else "-", "umbra": f"{step.rate:.1f} model",
+                   "note": f"  hit rate .262; {step.hit:.2f} by {curve}"}  # fmt: skip
+    for tokens, seconds in PREFILLS.items():
+        found = [
+            prefill(flash, linked, tokens, 1 << 16, resident_share(flash, linked, 1, tokens) or 0.0).total
+            for gbps in (27.0, 110.0)
+            for linked in (hardware.with_link(gbps),)
+        ]
+        yield {"what": f"s to the first token of {tokens:,}", "rival": f"{seconds} published",
+               "umbra": f"{found[0]:.1f} / {found[1]:.1f} model", "note": "  link of 27 / 110 GB/s"}  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    args = flags(__doc__).parse_args(argv)
+    hardware = read_hardware("single_card_a3")
+    flash = served("deepseek_v4_flash", Cluster(), hardware)
+    found = printed(rows(flash, hardware), COLUMNS)
+    print("\n".join(("", *LEFT_OUT, "")))
+    write_rows(args.json, found, beside=printed(beside(flash, hardware), BESIDE))
+
+
+if __name__ == "__main__":
+    run_main(main)
