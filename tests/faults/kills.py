@@ -1,4 +1,6 @@
-"""Kills processes that write packed weights, at random moments:  python -m tests.faults.kills [--times 1000]
+"""Kills processes that write packed weights, or prefixes, at random moments:
+
+    python -m tests.faults.kills [--times 1000]
 
 After each kill another process starts, which must find what was written whole or not at all, can write it anew,
 and leaves no temporary file of a dead process. Before that, the order of calls is checked that a loss of power needs:
@@ -20,6 +22,7 @@ from pathlib import Path
 import torch
 
 from executor.checkpoint.packed import PackedCache
+from executor.engine.page_store import PageStore, Record
 from models.layers.base import Layer
 from ops.cpu.engine import start
 from ops.cpu.memory import allocate, clear, is_allocated
@@ -27,6 +30,7 @@ from tests.faults.forks import Fork, forked
 from tests.faults.preload import LIBRARY, Faults, unsynced, with_faults
 
 SIZES = (1 << 20, 300_000, 70)  # bytes of the packed storages; the last one is small
+PAGE = 200_000
 
 
 class Storages(Layer):
@@ -71,7 +75,42 @@ class Writer:
         return "whole"
 
 
-def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counter[str]:
+class PageWriter:
+    """Writes pages into a store that has room for a few versions of them, again and again."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.store: PageStore | None = None
+        folder.mkdir()
+
+    def forget(self) -> None:
+        shutil.rmtree(self.folder / "pages", ignore_errors=True)
+
+    def open(self) -> PageStore:
+        store = PageStore(self.folder / "pages", b"", 32 * PAGE, lambda name: PAGE)
+        store.scan()
+        return store
+
+    def write(self, version: int) -> None:
+        store = self.store = self.store or self.open()
+        names = (b"%d %d" % (version, page) for page in range(4))
+        store.write([Record(name, b"%d" % (version % 2), page_of(name), time.time()) for name in names])
+
+    def check(self) -> str:
+        """What the next start finds; "torn": a part of a record behind whole ones, which it cuts."""
+        left = sum(path.stat().st_size for path in self.folder.rglob("*.pages"))
+        store, buffer = self.open(), memoryview(bytearray(PAGE))
+        for name in list(store.index):
+            assert store.read(name, buffer), name
+            assert buffer == page_of(name), name
+        return "torn" if store.bytes < left else "whole" if store.index else "none"
+
+
+def page_of(name: bytes) -> bytes:
+    return random.Random(name).randbytes(PAGE)
+
+
+def kill_writers(writer: Writer | PageWriter, times: int, generator: random.Random) -> Counter[str]:
     """How often each outcome was found. Raises when one is wrong."""
     log, found = writer.folder.with_suffix(".log"), Counter[str]()
 
@@ -137,8 +176,10 @@ def main() -> None:
         calls = forked(lambda: print(calls_of(ordered, faults)), folder / "calls.log").out
         renames = calls.count("rename\t")
         wrong = unsynced("\n".join(line for line in calls.splitlines() if line.count("\t") == 2))
-        found = kill_writers(Writer(folder / "kills"), args.times, generator)
-        print(f"{args.times} kills: {dict(found)}; {renames} renames of what is on the disk")
+        for writer in (Writer(folder / "kills"), PageWriter(folder / "pages")):
+            found = kill_writers(writer, args.times, generator)
+            print(f"{args.times} kills of a {type(writer).__name__}: {dict(found)}")
+        print(f"{renames} renames of what is on the disk")
         print(*wrong, f"--seed {args.seed}", sep="\n")
         sys.exit(bool(wrong) or not renames)
 
