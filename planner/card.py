@@ -1,29 +1,30 @@
 """What one device and its host do with a model whose experts do not all fit on the device.
 
     decode    as of a layout: the host computes the experts that are missed, beside those on the device
-    prefill   a layer takes the longest of
-                link     copied experts * bytes / host.copy_gbps
-                device   its own work, and the longer of all mixtures and of the host's part, which it waits for
-                memory   missing experts * bytes / host.memory_gbps, whether copied or read by the host's kernels
+    prefill   a layer takes the device's work besides experts, then the longest of
+                link     copied experts * bytes / host.copy_gbps, without those that ran ahead
+                device   its experts
+                host     reading the weights of its experts, and the products of their pairs
+              and at least missing experts * bytes / host.memory_gbps, whether copied or read by the host's kernels
 
-x of a layer's m missing experts are copied, the others computed by the host. An expert takes the host c: reading its
-weights, and the products of its pairs. x is where link and device end together, x * copy = other + (m - x) * c: then
-copies for later layers go on while the device computes what is no mixture, which needs AHEAD tokens, since only then
-it is certain before the routing that nearly all experts are used.
+Which missing experts are copied, and how many run ahead while the device does its other work, is what a run's own code
+says (`cpu_offload/prefill_split.py`, `cpu_offload/expert_ring.py`).
 """
 
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
+from cpu_offload.costs import Costs, Line
+from cpu_offload.expert_ring import GROUPS, SURE, group_size
+from cpu_offload.prefill_split import split
 from executor.config.units import GB
 from planner.cluster import Load
 from planner.hits import hit_rate
 from planner.machine import Hardware
 from planner.served import Served
 from planner.times import GIGA, TERA, US
-
-AHEAD = 128  # tokens of a prompt from which on copies run ahead of the routing
-RING = 32  # experts in the ring through which they are copied: four groups of 8
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def resident_share(model: Served, hardware: Hardware, sequences: int, tokens: in
     left = room - model.rest_bytes(sequences, tokens, guesses)
     if left >= m.nbytes:
         return 1.0
-    left -= RING * m.expert_bytes
+    left -= GROUPS * group_size(int(m.expert_bytes), m.experts) * m.expert_bytes
     return left / m.nbytes if left >= 0 else None
 
 
@@ -78,7 +79,7 @@ def decoded(
 
 
 def prefill(model: Served, hardware: Hardware, prompt: int, chunk: int, resident: float) -> Prefill:
-    """The prefill of one prompt in chunks, if prompts use experts evenly."""
+    """The prefill of one prompt in chunks whose tokens choose experts at random."""
     total, cached = Prefill(), 0
     while cached < prompt:
         tokens = min(chunk, prompt - cached)
@@ -89,19 +90,25 @@ def prefill(model: Served, hardware: Hardware, prompt: int, chunk: int, resident
 
 def _chunk(model: Served, hardware: Hardware, tokens: int, cached: int, resident: float) -> Prefill:
     m, need = model.mixtures, hardware.need
-    mixture, other = (seconds / m.layers for seconds in model.prefill(tokens, cached))
-    step = hardware.device.step_us * US
-    missing = (1 - resident) * m.used(tokens)
-    if not missing:
-        return Prefill(step + m.layers * (mixture + other), 0.0, m.layers * (mixture + other), 0.0)
-    copy = m.expert_bytes / (need("host.copy_gbps") * GIGA)
-    reading, pair = m.expert_bytes / (need("host.read_gbps") * GIGA), 2 * m.macs / (need("host.tflops") * TERA)
-    expert = reading + pair * tokens * m.top_k * (1 - resident) / missing
-    ahead = other if tokens >= AHEAD else 0.0
-    copied = min(missing, (missing * expert + ahead) / (expert + copy))
-    link, host = copied * copy, (missing - copied) * expert
-    host += US * need("host.handover_us") * (copied < missing)
-    floor = missing * m.expert_bytes / (need("host.memory_gbps") * GIGA)
-    device = other + max(mixture, host)
-    layer = max(link, floor, device) if ahead else other + max(link, floor, mixture, host)
-    return Prefill(step + m.layers * layer, m.layers * link, m.layers * (mixture + other), m.layers * host)
+    mixtures, others = model.prefill(tokens, cached)
+    pairs = np.random.default_rng(0).multinomial(tokens * m.top_k, np.full(m.experts, 1 / m.experts))
+    here = np.arange(m.experts) < round(resident * m.experts)
+    used, missing = int((pairs > 0).sum()), int((pairs[~here] > 0).sum())
+    reading, product = m.expert_bytes / (need("host.read_gbps") * GIGA), 2 * m.macs / (need("host.tflops") * TERA)
+    costs = Costs(
+        base=0.0, device=Line(0.0, mixtures / m.layers / used, 0.0),
+        shadow=Line(US * need("host.handover_us"), reading, product), slip=0.0,
+        copy=m.expert_bytes / (need("host.copy_gbps") * GIGA), block_bytes=0, threads=(0, 0), seconds=0.0,
+    )  # fmt: skip
+    each, other, expected = group_size(int(m.expert_bytes), m.experts), others / m.layers, tokens * m.top_k / m.experts
+    likely = np.full(m.experts, expected * (expected >= SURE))
+    ahead = split(likely, here, costs, each).copied[: min(GROUPS * each, int(other / costs.copy))]
+    here[ahead] = True
+    found = split(pairs, here, costs, each)
+    layer = max(other + found.ms, missing * m.expert_bytes / (need("host.memory_gbps") * GIGA))
+    step, computed = hardware.device.step_us * US, len(found.computed)
+    return Prefill(
+        step + m.layers * layer, m.layers * (len(ahead) + len(found.copied)) * costs.copy,
+        m.layers * (other + costs.device.ms(used - computed, 0.0)),
+        m.layers * costs.shadow.ms(computed, float(pairs[found.computed].sum()), float(computed > 0)),
+    )  # fmt: skip

@@ -42,15 +42,15 @@ def test_link_device_and_host_end_a_prefill_together() -> None:
     def linked(gbps: float, prompt: int, resident: float = 0.0, chunk: int = 1 << 20) -> Any:
         return prefill(FLASH, HARDWARE.with_link(gbps), prompt, chunk, resident)
 
-    whole = FLASH.mixtures.nbytes / 27e9
     long, short = linked(27, 8192), linked(27, 16)
-    assert 0.9 * whole < long.link < whole
-    assert long.total == pytest.approx(long.link, rel=0.01)
-    assert short.link == pytest.approx(short.host, rel=0.01)
+    for found in (long, short):
+        assert found.link == pytest.approx(found.host, rel=0.15)  # which starts after the other work of a layer
+        assert max(found.link, found.host) <= found.total < 1.1 * max(found.link, found.host)
+    assert long.total < FLASH.mixtures.nbytes / 27e9
     assert short.total < linked(27, 128).total < long.total < linked(27, 8192, chunk=4096).total
-    assert linked(27, 8192, 0.28).link == pytest.approx(0.72 * long.link, rel=0.01)
+    assert linked(27, 8192, 0.28).link == pytest.approx(0.72 * long.link, rel=0.02)
     assert linked(27, 8192, 1.0).link == 0.0
-    assert linked(1e6, 128).total > FLASH.mixtures.used(128) * 43 * FLASH.mixtures.expert_bytes / 155e9
+    assert linked(1e6, 128).total > 0.9 * FLASH.mixtures.used(128) * 43 * FLASH.mixtures.expert_bytes / 155e9
 
 
 def test_published_figures_are_near_the_model() -> None:
