@@ -18,10 +18,10 @@ import numpy as np
 
 from cpu_offload.costs import Costs, Line
 from cpu_offload.expert_ring import GROUPS, SURE, group_size
+from cpu_offload.planner.hits import curve_of, hit_rate
 from cpu_offload.prefill_split import split
 from executor.config.units import GB
 from planner.cluster import Load
-from planner.hits import hit_rate
 from planner.machine import Hardware
 from planner.served import Served
 from planner.times import GIGA, TERA, US
@@ -73,7 +73,7 @@ def decoded(
     resident = resident_share(model, hardware, sequences, load.prompt_tokens + load.output_tokens, guesses)
     if resident is None:
         return None
-    hit, cached = hit_rate(curve, resident), load.prompt_tokens + load.output_tokens // 2
+    hit, cached = hit_rate(curve_of(curve, "card.curves"), resident), load.prompt_tokens + load.output_tokens // 2
     tokens = sequences * (1 + (accepted or 0.0))
     return Decoded(sequences, resident, hit, tokens / model.decode(sequences, cached, hit, guesses))
 

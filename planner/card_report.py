@@ -14,8 +14,8 @@ from umbra.errors import UserError
 from umbra.files import write_json
 
 ASSUMED = (
-    "Assumed: hit rates by the named curve (planner/hits.py), prompts use experts evenly, one copy of the experts on",
-    "the host, copies at full rate beside the host's kernels. Nothing here was measured.",
+    "Assumed: hit rates by the named curve (cpu_offload/planner/hits.py), prompts use experts evenly, one copy of the",
+    "experts on the host, copies at full rate beside the host's kernels. Nothing here was measured.",
 )
 
 

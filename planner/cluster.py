@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpu_offload.planner.hits import CURVES, curve_of
 from executor.config.load import read_yaml, set_keys
 from executor.config.schema import key, read, section
-from planner.hits import CURVES
 from umbra.errors import UserError
 
 METHODS = ("auto", "none", "q8", "q4")
@@ -54,7 +54,9 @@ class Card:
         (), "cases, or names in planner/models/: how fast one device and its host serve each; empty: the file asks for "
         "layouts",
     )  # fmt: skip
-    curves: tuple[str, ...] = key(("even",), f"hit rates of residents: {', '.join(CURVES)}")
+    curves: tuple[str, ...] = key(
+        ("even",), f"hit rates of residents, as SHARE:RATE,... or by name: {', '.join(CURVES)}"
+    )
     sequences: tuple[int, ...] = key((1, 4, 8), "sequences that are decoded at once")
     accepted: tuple[float, ...] = key((), "how often the guess of an MTP layer is right: each is tried")
     prompts: tuple[int, ...] = key((128, 1024, 8192, 32768), "tokens of prompts")
@@ -156,8 +158,7 @@ def read_cluster(path: Path, overrides: Sequence[str] = ()) -> Cluster:
 
 def check_card(card: Card, where: str) -> None:
     for curve in card.curves:
-        if curve not in CURVES:
-            raise UserError(f"{where}: card.curves: {curve!r} is not one of {', '.join(CURVES)}")
+        curve_of(curve, f"{where}: card.curves")
     if wrong := [rate for rate in card.accepted if not 0 <= rate <= 1]:
         raise UserError(f"{where}: card.accepted: {wrong[0]} must be from 0 to 1")
     for name in ("sequences", "prompts", "links"):

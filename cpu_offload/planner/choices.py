@@ -1,7 +1,7 @@
 """Chooses the settings that a case leaves open, from the times that `Planner` predicts. Each choice has a reason.
 
-The hit rates assumed here are those of even traffic, in which all experts are used equally often: the hit rate is then
-the share of experts that is resident. Real text has more hits, so these hit rates are a lower bound.
+The hit rates assumed here are those of a curve (hits.py). That of even traffic, in which all experts are used equally
+often, is the share of experts that is resident: real text has more hits, so it is a lower bound.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cpu_offload.costs import Costs
+from cpu_offload.planner.hits import Curve, hit_rate
 from cpu_offload.planner.model import Planner
 
 COPYING = 4  # copies may take 1 / COPYING of a step's time
@@ -69,16 +70,21 @@ class Split:
     longest: int  # pages of one sequence at its longest
     sequences: int  # most sequences that run at once
     experts: int  # number of experts in all layers with shadows
+    curve: Curve = ()  # hit rates
 
     def slots(self, pages: int) -> int:
         """Number of experts that fit with `pages` pages."""
         extents = max(0, self.frames - pages) // self.extent_frames
         return min(self.experts, extents * self.extent_slots)
 
+    def hit(self, slots: int) -> float:
+        """The hit rate with so many resident experts."""
+        return hit_rate(self.curve, slots / self.experts)
+
     @property
     def usual_hit(self) -> float:
-        """The hit rate of even traffic while all sequences are half as long as they may become."""
-        return self.slots(self.longest * self.sequences // 2) / self.experts
+        """The hit rate while all sequences are half as long as they may become."""
+        return self.hit(self.slots(self.longest * self.sequences // 2))
 
 
 def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -> list[Threads]:
@@ -108,7 +114,7 @@ def choose_slots(planner: Planner, split: Split) -> Choice[int]:
     done in fewer turns."""
 
     def per_token(at_once: int) -> float:
-        hit = split.slots(at_once * split.longest) / split.experts
+        hit = split.hit(split.slots(at_once * split.longest))
         turns, rest = divmod(split.sequences, at_once)
         last = planner.step_ms(rest, hit) if rest else 0.0
         return (turns * planner.step_ms(at_once, hit) + last) / split.sequences
@@ -119,9 +125,8 @@ def choose_slots(planner: Planner, split: Split) -> Choice[int]:
     best = min(range(1, most + 1), key=per_token)
     slots = split.slots(best * split.longest)
     others = [f"{n}: {per_token(n):.3f}" for n in sorted({1, most} - {best})]
-    why = (
-        f"{slots} of {split.experts}: {per_token(best):.3f} ms a token of even traffic with {best} sequence(s) at once"
-        + (f"; with {', '.join(others)}" if others else "")
+    why = f"{slots} of {split.experts}: {per_token(best):.3f} ms a token with {best} sequence(s) at once" + (
+        f"; with {', '.join(others)}" if others else ""
     )
     return Choice(slots, why)
 

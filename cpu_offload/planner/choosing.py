@@ -119,7 +119,7 @@ def choose(
     planner = dataclasses.replace(planner, costs=dataclasses.replace(planner.costs, seconds=seconds))
     slots = _slots(wanted, planner, split)
     if wanted.mode == "fixed":
-        hit = slots.value / split.experts
+        hit = split.hit(slots.value)
     if wanted.stream_tokens is None:
         streaming = choose_streaming(planner, hit, batch, wanted.longest)
     else:
@@ -137,11 +137,11 @@ def swaps_of(wanted: Wanted, planner: Planner, hit: float) -> Choice[int]:
 
 
 def _usual_hit(wanted: Wanted, split: Split) -> float:
-    """The hit rate to assume before slots are chosen, with all experts used equally often."""
+    """The hit rate to assume before slots are chosen."""
     if wanted.mode == "resident":
         return 1.0
     if wanted.mode == "fixed" and wanted.slots is not None:
-        return wanted.slots / split.experts
+        return split.hit(wanted.slots)
     return split.usual_hit
 
 

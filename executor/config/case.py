@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from cpu_offload.planner.hits import CURVES
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
 from models.registry import FAMILIES
@@ -291,6 +292,10 @@ class OffloadSettings:
     measure_s: float = key(
         1.2, "about how many seconds the planner measures synthetic experts before weights are loaded", minimum=0
     )
+    hits: str = key(
+        "even", f"hit rates of residents that the planner expects, as SHARE:RATE,... of earlier runs, or by name: "
+        f"{', '.join(CURVES)}",
+    )  # fmt: skip
     timeout_s: int = key(30, "most seconds that a step waits for shadow experts before it ends in an error", minimum=1)
 
 

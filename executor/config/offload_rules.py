@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from cpu_offload.planner.hits import curve_of
 from executor.config.case import Case
 from umbra.errors import UserError
 
@@ -28,6 +29,7 @@ def check_offload(case: Case, where: str) -> None:
             f"rows of a decode step (data_config.batch_size: {case.data_config.batch_size}): decode steps are "
             "captured, and have no experts streamed"
         )
+    curve_of(wanted.hits, f"{where}: offload_config.hits")
     if wanted.slots is not None and wanted.mode != "fixed":
         written = wanted.slots or -1  # none at all
         raise UserError(f"{where}: offload_config.slots: {written} needs mode: fixed, not {wanted.mode}")

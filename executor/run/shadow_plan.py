@@ -7,6 +7,7 @@ from cpu_offload.manager import largest_of
 from cpu_offload.memory.arena import Arena, extent_of
 from cpu_offload.planner.choices import Split
 from cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, choose
+from cpu_offload.planner.hits import curve_of
 from cpu_offload.planner.model import Shape
 from cpu_offload.planner.planned_run import PlannedRun
 from executor.config.case import Case
@@ -73,6 +74,7 @@ def sizes_of(case: Case) -> ShadowSizes:
     split = Split(
         frames_of(case, frame, expert_frames(frame.nbytes, slot_bytes, experts, states), pages) - 1,
         *extent_of(frame.nbytes, slot_bytes, states.nbytes), each, batch, experts,
+        curve_of(case.offload_config.hits, f"case {case.name}: offload_config.hits"),
     )  # fmt: skip
     weights = weights_of(sketch.model)
     unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
@@ -105,7 +107,7 @@ def show_offload_plan(case: Case) -> list[Part]:
         + ("" if platform.is_host else pinned_gb)
     )
     print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))
-    print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")
+    print(f"Hit rates depend on the text; offload_config.hits: {case.offload_config.hits} is expected.")
     return parts
 
 

@@ -17,9 +17,9 @@ The second table, `beside` in the JSON file, has for each side a figure and its 
 
 from collections.abc import Iterator
 
+from cpu_offload.planner.hits import CURVES, hit_rate
 from planner.card import decoded, prefill, resident_share
 from planner.cluster import Cluster, Load
-from planner.hits import hit_rate
 from planner.machine import Hardware, read_hardware
 from planner.served import Served, served
 from planner.times import GIGA, TERA
@@ -82,14 +82,14 @@ def rows(flash: Served, hardware: Hardware) -> Iterator[Row]:
         found = rival_prefill(flash, hardware, tokens, 13e9)
         yield row(f"{name}: prefill of {tokens:,}", "s", found, seconds, "staged, sent, converted, computed: the same")
     resident, one = 0.15, 1 / 25.7
-    missed = m.layers * (1 - hit_rate("v4_flash_moved", resident)) * m.expert_bytes / (110 * GIGA)
+    missed = m.layers * (1 - hit_rate(CURVES["v4_flash_moved"], resident)) * m.expert_bytes / (110 * GIGA)
     found = 8 / (one + missed * (m.used(8) - m.used(1)))
     note = "1 request, 24.5 to 26.9 tok/s, is an input, 15 % resident assumed; arXiv 2608.16157"
     yield row("V4-Flash, FreeToken, 5090 + EPYC: 8 requests", "tok/s", found, 65.6, note, complete=False)
     none, all_of_them = 1 / 53, 1 / 112
     for curve, (how, speeds) in KT_SPEEDS.items():
         for share, published in zip(SHARES, speeds, strict=True):
-            seconds = all_of_them + (none - all_of_them) * (1 - hit_rate(curve, share))
+            seconds = all_of_them + (none - all_of_them) * (1 - hit_rate(CURVES[curve], share))
             what = f"Qwen3-Next, KTransformers: {share:.0%}, {how}"
             yield row(what, "tok/s", 1 / seconds, published, f"{KT}; curve {curve}", complete=False)
 

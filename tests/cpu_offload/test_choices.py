@@ -98,7 +98,9 @@ def test_misses_that_are_dear_want_slots_and_cheap_ones_sequences() -> None:
     assert choose_slots(dear, SPLIT).value == SPLIT.slots(20)
     assert choose_slots(cheap, SPLIT).value == SPLIT.slots(160)
     why = choose_slots(cheap, SPLIT).why
-    assert why.startswith("80 of 640: 0.138 ms a token of even traffic with 8 sequence(s) at once; with 1: 1.100")
+    assert why.startswith("80 of 640: 0.138 ms a token with 8 sequence(s) at once; with 1: 1.100")
+    with_hits = dataclasses.replace(SPLIT, curve=((SPLIT.slots(160) / 640, 1.0),))
+    assert choose_slots(dear, with_hits).value == SPLIT.slots(160)  # so few hit as often as all
     one_by_one = dataclasses.replace(SPLIT, sequences=1)
     assert choose_slots(dear, one_by_one).value == SPLIT.slots(20)
     assert "with 1:" not in choose_slots(dear, one_by_one).why

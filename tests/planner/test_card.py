@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from cpu_offload.planner.hits import CURVES, curve_of, hit_rate
 from planner.benchmarks.card_validation import beside, rows
 from planner.card import prefill, resident_share
 from planner.cluster import Cluster, read_cluster
-from planner.hits import CURVES, hit_rate
 from planner.machine import read_hardware
 from planner.plan import make_cluster_plan, show_cluster_plan
 from planner.served import served
@@ -60,12 +60,12 @@ def test_published_figures_are_near_the_model() -> None:
 
 
 def test_hit_rates_grow_from_none_to_all() -> None:
-    for curve in CURVES:
+    for curve in (*CURVES.values(), curve_of("0.125:0.485,0.25:.704", "hits")):
         found = [hit_rate(curve, share / 100) for share in range(101)]
         assert (found[0], found[-1]) == (0.0, 1.0)
         assert found == sorted(found)
-    assert hit_rate("even", 0.3) == pytest.approx(0.3)
-    assert hit_rate("v4_flash_moved", 0.3) == pytest.approx((0.464 + 0.81) / 2)
+    assert hit_rate((), 0.3) == pytest.approx(0.3)
+    assert hit_rate(CURVES["v4_flash_moved"], 0.3) == pytest.approx((0.464 + 0.81) / 2)
 
 
 def write(folder: Path, **card: Any) -> Path:
@@ -93,6 +93,8 @@ def test_the_plan_of_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("changes", "error"),
     [
         ({"curves": ["flat"]}, "card.curves: 'flat' is not one of even, "),
+        ({"curves": ["0.5:0.6,0.4:0.7"]}, "card.curves: '0.5:0.6,0.4:0.7' is not one of even, "),
+        ({"curves": ["0.5:nan"]}, "card.curves: '0.5:nan' is not one of even, "),
         ({"accepted": [2]}, "card.accepted: 2.0 must be from 0 to 1"),
         ({"prompts": [0]}, "card.prompts: 0 must be more than 0"),
         ({}, "card.models: one device is not simulated"),

@@ -7,7 +7,10 @@ published: policies, texts and lengths differ, so a plan names the curve that it
 
 from itertools import pairwise
 
-CURVES: dict[str, tuple[tuple[float, float], ...]] = {
+from umbra.errors import UserError
+
+Curve = tuple[tuple[float, float], ...]
+CURVES: dict[str, Curve] = {
     "even": (),  # all experts are used equally often
     # DeepSeek-V4-Flash, chosen by a prompt's counts and then frozen: cann-recipes-infer, at 16k (26 to 31 % elsewhere)
     "v4_flash_frozen": ((0.125, 0.262),),
@@ -20,8 +23,25 @@ CURVES: dict[str, tuple[tuple[float, float], ...]] = {
 }
 
 
-def hit_rate(curve: str, resident: float) -> float:
-    """The hit rate by the curve of that name, if the share `resident` of the experts is on the device."""
-    points = [(0.0, 0.0), *CURVES[curve], (1.0, 1.0)]
+def curve_of(text: str, where: str) -> Curve:
+    """The curve that a key has as its value: a name of CURVES, or its own points, SHARE:RATE,..."""
+    if text in CURVES:
+        return CURVES[text]
+    try:
+        points = tuple((float(share), float(rate)) for share, rate in (point.split(":") for point in text.split(",")))
+    except ValueError:
+        points = ()
+    ends = ((0.0, 0.0), *points, (1.0, 1.0))
+    if not points or not all(low < high and least <= most for (low, least), (high, most) in pairwise(ends)):
+        raise UserError(
+            f"{where}: {text!r:.80} is not one of {', '.join(CURVES)}, nor SHARE:RATE,... with shares that grow from 0 to "
+            "1, and rates that do not fall"
+        )
+    return points
+
+
+def hit_rate(curve: Curve, resident: float) -> float:
+    """The hit rate if the share `resident` of the experts is on the device."""
+    points = ((0.0, 0.0), *curve, (1.0, 1.0))
     (low, least), (high, most) = next(pair for pair in pairwise(points) if resident <= pair[1][0])
     return least + (most - least) * (resident - low) / (high - low)
