@@ -34,8 +34,8 @@ def curve_of(text: str, where: str) -> Curve:
     ends = ((0.0, 0.0), *points, (1.0, 1.0))
     if not points or not all(low < high and least <= most for (low, least), (high, most) in pairwise(ends)):
         raise UserError(
-            f"{where}: {text!r:.80} is not one of {', '.join(CURVES)}, nor SHARE:RATE,... with shares that grow from 0 to "
-            "1, and rates that do not fall"
+            f"{where}: {text!r:.80} is not one of {', '.join(CURVES)}, nor SHARE:RATE,... with shares that "
+            "grow from 0 to 1, and rates that do not fall"
         )
     return points
 
