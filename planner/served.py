@@ -160,11 +160,9 @@ class NumberedModel:
         return max(2 * pairs / rate, unpacked), 2 * others / rate
 
 
-def served(name: str, cluster: Cluster, hardware: Hardware) -> Served:
-    """The model of that name in planner/models/, or of the case of that name."""
+def named(name: str, hardware: Hardware) -> NumberedModel:
+    """The model of that name in planner/models/."""
     path = FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        return CountedModel(name, cluster, hardware)
     numbers = read(Numbers, read_yaml(path, "a model"), path.name, DOCS)
     for leaf in leaves(Numbers):
         if leaf.minimum and leaf.default is not None and not getattr(numbers, leaf.name):
@@ -172,3 +170,10 @@ def served(name: str, cluster: Cluster, hardware: Hardware) -> Served:
     if numbers.top_k > numbers.experts:
         raise UserError(f"{path.name}: top_k: {numbers.top_k} must be at most experts: {numbers.experts}")
     return NumberedModel(name, numbers, hardware)
+
+
+def served(name: str, cluster: Cluster, hardware: Hardware) -> Served:
+    """The model of that name in planner/models/, or of the case of that name."""
+    if (FOLDER / f"{name}.yaml").is_file():
+        return named(name, hardware)
+    return CountedModel(name, cluster, hardware)

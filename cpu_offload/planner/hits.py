@@ -14,7 +14,8 @@ CURVES: dict[str, Curve] = {
     "even": (),  # all experts are used equally often
     # DeepSeek-V4-Flash, chosen by a prompt's counts and then frozen: cann-recipes-infer, at 16k (26 to 31 % elsewhere)
     "v4_flash_frozen": ((0.125, 0.262),),
-    # the same, residents that move: LRU on MMLU (54.2 % with LFU on Alpaca), sglang 35314; 42 to 48 %: club-3090 861
+    "glm_5_3_frozen": ((0.111, 0.34),),  # GLM-5.3-Flash, the same
+    # V4-Flash, residents that move: LRU on MMLU (54.2 % with LFU on Alpaca), sglang 35314; 42 to 48 %: club-3090 861
     "v4_flash_moved": ((0.15, 0.464), (0.45, 0.81)),
     # LRU, colibri 119
     "glm_5_2_moved": ((0.05, 0.24), (0.074, 0.40), (0.098, 0.46), (0.123, 0.51), (0.184, 0.60)),

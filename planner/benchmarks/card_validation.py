@@ -2,9 +2,9 @@
 
     .venv/bin/python -m planner.benchmarks.card_validation [--json FILE]
 
-Nothing is fitted. The rival is cann-recipes-infer's DeepSeek-V4-Flash on one NPU (commit 1a7fbd3): its documents have
-the constants of planner/models/deepseek_v4_flash.yaml and RECIPE. Where a publication does not say what a machine can
-do, some of its own figures are inputs, as `note` says, and the rows between them are predicted.
+Nothing is fitted. The rival is cann-recipes-infer's DeepSeek-V4-Flash on one NPU (commits 1a7fbd3 and 822a7ee, which
+has GLM-5.3-Flash as well): its documents have the constants of planner/models/. Where a publication does not say what
+a machine can do, some of its own figures are inputs, as `note` says, and the rows between them are predicted.
 
 A row, of the first table and of `rows` in the JSON file:
   what        model, engine and machine
@@ -15,13 +15,14 @@ A row, of the first table and of `rows` in the JSON file:
 The second table, `beside` in the JSON file, has for each side a figure and its kind: published, or model.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 from cpu_offload.planner.hits import CURVES, hit_rate
 from planner.card import decoded, prefill, resident_share
-from planner.cluster import Cluster, Load
+from planner.cluster import Load
 from planner.machine import Hardware, read_hardware
-from planner.served import Served, served
+from planner.served import NumberedModel, named
 from planner.times import GIGA, TERA
 from tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.errors import run_main
@@ -44,6 +45,8 @@ SENT_GBPS = 21.4  # 428 MB in 20 ms from pinned memory: the same
 CONVERTED_S = 0.082  # a layer, MXFP4 to int8: the same
 PREFILLS = {118: 15.4, 801: 15.6, 7_800: 16.5, 15_600: 17.6, 31_500: 20.3}  # tokens: seconds, warm
 LENGTHS = {118: 21.6, 801: 22.6, 7_800: 19.8, 15_600: 19.3, 31_500: 19.2}  # tokens: tokens a second after them
+NEWER = "cann-recipes-infer, glm53_flash_single_card_design.md"
+GLM_PREFILLS = {630: 18.73, 13_933: 25.54, 15_800: 26.58}
 KT = "FP8, 4 x 4090, 6454S; 0 and 100 % are inputs"
 SHARES = (0.1, 0.2, 0.4, 0.6, 0.8)
 KT_SPEEDS = {
@@ -52,13 +55,17 @@ KT_SPEEDS = {
 }
 
 
-def rival_prefill(flash: Served, hardware: Hardware, tokens: int, active: float) -> float:
+def rival_prefill(model: NumberedModel, hardware: Hardware, tokens: int) -> float:
     """Seconds of the recipe's prefill: all experts of a layer are staged one layer ahead, then sent and converted on
-    the stream that computes `active` products a token."""
-    m = flash.mixtures
+    the stream that computes."""
+    m, active = model.mixtures, model.numbers.active_billions * 1e9
     staged = m.experts * m.expert_bytes / (STAGED_GBPS * GIGA)
     rate = hardware.need("device.tflops") * hardware.need("device.multiply_fraction") * TERA
-    sent = m.experts * m.expert_bytes / (SENT_GBPS * GIGA) + CONVERTED_S + 2 * active * tokens / rate / m.layers
+    sent = (
+        m.experts * m.expert_bytes / (SENT_GBPS * GIGA)
+        + CONVERTED_S * m.experts / 256
+        + 2 * active * tokens / rate / m.layers
+    )
     return staged + m.layers * max(staged, sent)
 
 
@@ -68,7 +75,7 @@ def row(what: str, unit: str, predicted: float, published: float, note: str, com
             "complete": "yes" if complete else "no", "note": "  " + note}  # fmt: skip
 
 
-def rows(flash: Served, hardware: Hardware) -> Iterator[Row]:
+def rows(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
     m, read = flash.mixtures, hardware.need("host.read_gbps") * GIGA
     name = "V4-Flash, cann-recipes-infer, A3"
     at_16k = 1 / flash.decode(1, 15_600, 0.262, 0)
@@ -79,8 +86,23 @@ def rows(flash: Served, hardware: Hardware) -> Iterator[Row]:
         f"{name}: prefill on the CPU", "ms/tok", alone * 1e3, 33.0, "an expert is read again for each token: the same"
     )
     for tokens, seconds in PREFILLS.items():
-        found = rival_prefill(flash, hardware, tokens, 13e9)
+        found = rival_prefill(flash, hardware, tokens)
         yield row(f"{name}: prefill of {tokens:,}", "s", found, seconds, "staged, sent, converted, computed: the same")
+    newer = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, read_gbps=150.0))
+    glm = named("glm_5_3_flash", newer)
+    for hit, published in ((0.109, 19.0), (0.34, 23.1)):
+        note = f"33.3 and 6.0 ms of the device, the hit rate, 150 GB/s are its own: {NEWER}"
+        found = 1 / glm.decode(1, 15_800, hit, 0)
+        yield row(f"GLM-5.3-Flash, the same: decode, hit rate {hit}", "tok/s", found, published, note, complete=False)
+    for tokens, seconds in GLM_PREFILLS.items():
+        note = f"rates of {RECIPE}; {NEWER}"
+        found = rival_prefill(glm, newer, tokens)
+        yield row(f"GLM-5.3-Flash, the same: prefill of {tokens:,}", "s", found, seconds, note, complete=False)
+    on_a5 = dataclasses.replace(flash.numbers, decode_ms=14.72, beside_ms=0.65)
+    server = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, read_gbps=431.0))
+    found = 1 / NumberedModel("", on_a5, server).decode(1, 15_600, 0.625, 0)
+    note = f"14.72 ms of the device, 10 % of 6.5 ms beside it, 431 GB/s, 62.5 % resident: {NEWER}"
+    yield row("V4-Flash, the same, 950PR: decode", "tok/s", found, 48.6, note)
     resident, one = 0.15, 1 / 25.7
     missed = m.layers * (1 - hit_rate(CURVES["v4_flash_moved"], resident)) * m.expert_bytes / (110 * GIGA)
     found = 8 / (one + missed * (m.used(8) - m.used(1)))
@@ -94,7 +116,7 @@ def rows(flash: Served, hardware: Hardware) -> Iterator[Row]:
             yield row(what, "tok/s", 1 / seconds, published, f"{KT}; curve {curve}", complete=False)
 
 
-def beside(flash: Served, hardware: Hardware) -> Iterator[Row]:
+def beside(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
     """Umbra's rows are of the model, with the device's part of a token that the rival has measured of its own."""
     load, curve = Load(prompt_tokens=15_600, output_tokens=1000), "v4_flash_moved"
     share = resident_share(flash, hardware, 1, 16_600)
@@ -120,7 +142,7 @@ def beside(flash: Served, hardware: Hardware) -> Iterator[Row]:
 def main(argv: list[str]) -> None:
     args = flags(__doc__).parse_args(argv)
     hardware = read_hardware("single_card_a3")
-    flash = served("deepseek_v4_flash", Cluster(), hardware)
+    flash = named("deepseek_v4_flash", hardware)
     found = printed(rows(flash, hardware), COLUMNS)
     print("\n".join(("", *LEFT_OUT, "")))
     write_rows(args.json, found, beside=printed(beside(flash, hardware), BESIDE))
