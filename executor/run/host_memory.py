@@ -2,7 +2,9 @@
 process instead of refusing."""
 
 import contextlib
+import math
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,8 @@ from umbra.errors import UserError
 if TYPE_CHECKING:
     from executor.run.model_sketch import Sketch
 
+STATUS, CAP_IPC_LOCK = Path("/proc/self/status"), 14
+PER_ENTRY = 4096 // 8  # bytes of memory for each byte of page tables
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -85,6 +89,25 @@ def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN) -> tuple[int, str]:
         with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
             limits.append((int(file.read_text()), str(file)))
     return min(limits)
+
+
+def lock_limit() -> float:
+    """The bytes of memory that this process may lock, as memory is that a device copies from and to by itself."""
+    own = int(next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:")).split()[1], 16)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return math.inf if own >> CAP_IPC_LOCK & 1 or soft == resource.RLIM_INFINITY else soft
+
+
+def too_much_here(held: int, registered: int, local_ranks: int) -> str | None:
+    """Why this machine's memory is not enough for `local_ranks` ranks, for each of which the host keeps `held` bytes of
+    experts, `registered` of them as memory that its device copies from by itself. None: it is enough."""
+    room, of = memory_limit()
+    if (total := local_ranks * (held + registered // PER_ENTRY)) <= room:
+        return None
+    return (
+        f"{total / 1e9:.1f} GB of experts on the host do not fit into the {room / 1e9:.1f} GB of {of}: raise "
+        "offload_config.start_layer, use fewer bits, or a larger machine"
+    )
 
 
 def free_memory() -> int:

@@ -20,16 +20,27 @@ from executor.launch.platform_settings import platform_settings
 from executor.platform import load_platform
 from executor.platform.base import Platform
 from executor.run.activations import Part
+from executor.run.host_memory import PER_ENTRY, lock_limit, too_much_here
 from executor.run.model_sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of
 from models.registry import load
 from ops.cpu.shadow import ExpertBlocks
 from ops.parallel.groups import Group
+from umbra.errors import UserError
 
 
 def plan_run(case: Case, ranks: RankEnv, world: Group, platform: Platform) -> PlannedRun:
     """Measures and chooses for a run of `case` on `platform`, before weights are loaded."""
-    local = (ranks.local_rank, ranks.local_world_size)
-    return PlannedRun(wanted_of(case), sizes_of(case), local, world, platform.device, platform.copy_ms)
+    local, sizes = (ranks.local_rank, ranks.local_world_size), sizes_of(case)
+    if not PLATFORMS[case.platform].is_host and (why := too_much_here(*host_bytes(sizes), ranks.local_world_size)):
+        raise UserError(f"case {case.name}: {why}")
+    return PlannedRun(wanted_of(case), sizes, local, world, platform.device, platform.copy_ms)
+
+
+def host_bytes(sizes: ShadowSizes) -> tuple[int, int]:
+    """Bytes of experts that the host keeps for a rank on a device of its own: blocks and, registered, the device's
+    layout. The second number is that of the registered ones."""
+    registered = sizes.split.experts * sizes.slot_bytes
+    return sizes.split.experts * sizes.blocks.block_bytes + registered, registered
 
 
 def wanted_of(case: Case) -> Wanted:
@@ -101,14 +112,28 @@ def show_offload_plan(case: Case) -> list[Part]:
     if platform.is_host:
         total = sizes.fixed_bytes + sum(part.nbytes for part in parts)
         print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")
-    pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
-    print(
-        f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
-        + ("" if platform.is_host else pinned_gb)
-    )
+        print(f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows")
+    else:
+        print("\n".join(host_lines(sizes, case.world_size)))
     print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))
     print(f"Hit rates depend on the text; offload_config.hits: {case.offload_config.hits} is expected.")
     return parts
+
+
+def host_lines(sizes: ShadowSizes, ranks: int) -> list[str]:
+    """The lines that `--plan` prints about the host's memory where the device has its own."""
+    held, registered = host_bytes(sizes)
+    lines = [
+        f"on the host, for each rank: {held / 1e9:.2f} GB of experts, of which {registered / 1e9:.2f} GB are "
+        f"registered with the device; page tables {registered / PER_ENTRY / 1e9:.2f} GB"
+    ]
+    if why := too_much_here(held, registered, ranks):
+        lines.append(f"  not on this machine: {why}")
+    if registered > (limit := lock_limit()):
+        lines.append(
+            f"  a process may lock {limit / 1e9:.3f} GB here, `ulimit -l`: registering may fail until it is raised"
+        )
+    return lines
 
 
 def arena_of(case: Case, sizes: ShadowSizes, most_slots: int) -> tuple[Arena, int, list[Part]]:

@@ -9,7 +9,7 @@ import pytest
 
 from executor.config.load import load_case
 from executor.config.units import GB
-from executor.run.host_memory import check_host_memory, memory_limit
+from executor.run.host_memory import check_host_memory, memory_limit, too_much_here
 from executor.run.model_sketch import sketch_of
 from tests.tiny import save_tiny, tiny_case
 from umbra.errors import UserError
@@ -49,6 +49,12 @@ def test_a_case_that_does_not_fit_is_refused_with_its_sizes(tmp_path: Path) -> N
     arena = tiny_case(tmp_path, tmp_path / "model", offload_config={"mode": "elastic", "arena_mb": 100})
     with pytest.raises(UserError, match=r"0\.10 GB of KV cache"):  # the arena, which is allocated whole
         check_host_memory(arena, many, sketch_of(arena))
+
+
+def test_experts_of_all_ranks_and_their_page_tables_must_fit() -> None:
+    room = memory_limit()[0]
+    assert too_much_here(room // 2, 0, 2) is None
+    assert re.match(r"[\d.]+ GB of experts on the host do not fit", too_much_here(room // 2, room // 2, 2) or "")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from executor.config.case import Case
 from executor.config.load import load_case
 from executor.run.ascend_memory_plan import make_plan
-from executor.run.shadow_plan import sizes_of
+from executor.run.shadow_plan import host_bytes, sizes_of
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -86,3 +86,4 @@ def test_the_arena_of_the_offload_case() -> None:
     arena = sizes.split.frames * sizes.frame[1]
     assert sizes.fixed_bytes + arena < 59e9  # a die has 68.7: allowance, prefill, a bank of one layer's experts
     assert 0.6 < sizes.split.usual_hit < 0.65
+    assert host_bytes(sizes) == (2 * 30 * EXPERTS * slot, 30 * EXPERTS * slot)
