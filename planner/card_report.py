@@ -66,11 +66,10 @@ def row_of(model: Served, cluster: Cluster, hardware: Hardware) -> dict[str, Any
 def lines_of(row: dict[str, Any], cluster: Cluster, hardware: Hardware) -> list[str]:
     card = cluster.card
     needed, room = row["host_bytes"] / 1e9, hardware.need("host.memory_gb") * GB / 1e9
+    held = f"the host holds {needed:.1f} GB" if needed else "all fit on the device"
     lines = [
         f"{row['model']}: {row['layers']} layers of {row['experts']} experts, {row['top_k']} a token, "
-        f"{row['expert_bytes'] / 1e6:.2f} MB each; the host holds {needed:.1f} GB"
-        + f": more than its {room:.0f}"
-        * (needed > room)
+        f"{row['expert_bytes'] / 1e6:.2f} MB each; {held}" + f", more than its {room:.0f}" * (needed > room)
     ]
     steps = {(one["curve"], one["accepted"], one["sequences"]): one for one in row["decode"]}
 
