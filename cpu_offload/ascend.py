@@ -2,7 +2,7 @@
 each resident expert.
 
     decode    shadow_submit | residents' sums, from their slots | shadow_join            ops/ascend/shadow.py
-    prefill   banks of all experts, in parts: residents gathered from their slots, the others streamed from the host
+    prefill   residents, groups of experts that are copied from the host, the shadow pool       ascend_prefill.py
 
 The host keeps two copies of every expert: blocks for its own kernels and, in pinned memory, the device's layout, from
 which experts are copied to slots. Nothing here was run on an NPU.
@@ -11,6 +11,7 @@ which experts are copied to slots. Nothing here was run on an NPU.
 import atexit
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import ClassVar
@@ -20,6 +21,8 @@ import torch_npu
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from cpu_offload.ascend_prefill import LongSteps, PinnedExperts
+from cpu_offload.costs import Costs
 from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
@@ -27,7 +30,7 @@ from ops.ascend.host_memory import pinned
 from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes
-from ops.ascend.slots import ArenaSlots, SlotBank
+from ops.ascend.slots import ArenaSlots
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
 from ops.ascend.weights import AscendExperts, Stored, in_levels
@@ -38,7 +41,7 @@ from ops.interface import ExpertKind, fixed
 HOST = torch.device("cpu")
 
 
-class NpuExperts(ShadowedExperts):
+class NpuExperts(PinnedExperts):
     def __init__(
         self,
         device: "AscendDevice",
@@ -102,8 +105,8 @@ class NpuExperts(ShadowedExperts):
         return {name: plane[expert] for name, plane in named.items() if plane is not None}
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
-        if self.device.streams(len(x)):
-            return self._of_all(x, weights, ids, first_expert, streamed=True)
+        if self.device.long and len(x) > self.device.most:
+            return self.device.long.mixture(self, x, weights, ids, first_expert)
         nodes = self.device.nodes.number
         sums = torch.ops.umbra.shadow_submit(x, ids, weights, self.number, nodes)
         own = self._own(x, weights, ids, first_expert)
@@ -118,40 +121,36 @@ class NpuExperts(ShadowedExperts):
             here = device.here[self.index]
             return calls.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.float_sums)
         if not device.by_pair(len(x), self.count):
-            return self._of_all(x, weights, ids, first, streamed=False)
+            return self._of_all(x, weights, ids, first)
         if first is not None:
             weights, ids = resident(weights, ids, first, self.count)
         bank = device.slots.bank(device.rows[self.index].index_select(0, ids.flatten()))
         return ops.moe(x, weights, device.orders[len(x)], bank, None)
 
-    def _of_all(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None, *, streamed: bool) -> Tensor:
-        """The weighted sums of banks of all experts, part by part. If not `streamed`, those that are not resident are
-        zeros."""
+    def _of_all(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
+        """The weighted sums of banks of all experts, part by part; those that are not resident are zeros."""
 
         def of(part: slice) -> Tensor:
             bank = self.device.slots.bank(self.device.rows[self.index][part])
-            if streamed:
-                self._stream(bank, part)
             begin = first if len(self.parts) == 1 else (first or 0) + part.start
             return self.device.ops.moe(x, weights, ids, bank, begin)
 
         return reduce(torch.add, map(of, self.parts))
 
-    def _stream(self, bank: SlotBank, part: slice) -> None:
-        for place in (self.layer.device[part] == 0).nonzero().flatten().tolist():
-            for name, plane in self.planes(part.start + place).items():
-                bank.planes[name][place].copy_(plane, non_blocking=True)
-
 
 class AscendDevice(Device):
-    """In steps of at most `most` tokens the CPU computes the experts that are not resident; in longer steps these are
-    streamed to the device."""
+    """In steps of at most `most` tokens the CPU computes the experts that are not resident; in longer steps some of
+    these are copied to the device, as `costs` say."""
 
     alignment: ClassVar[int] = PLACE
 
-    def __init__(self, ops: AscendOps, device: torch.device, top_k: int, most: int, timeout_s: float, cann: str | None):
+    def __init__(
+        self, ops: AscendOps, device: torch.device, top_k: int, most: int, costs: Costs, timeout_s: float,
+        cann: str | None,
+    ):  # fmt: skip
         self.ops, self.device, self.top_k, self.most = ops, device, top_k, most
-        self.timeout_s, self.cann = timeout_s, cann
+        self.costs, self.timeout_s, self.cann = costs, timeout_s, cann
+        self.long: LongSteps | None = None  # if there are such
         self.layers: list[NpuExperts] = []
         self.tickets = itertools.count()
         self.under_way: dict[int, torch_npu.npu.Event] = {}
@@ -184,6 +183,10 @@ class AscendDevice(Device):
             self.worker.submit, self.worker.context, tables, first.layout.hidden, self.top_k, self.ops.dtype,
             self.timeout_s, self.cann,
         )  # fmt: skip
+        if self.most < sys.maxsize:
+            self.long = LongSteps(
+                self.ops, self.layers, self.rows, self.slots, self.nodes, self.worker, self.most, self.costs
+            )
         print(self.nodes.bridge.how)
         atexit.register(self.close)  # keeps memory that callbacks use alive until none can be called
 
@@ -194,10 +197,7 @@ class AscendDevice(Device):
 
     @property
     def staging_bytes(self) -> int:
-        return self.most_at_once * self.layers[0].slot_bytes
-
-    def streams(self, tokens: int) -> bool:
-        return tokens > self.most
+        return self.long.nbytes if self.long else 0
 
     def by_pair(self, tokens: int, count: int) -> bool:
         pairs = tokens * self.top_k
@@ -241,15 +241,15 @@ class AscendDevice(Device):
             self.on_device.copy_(self.on_host, non_blocking=True)
             self.changed = False
         total = sum(tokens)
-        if self.streams(total):
-            self._prepare_all()
+        self.nodes.begin(step, total)
+        if self.long and total > self.most:
+            self.long.begin(total)
         else:
             self._prepare(total)
             rows = [
                 1 if row < alive else 0 for all_of, alive in zip(tokens, live, strict=True) for row in range(all_of)
             ]
             self.worker.live[total].copy_(torch.tensor(rows))
-        self.nodes.begin(step, total)
 
     def _prepare(self, tokens: int) -> None:
         """Allocates the tensors for a step of `tokens` tokens, which must not be allocated during a capture."""
@@ -264,14 +264,13 @@ class AscendDevice(Device):
         if self.by_pair(tokens, self.layers[0].count):
             self.slots.prepare(pairs)
         else:
-            self._prepare_all()
-
-    def _prepare_all(self) -> None:
-        for part in self.layers[0].parts:
-            self.slots.prepare(part.stop - part.start)
+            for part in self.layers[0].parts:
+                self.slots.prepare(part.stop - part.start)
 
     def finish(self) -> None:
         self.nodes.finish()
+        if self.long:
+            self.long.end()
 
     def close(self) -> None:
         self.nodes.close()

@@ -111,13 +111,20 @@ class ExpertRing:
         begun = [expert for held in self._held.values() if held.layer == layer for expert in held.experts]
         here = self.resident[layer].copy()
         here[begun] = True
-        found = split(pairs, here, self.costs, self.link.each)
+        found = split(pairs, here, self.costs, self.link.each, int(self.copied[layer]))
         # Where later layers hold every group, no group will be free before this layer ends.
         reached = bool(begun or self._empty)
         self._wanted = {of: experts for of, experts in self._wanted.items() if of > layer}
         self._wanted[layer] = found.copied if reached else []
         self._copy()
         return found.computed if reached else found.copied + found.computed
+
+    def order(self, layer: int) -> list[list[int]]:
+        """After `plan`: the experts of the groups that `groups` is going to yield."""
+        held, wanted, each = self._held.values(), self._wanted.get(layer, []), self.link.each
+        groups = [experts for of, experts in held if of == layer]
+        groups += [wanted[start : start + each] for start in range(0, len(wanted), each)]
+        return [experts for experts in groups if self.pairs[experts].any()]
 
     def groups(self, layer: int) -> Iterator[tuple[int, list[int]]]:
         """The layer's groups with used experts, and the experts in their blocks, each as soon as the device may be

@@ -26,10 +26,10 @@ class PrefillSplit:
     ms: float  # predicted for the layer
 
 
-def split(pairs: Pairs, here: Bools, costs: Costs, each: int) -> PrefillSplit:
+def split(pairs: Pairs, here: Bools, costs: Costs, each: int, begun: int = 0) -> PrefillSplit:
     """Divides the experts of a layer with so many (token, expert) `pairs` of each. Experts that are `here`, on the
     device or on their way to it, are computed there. Copied ones are computed by groups of `each`; experts without
-    pairs are left out."""
+    pairs are left out. The link makes `begun` copies for the layer anyway."""
     used = pairs > 0
     missing = np.flatnonzero(used & ~here)
     missing = missing[np.argsort(-pairs[missing], kind="stable")]
@@ -40,6 +40,6 @@ def split(pairs: Pairs, here: Bools, costs: Costs, each: int) -> PrefillSplit:
     groups = (len(present) > 0) + np.ceil(copied / each)
     device = costs.device.ms(len(present) + copied, pairs[present].sum() + before, groups)
     shadow = costs.shadow.ms(left, before[-1] - before, np.minimum(left, 1.0))
-    ms = costs.layer_ms(device, shadow, costs.copy * copied)
+    ms = costs.layer_ms(device, shadow, costs.copy * (begun + copied))
     best = int(ms.argmin())
     return PrefillSplit(missing[:best].tolist(), missing[best:].tolist(), float(ms[best]))

@@ -471,10 +471,10 @@ class CountedOps:
         _ = self.made("rows of each expert", each, experts.count, dtype=torch.int64)
         rows = self.products(self.made("rows in expert order", x, *shape), experts)
         back = self.made("order back", order, *order.shape)
-        weighted = self._weighted(rows, back)
+        weighted = self.weighted(rows, back)
         return self.made("sums over experts", weighted, len(x), x.shape[1])
 
-    def _weighted(self, rows: Tensor, back: Tensor) -> Tensor:
+    def weighted(self, rows: Tensor, back: Tensor) -> Tensor:
         _ = self.made("rows in token order", rows, *rows.shape)
         return self.made("weighted rows", rows, *rows.shape)
 

@@ -50,6 +50,7 @@ ASCEND = [
     "executor/platform/ascend/graphs.py",
     "ops/ascend",
     "cpu_offload/ascend.py",
+    "cpu_offload/ascend_prefill.py",
 ]
 ASCEND += ["tools/benchmarks/npu_gemv.py", "tools/benchmarks/npu_layers.py", "tools/npu_check/stages"]
 

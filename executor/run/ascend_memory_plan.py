@@ -130,18 +130,18 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
         Part("inputs", _inputs(batch)),
         product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1),
     ]
-    return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed, *_unpacked(sketch)]
+    return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed, *_unpacked(case, sketch)]
 
 
-def _unpacked(sketch: Sketch) -> list[Part]:
+def _unpacked(case: Case, sketch: Sketch) -> list[Part]:
     """The values of a layer's 4-bit experts: npu_grouped_matmul unpacks all of them to its workspace before it
     multiplies by them. Where the vector cores' kernels are used, they are in the banks of ops/ascend/tiles.py. Of
-    experts with shadows they are those of a part."""
+    experts with shadows they are those of the largest bank."""
     sizes = []
     for layer in (layer for _, layer in layers_of(sketch.model) if isinstance(layer, Experts)):
         weights: object = layer.weights
         if isinstance(weights, CountedShadow) and weights.format.kind == "q4":
-            sizes.append((max(weights.parts), layer.hidden, weights.inner))
+            sizes.append((max(weights.shadows.banks(_rows(case))), layer.hidden, weights.inner))
         if isinstance(weights, AscendExperts) and weights.w13.format.kind == "q4":
             sizes.append((weights.count, layer.hidden, weights.inner))
     if not sizes:

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from cpu_offload.expert_ring import GROUPS, group_size
 from cpu_offload.manager import layer_number
 from executor.config.case import Case
 from executor.run.activations import Part, product
@@ -39,6 +40,7 @@ class CountedShadow:
         ops, in_planes = shadows.ops, not unfit(format, hidden, inner, kind)
         self.layout = BlockLayout.of(inner, hidden, format, ops.dtype, in_planes, kind.biased)
         self.parts = [part.stop - part.start for part in parts_of(count, self.layout.block_bytes)]
+        self.each = group_size(self.layout.block_bytes, count)
         self.storages: list[Tensor] = []
         self.nbytes = 0
 
@@ -51,16 +53,32 @@ class CountedShadow:
         return 2 <= pairs < self.count and pairs <= max(self.parts)
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
-        ops, streamed = self.shadows.ops, len(x) > self.shadows.most
-        sums = None if streamed else ops.made("sums of the CPU", x, *x.shape)
-        by_pair = not streamed and self.by_pair(ids.numel())
+        ops = self.shadows.ops
+        if len(x) > self.shadows.most:
+            return self._long(x, ids)
+        sums = ops.made("sums of the CPU", x, *x.shape)
+        by_pair = self.by_pair(ids.numel())
         whole = by_pair or len(self.parts) == 1
         of_parts = (
             ops.moe(x, weights, ids, self.bank(x, count), first_expert if whole else 0)
             for count in ([ids.numel()] if by_pair else self.parts)
         )
         total = reduce(lambda total, of_part: ops.made("sums of parts", x, *x.shape), of_parts)
-        return total if sums is None else ops.made("sums of both", x, *x.shape)
+        del total, sums
+        return ops.made("sums of both", x, *x.shape)
+
+    def _long(self, x: Tensor, ids: Tensor) -> Tensor:
+        """As cpu_offload/ascend_prefill.py. All rows may be those of one group."""
+        ops, shape = self.shadows.ops, (*ids.shape, x.shape[1])
+        _numbers = ops.made("places of rows", ids, 2, *ids.shape)
+        rows, out = (ops.made(f"rows {which} experts", x, *shape) for which in ("for", "from"))
+        bank = self.bank(x, self.each)
+        ordered = ops.made("rows in the order of planes", rows, *shape) if self.layout.in_planes else rows
+        _made = ops.products(ordered, bank)
+        del bank, rows, ordered, _made
+        if ops.routing == "tp":
+            out = ops.weighted(out, out)
+        return ops.made("sums over experts", out, *x.shape)
 
     def bank(self, x: Tensor, count: int) -> CountedBank:
         """As `ArenaSlots.bank` makes it."""
@@ -104,13 +122,25 @@ class CountedShadows:
         """The bytes of all experts, as slots have them."""
         return sum(layer.count * layer.layout.block_bytes for layer in self.layers)
 
+    def _pairs(self, rows: Sequence[int]) -> list[int]:
+        return [self.groups * each * self.top_k for each in rows]
+
+    def banks(self, rows: Sequence[int]) -> set[int]:
+        """The experts of banks that are gathered, if decode steps have `rows` tokens of each data-parallel group."""
+        first, pairs, banks = self.layers[0], self._pairs(rows), set[int]()
+        for each in pairs:
+            banks |= {each} if first.by_pair(each) else {*first.parts}
+        return banks | ({first.each} if self.most < sys.maxsize else set())
+
     def tables(self, rows: Sequence[int]) -> list[Part]:
-        """What steps read of tables. Decode steps have `rows` tokens of each data-parallel group."""
-        first, pairs = self.layers[0], [self.groups * each * self.top_k for each in rows]
-        banks = {*first.parts, *filter(first.by_pair, pairs)}
-        each = first.layout.block_bytes // PLACE
-        return [
+        """What steps read beside the arena: tables, and experts that long steps copy."""
+        first, each = self.layers[0], self.layers[0].layout.block_bytes // PLACE
+        parts = [
             product("first rows of experts", tables=2, layers=len(self.layers), experts=first.count, B=4),
-            product("rows of banks", tables=2, rows=sum(banks) * each, B=4),
-            product("pairs of tokens and experts", pairs=sum(pairs), B=4),
+            product("rows of banks", tables=2, rows=sum(self.banks(rows)) * each, B=4),
+            product("pairs of tokens and experts", pairs=sum(self._pairs(rows)), B=4),
         ]
+        if self.most < sys.maxsize:
+            size = sum(prod(shape) * dtype.itemsize for shape, dtype in first.layout.planes.values())
+            parts.append(product("experts copied for prompts", groups=GROUPS, experts=first.each, B=size))
+        return parts

@@ -60,14 +60,13 @@ def activated(x: Tensor, kind: ExpertKind, clipped: bool) -> Tensor:
 
 
 def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilities) -> Tensor:
-    tokens, top_k = ids.shape
-    flat = ids.flatten()
+    top_k, flat = ids.shape[1], ids.flatten()
     order = flat.argsort(stable=True)  # (T K): element i is the row t K + k that comes i-th
     each = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
     counts = (flat == each[:, None]).sum(1)  # (E) int64
     rows = products(x[order // top_k], None, counts, COUNTS, experts, can, x.dtype)
     back = order.argsort()  # (T K): the position of row t K + k
-    return (rows[back].view(tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
+    return sum_by_index(rows, weights, back, ids)
 
 
 def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilities) -> Tensor:
@@ -89,10 +88,25 @@ def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can:
     )  # fmt: skip
     counts = counts.to(torch.int64)  # some releases of torch_npu give int32 for 128 experts of 2048 columns
     sums = products(rows, scales, counts, COUNTS, experts, can, x.dtype)
-    return weighted_sum(sums, weights.to(x.dtype), back, None, BY_ROW)
+    return sum_by_row(sums, weights, back, ids)
+
+
+def sum_by_index(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor) -> Tensor:
+    return (rows[back].view(*ids.shape, -1) * weights[..., None].to(rows.dtype)).sum(1)
+
+
+def sum_by_column(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor) -> Tensor:
+    by_column = back.view(ids.shape).T.flatten()
+    return weighted_sum(rows, weights.to(rows.dtype), by_column, ids, BY_COLUMN)
+
+
+def sum_by_row(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor) -> Tensor:
+    return weighted_sum(rows, weights.to(rows.dtype), back, None, BY_ROW)
 
 
 ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fusion_v2}
+# The sums that they end with, of rows (T K, H) of which row back[t K + k] belongs to token t and ids[t, k].
+SUMS = {"tp": sum_by_index, "fusion_v1": sum_by_column, "fusion_v2": sum_by_row}
 
 
 def in_int8(experts: Bank) -> bool:

@@ -89,7 +89,7 @@ class AscendOps(AscendLayout):
         self.gemv_tokens, self.float_sums, self.can, self.super_kernel = gemv_tokens, float_sums, can, super_kernel
         # The type of npu_moe_finalize_routing's scales: float32 is taken with bfloat16 rows only.
         self.scales_type = torch.float32 if dtype == torch.bfloat16 else dtype
-        self.route_experts = moe.ROUTINGS[routing]
+        self.route_experts, self.sum_rows = moe.ROUTINGS[routing], moe.SUMS[routing]
         self.tiles = TileBanks(dtype) if gemv_tokens else None
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
 

@@ -11,26 +11,31 @@ the same buffers. The host runs each step as
 
     nodes.begin(step, tokens); logits = decode(..); nodes.finish()
 
+In long steps, which are eager, `rows` takes rows that each go to one expert, and gives back the rows that it makes of
+them, a job of JOB_ROWS after another through one set of buffers, however many tokens a step has.
+
 Nothing here was run on an NPU.
 """
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend.bridge import Bridge, Job
+from ops.ascend.bridge import Bridge, BridgeError, Job
 from ops.ascend.host_memory import pinned
 
+JOB_ROWS = 512  # of a job in long steps
 SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
 LIBRARY.define("shadow_submit(Tensor x, Tensor ids, Tensor weights, int layer, int nodes) -> Tensor")
 LIBRARY.define("shadow_join(Tensor sums, Tensor own, int layer, int nodes) -> Tensor")
+LIBRARY.define("shadow_rows(Tensor x, Tensor ids, Tensor(a!) out, int layer, int nodes) -> ()")
 
 
 @dataclass
@@ -72,7 +77,10 @@ class ShadowNodes:
         self.nodes: dict[tuple[int, int], Node] = {}  # (tokens, layer) -> node
         self.side = torch_npu.npu.Stream()
         self.bridge.subscribe(self.side.npu_stream)
-        self.step, self.tokens = -1, 0
+        self.step = -1
+        self.expected: dict[int, Node] = {}  # layer -> the node whose callback the step waits for
+        self.begun: dict[int, torch_npu.npu.Event] = {}  # layer -> the event after its jobs, in a long step
+        self.late: Callable[[], str | None] = lambda: None  # what else a long step waits for
         self.number = next(self.numbers)
         self.alive[self.number] = self
 
@@ -87,10 +95,22 @@ class ShadowNodes:
         wide, narrow = (tokens, self.hidden), (tokens, self.top_k)
         x, sums = (pinned(wide, self.dtype, f"layer {layer}") for _ in range(2))
         ids, weights = (pinned(narrow, dtype, f"layer {layer}") for dtype in (torch.int32, self.dtype))
-        buffers = (x, ids, weights, self.slots[layer], sums)
-        job = Job(*(t.data_ptr() for t in buffers), tokens, self.top_k, self.hidden, layer, -1, None)
+        return self._node(x, ids, weights, sums, self.slots[layer], layer)
+
+    def _node(self, x: Tensor, ids: Tensor, weights: Tensor, sums: Tensor, slots: Tensor, layer: int) -> Node:
+        job = Job(
+            *(t.data_ptr() for t in (x, ids, weights, slots, sums)), *ids.shape, self.hidden, layer, -1, None
+        )  # fmt: skip
         payload = self.bridge.payload(job, sums.nbytes)
         return Node(x, ids, weights, sums, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
+
+    def prepare_rows(self, job_rows: int) -> None:
+        """Allocates the buffers of `rows`, jobs of so many, which differ from all numbers of tokens of other steps."""
+        x, sums = (pinned((job_rows, self.hidden), self.dtype, "long steps") for _ in range(2))
+        ids, weights = (pinned((job_rows, 1), dtype, "long steps") for dtype in (torch.int32, self.dtype))
+        weights.fill_(1)
+        self.nobody = torch.zeros_like(next(iter(self.slots.values())))  # who is resident, as those jobs see it
+        self.of_rows = {layer: self._node(x, ids, weights, sums, self.nobody, layer) for layer in self.slots}
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         """x (tokens, hidden), ids, weights (tokens, top_k) -> sums (tokens, hidden), which are valid only after `join`.
@@ -122,6 +142,28 @@ class ShadowNodes:
         node.held = ()
         return own + sums
 
+    def rows(self, x: Tensor, ids: Tensor, out: Tensor, layer: int) -> None:
+        """x (n, hidden), the expert of each row in ids, int32, filled up to whole jobs with -1 -> out (n, hidden),
+        which is valid only after `join_rows`. The main stream does not wait."""
+        node = self.of_rows[layer]
+        self.begun[layer] = node.back
+        node.fork.record()
+        with torch_npu.npu.stream(self.side):
+            node.fork.wait()
+            for part, chosen, made in zip(
+                x.split(len(node.x)), ids.view(-1, *node.ids.shape), out.split(len(node.x)), strict=True
+            ):
+                node.x[: len(part)].copy_(part, non_blocking=True)
+                node.ids.copy_(chosen, non_blocking=True)
+                self.bridge.launch(self.side.npu_stream, node.payload)
+                made.copy_(node.sums[: len(part)], non_blocking=True)
+            node.back.record()
+        node.held = (x, ids, out)
+
+    def join_rows(self, layer: int) -> None:
+        self.of_rows[layer].back.wait()
+        self.of_rows[layer].held = ()
+
     def _of(self, tokens: int, layer: int) -> Node:
         if (tokens, layer) not in self.nodes:
             raise KeyError(f"layer {layer} was not prepared for {tokens} tokens")
@@ -129,7 +171,9 @@ class ShadowNodes:
 
     def begin(self, step: int, tokens: int) -> None:
         """Must be called before the launches of a step and after `finish` of the step before."""
-        self.step, self.tokens = step, tokens
+        self.step = step
+        self.expected = {layer: node for (of, layer), node in self.nodes.items() if of == tokens}
+        self.begun.clear()
         self.bridge.begin(step)
 
     def finish(self) -> None:
@@ -137,23 +181,29 @@ class ShadowNodes:
         stream = torch_npu.npu.current_stream().npu_stream
         slice_ms = max(1, int(self.timeout_s * 1000 / SLICES))
         events, since = self.bridge.events(), time.monotonic()
-        while not self.bridge.idle(stream, slice_ms):
+        while not self._idle(stream, slice_ms):
             if self.bridge.events() != events:
                 events, since = self.bridge.events(), time.monotonic()
             # A running callback detects that its worker takes too long, unless `submit` itself does not return.
             limit = self.timeout_s * (2 if events % 2 else 1)
-            layer = self._missing()
-            if layer is not None and time.monotonic() - since >= limit:
-                self.bridge.check(
-                    f"layer {layer}, step {self.step}: its callback has not come, or not returned, within {limit} s"
-                )
+            missing = self._missing() if time.monotonic() - since >= limit else None
+            if missing is not None:
+                self.bridge.check(f"{missing} within {limit} s")
         self.bridge.check()
 
-    def _missing(self) -> int | None:
-        """The first layer whose callback of this step has not returned; None if all have."""
-        layers = sorted(layer for tokens, layer in self.nodes if tokens == self.tokens)
-        seen = (layer for layer in layers if self.bridge.seen(self.nodes[self.tokens, layer].payload) != self.step)
-        return next(seen, None)
+    def _idle(self, stream: int, wait_ms: int) -> bool:
+        try:
+            return self.bridge.idle(stream, wait_ms)
+        except BridgeError as error:
+            raise BridgeError(f"{self._missing() or f'step {self.step}'}: {error}") from None
+
+    def _missing(self) -> str | None:
+        """What the main stream waits for: the first layer whose callback of this step has not returned, or else."""
+        late = [layer for layer, node in self.expected.items() if self.bridge.seen(node.payload) != self.step]
+        late += [layer for layer, event in self.begun.items() if not happened(event)]
+        if late:
+            return f"layer {min(late)}, step {self.step}: its callback has not come, or not returned,"
+        return self.late()
 
     def close(self) -> None:
         """Closes the bridge. Pending callbacks return at once. Graphs that were captured with these nodes must not be
@@ -169,6 +219,14 @@ class ShadowNodes:
 LEFT: list[ShadowNodes] = []
 
 
+def happened(event: torch_npu.npu.Event) -> bool:
+    """Whether it has, without an error."""
+    try:
+        return bool(event.query())
+    except RuntimeError:
+        return False
+
+
 def _submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
     return ShadowNodes.alive[nodes].submit(x, ids, weights, layer)
 
@@ -177,6 +235,11 @@ def _join(sums: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
     return ShadowNodes.alive[nodes].join(sums, own, layer)
 
 
+def _rows(x: Tensor, ids: Tensor, out: Tensor, layer: int, nodes: int) -> None:
+    ShadowNodes.alive[nodes].rows(x, ids, out, layer)
+
+
+LIBRARY.impl("shadow_rows", _rows, "PrivateUse1")
 LIBRARY.impl("shadow_submit", _submit, "PrivateUse1")
 LIBRARY.impl("shadow_join", _join, "PrivateUse1")
 LIBRARY.impl("shadow_submit", lambda x, ids, weights, layer, nodes: torch.empty_like(x), "Meta")

@@ -100,6 +100,15 @@ class ArenaSlots:
             plane = rows[begin:end].view(-1).view(dtype).view(count, -1)
             planes[name] = plane[:, : prod(shape)].contiguous().view(count, *shape)
             begin = end
+        return self._bank(count, planes)
+
+    def room(self, count: int) -> SlotBank:
+        """A bank that the planes of `count` experts can be copied to."""
+        sizes, device = self.layout.planes.items(), self.memory.device
+        planes = {name: torch.empty(count, *shape, dtype=dtype, device=device) for name, (shape, dtype) in sizes}
+        return self._bank(count, planes)
+
+    def _bank(self, count: int, planes: dict[str, Tensor]) -> SlotBank:
         w13, w2 = (
             Gathered(planes[f"w{n}"], planes.get(f"s{n}"), planes.get(f"z{n}"), planes.get(f"b{n}"), like, order)
             for n, like, order in (("13", self.like.w13, self.order), ("2", self.like.w2, None))

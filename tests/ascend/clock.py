@@ -38,7 +38,7 @@ def timed(given: list[str], rates: Rates, cpu: Callable[[int], float]) -> Trace:
         if kind == "record":
             events[rest] = len(simulation.work)
         elif kind == "wait":
-            after.append(events[rest])
+            after += [events[rest]] if rest in events else []  # or it happened before the log
         elif text == "host function":
             seconds, resource, functions = cpu(functions), CPU, functions + 1
         elif kind == "memcpy":
@@ -72,7 +72,7 @@ def races(given: list[str]) -> list[tuple[str, str]]:
         kind, _, rest = text.partition(" ")
         seen = host | last.get(stream, 0)
         if kind == "wait":
-            seen |= events[rest]
+            seen |= events.get(rest, 0)
         if kind == "synchronize":
             host |= {"d": everything, "s": last.get(stream, 0)}.get(rest[0], events.get(rest.removeprefix("event "), 0))
         before.append(seen)

@@ -9,6 +9,9 @@ from typing import Any, cast
 
 import torch
 
+from cpu_offload.ascend import AscendDevice
+from cpu_offload.costs import Costs, Line
+from cpu_offload.expert_ring import ExpertRing
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
@@ -153,6 +156,16 @@ def ascend_runner(case: Case, folder: Path, ranks: RankEnv = ONE_RANK) -> ModelR
     runner = make_runner(case, folder, ranks)
     runner.setup(make_platform)
     return runner
+
+
+def value_copies(runner: ModelRunner, copy: float) -> ExpertRing:
+    """Makes a copy of an expert cost `copy`, and an expert on the CPU 1 and .1 for each of its pairs, in long steps."""
+    assert runner.engine.shadows
+    device = runner.engine.shadows.device
+    assert isinstance(device, AscendDevice)
+    assert device.long
+    device.long.ring.costs = Costs(0, Line(0, 0, 0), Line(0, 1, 0.1), 0, copy, 1, (1, 1), 0)
+    return device.long.ring
 
 
 def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:

@@ -18,7 +18,9 @@ from models.layers.base import layers_of
 from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps
-from tests.ascend.engine import CAPTURE_MODES, ascend_case, ascend_runner, generate, prefilled
+from planner.simulation.streams import CPU
+from tests.ascend.clock import Rates, races, timed
+from tests.ascend.engine import CAPTURE_MODES, PROMPTS, ascend_case, ascend_runner, generate, prefilled, value_copies
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
@@ -37,8 +39,8 @@ def fresh() -> Iterator[None]:
     assert not violations()
 
 
-def runner_of(folder: Path, *overrides: str, mode: str = "fixed") -> ModelRunner:
-    case = ascend_case(folder, f"offload_config.mode={mode}", "strict=true", "stream_tokens=5", *overrides)
+def runner_of(folder: Path, *overrides: str, mode: str = "fixed", **sizes: Any) -> ModelRunner:
+    case = ascend_case(folder, f"offload_config.mode={mode}", "strict=true", "stream_tokens=5", *overrides, **sizes)
     return ascend_runner(case, folder)
 
 
@@ -81,14 +83,71 @@ def test_a_layer(tmp_path: Path) -> None:
     assert lines[start : start + len(expected)] == expected
 
 
-def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
-    """Three of eight are resident in one layer, two in the other; the others are streamed in two planes each."""
+@pytest.mark.parametrize(("copy", "copied"), [(0, 5 + 6), (99, 0)])
+def test_a_long_prefill_copies_or_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: float, copied: int
+) -> None:
+    """Three of eight are resident in one layer, two in the other; an expert has two planes. A job is padded."""
+    spread_evenly(monkeypatch)
     runner = runner_of(tmp_path, "exe_mode=eager", "slots=5")
+    value_copies(runner, copy)
     with device_log() as log:
         prefilled(runner)
     planes = [line for line in log.lines if line in ("memcpy async H2D 32768", "memcpy async H2D 16384")]
-    assert len(planes) == 2 * (5 + 6)
-    assert "host function" not in log.lines
+    assert len(planes) == 2 * copied
+    assert log.lines.count("host function") == (0 if copied else 2)
+    assert not races(log.given)
+
+
+UNIT, SCALE = 0.3e-3, SLOT / 13.37e6  # seconds; experts are so much smaller than V4-Flash's, and so are all rates
+
+
+@pytest.mark.parametrize(("copy", "longest"), [(0, 0.112), (1.65, 0.057)])
+def test_link_and_cpu_work_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: float, longest: float
+) -> None:
+    """On the fake device's clock, with a link of 27 GB/s. All that is missing is copied, then the CPU has its part."""
+    spread_evenly(monkeypatch, 64)
+    runner = runner_of(tmp_path, "exe_mode=eager", "slots=32", num_experts=64, num_hidden_layers=4)
+    ring, jobs = value_copies(runner, copy), list[float]()
+
+    def planned(layer: int, pairs: Any, plan: Any = ring.plan) -> list[int]:
+        computed: list[int] = plan(layer, pairs)
+        jobs.extend([UNIT * (len(computed) + 0.1 * int(pairs[computed].sum()))] * bool(computed))
+        return computed
+
+    monkeypatch.setattr(ring, "plan", planned)
+    generate(runner, [[5] * 48] * 2)  # experts are copied ahead as they were used
+    jobs.clear()
+    for id in range(2):
+        runner.loop.submit(runner.request(id, [id] * 48, 6), id)
+    with device_log() as log:
+        runner.loop.step()
+    trace = timed(log.given, Rates(27e9 * SCALE, 22e12 * SCALE, 5e15 * SCALE, 5e-6), jobs.__getitem__)
+    assert trace.overlap > 0.95
+    assert trace.seconds < longest
+    assert not jobs or trace.busy(CPU) > 0.85 * trace.seconds
+    assert not races(log.given)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_copy_of_a_prefill_that_fails_names_layer_and_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    spread_evenly(monkeypatch)
+    runner = runner_of(tmp_path, "exe_mode=eager", "slots=5")
+    value_copies(runner, 0)
+    shadows, device = parts(runner)
+    planes = device.layers[layer].planes
+
+    def failing(expert: int) -> dict[str, torch.Tensor]:
+        return {name: plane[1:] for name, plane in planes(expert).items()}
+
+    monkeypatch.setattr(device.layers[layer], "planes", failing)
+    with pytest.raises(BridgeError, match=f"layer {layer}, step {int(shadows.pool.step) + 1}: a copy of its experts"):
+        prefilled(runner)
+    monkeypatch.setattr(device.layers[layer], "planes", planes)
+    generate(runner)
 
 
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
@@ -129,10 +188,10 @@ def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pyte
     assert lines[start + 1].startswith("captured aclnnAdd (4,128)bfloat16 (4,128)bfloat16")
 
 
-def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def spread_evenly(monkeypatch: pytest.MonkeyPatch, experts: int = 8) -> None:
     """Replaces routing by tensors with fixed addresses and values; the fake device would leave uninitialised memory."""
     weights = torch.nn.Parameter(torch.zeros(512, 3, dtype=torch.bfloat16).npu(), requires_grad=False)
-    spread = torch.arange(512 * 3, dtype=torch.int32).view(512, 3) % 8
+    spread = torch.arange(512 * 3, dtype=torch.int32).view(512, 3) % experts
     ids = torch.nn.Parameter(spread.npu(), requires_grad=False)
     monkeypatch.setattr(AscendOps, "route_softmax", lambda _, x, *__, **___: (weights[: len(x)], ids[: len(x)]))
 
@@ -169,7 +228,7 @@ def test_a_stopped_pool_is_an_error_that_names_layer_and_step(tmp_path: Path, mo
     step_log(runner, running)
     times, counts = shadows.layers[1].layer.times, shadows.layers[1].layer.counts
     assert 0 < times[0] <= times[1]  # a real shadow pool computed
-    assert counts.tolist() == [3 * 3, 0, 0, 0, 0, 0, 0, 0]
+    assert counts.tolist() == [3 * (sum(map(len, PROMPTS)) + 3), 0, 0, 0, 0, 0, 0, 0]
     shadows.pool.stop()
     with pytest.raises(BridgeError, match=f"layer 0, step {int(shadows.pool.step) + 1}: the shadow pool failed"):
         runner.loop.step()
@@ -212,7 +271,9 @@ def test_the_plan_is_what_a_run_allocates(tmp_path: Path) -> None:
     _, device = parts(runner)
     memory, model = device.memory, runner.engine.model
     plan = make_plan(runner.case, show_offload_plan(runner.case))
+    assert device.long
     tables = [device.on_device, *device.orders.values(), *itertools.chain(*device.slots.indices.values())]
+    tables += [plane for bank in device.long.link.banks for plane in bank.planes.values()]
     assert plan.of("arena") == sum(tensor.nbytes for tensor in (memory, *tables))
     tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
     sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "npu"}

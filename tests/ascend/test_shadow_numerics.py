@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from cpu_offload import ascend_prefill
 from cpu_offload.ascend import AscendDevice, NpuExperts
 from executor.config.env import RankEnv
 from executor.model_runner import ModelRunner, make_runner
 from ops.ascend.vector_core import blocks
-from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V2, V3, Family
+from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V2, V3, Family, value_copies
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.ascend.stored import values_of
@@ -35,14 +36,15 @@ def closed() -> Iterator[None]:
 
 
 def runner_of(
-    folder: Path, model: str = "model", gemv_tokens: int = 0, ranks: RankEnv = ONE_RANK, **sections: Any
-) -> ModelRunner:
+    folder: Path, model: str = "model", gemv_tokens: int = 0, ranks: RankEnv = ONE_RANK,
+    routing: str = "fusion_v2", **sections: Any,
+) -> ModelRunner:  # fmt: skip
     case = tiny_case(
         folder, folder / model, cache_config={"page_size": 16}, exe_mode="eager",
         data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
     )  # fmt: skip
     runner = make_runner(case, folder, ranks)
-    runner.setup(ascend_on_cpu("fusion_v2", gemv_tokens))
+    runner.setup(ascend_on_cpu(routing, gemv_tokens))
     return runner
 
 
@@ -70,16 +72,33 @@ def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], famil
     save(family, tmp_path, **WIDE)
     expected = collect_logits(runner_of(tmp_path, model_name=family.name), IDS, steps=5)
     runner = runner_of(tmp_path, model_name=family.name, offload_config=offload)
+    value_copies(runner, 0)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
-        if name.startswith("prefill"):  # streamed: the same products of the same weights
+        if name.startswith("prefill"):  # copied: the same products of the same weights
             np.testing.assert_array_equal(ours[name], array, err_msg=name)
         else:
             np.testing.assert_allclose(ours[name], array, atol=1e-4, err_msg=name)
     told, missed = used(runner)
-    assert told == 2 * 3 * 3 * 5  # layers, experts a token, sequences, steps: padding is not counted
+    assert told == 2 * 3 * (sum(map(len, IDS)) + 3 * 5)  # layers, experts a token, steps: padding is not counted
     assert missed == {"resident": 0}.get(offload["mode"], missed)
     assert missed > 0 or offload["mode"] == "resident"
+
+
+@pytest.mark.parametrize(("copy", "routing"), [(1.1, "fusion_v2"), (1.3, "tp"), (1.3, "fusion_v1"), (99, "fusion_v2")])
+def test_prefills_are_the_same_however_they_are_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: float, routing: str
+) -> None:
+    monkeypatch.setattr(ascend_prefill, "group_size", lambda *_: 2)
+    monkeypatch.setattr(ascend_prefill, "JOB_ROWS", 9)
+    save(QWEN3, tmp_path, **WIDE)
+    expected = collect_logits(runner_of(tmp_path), IDS, steps=1)
+    runner = runner_of(tmp_path, offload_config=FIVE, routing=routing)
+    ring = value_copies(runner, copy)
+    ours = collect_logits(runner, IDS, steps=1)
+    for name, array in expected.items():
+        np.testing.assert_allclose(ours[name], array, atol=1e-4, err_msg=name)
+    assert ring.copied.sum() in ({0} if copy == 99 else range(1, 11))
 
 
 def test_large_banks_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +110,7 @@ def test_large_banks_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     ours = collect_logits(runner, IDS, steps=5)
     assert runner.engine.shadows
     device = cast(AscendDevice, runner.engine.shadows.device)
-    assert sorted(device.slots.indices) == [2, 3]
+    assert sorted(device.slots.indices) == [2, 3, 8]  # and those of residents for prompts
     for name, array in expected.items():
         np.testing.assert_allclose(ours[name], array, atol=1e-4, err_msg=name)
 
@@ -140,7 +159,7 @@ def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: Famil
 
 def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_tokens: int) -> None:
     ranks = gloo_ranks(rank, port, 2)
-    sections = dict(world_size=2, parallel_config=split, offload_config=FIVE)
+    sections: dict[str, Any] = dict(world_size=2, parallel_config=split, offload_config=FIVE)
     runner = runner_of(folder, "quantised" if gemv_tokens else "model", gemv_tokens, ranks, **sections)
     arrays: dict[str, Any] = collect_logits(runner, IDS, steps=5)
     np.savez(folder / f"rank{rank}.npz", used=used(runner), calls=CALLS["fused_moe_slots_w4a16"], **arrays)
@@ -157,7 +176,7 @@ def test_two_ranks(tmp_path: Path, split: dict[str, int], gemv_tokens: int) -> N
         quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32, 4, symmetric=False)
     run_gloo_ranks(rank_logits, 2, tmp_path, split, gemv_tokens)
     expected = collect_logits(runner_of(tmp_path, "quantised" if gemv_tokens else "model"), IDS, steps=5)
-    told = 0
+    told, tokens = 0, sum(map(len, IDS)) + 3 * 5
     for rank in range(2):
         with np.load(tmp_path / f"rank{rank}.npz") as arrays:
             for name, array in expected.items():
@@ -168,4 +187,4 @@ def test_two_ranks(tmp_path: Path, split: dict[str, int], gemv_tokens: int) -> N
             assert arrays["used"][1] > 0
             told += arrays["used"][0]
             assert (arrays["calls"] > 0) == (gemv_tokens > 0 and "attn_tp_size" not in split)
-    assert told == 2 * 3 * 3 * 5 * (1 if "moe_tp_size" in split else 2)
+    assert told == 2 * 3 * tokens * (1 if "moe_tp_size" in split else 2)

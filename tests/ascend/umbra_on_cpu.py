@@ -47,5 +47,14 @@ def shadow_join(sums: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
     return ShadowNodes.alive[nodes].join(node.sums, own, layer)
 
 
+def shadow_rows(x: Tensor, ids: Tensor, out: Tensor, layer: int, nodes: int) -> None:
+    node = ShadowNodes.alive[nodes].of_rows[layer]
+    for part, chosen, made in zip(x.split(len(node.x)), ids.split(len(node.x)), out.split(len(node.x)), strict=True):
+        ShadowNodes.alive[nodes].rows(part, chosen, made, layer)
+        torch.npu.synchronize()
+        made.copy_(node.sums[: len(part)])
+
+
+LIBRARY.impl("shadow_rows", shadow_rows, "CPU")
 LIBRARY.impl("shadow_submit", shadow_submit, "CPU")
 LIBRARY.impl("shadow_join", shadow_join, "CPU")

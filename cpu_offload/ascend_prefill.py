@@ -1,0 +1,201 @@
+"""Long steps on an NPU, such as prefills: of the experts that are not resident, those of many tokens are copied to it,
+and the shadow pool computes the others (expert_ring.py).
+
+    copies   e7 e3 e9 e1 | e4 e0 .. | next layer: e5 ..           into groups of the ring
+    main     ids to the host | rows | residents | e7 e3 e9 e1 | e4 e0 .. | sums
+    side                            | D2H, callback, H2D ..              |      the shadow pool's experts
+
+The host reads a layer's ids and sorts its (token, expert) pairs by groups of residents, groups of the ring and what is
+left to the shadow pool, each of which then has a slice of the rows. Rows and sums are those of `ops.moe`; only what the
+shadow pool computes differs, within its rounding. Nothing here was run on an NPU.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch_npu
+from torch import Tensor
+
+from cpu_offload.costs import Costs
+from cpu_offload.expert_ring import GROUPS, ExpertRing, Link, group_size
+from cpu_offload.experts import ShadowedExperts
+from ops.ascend.bridge import BridgeError
+from ops.ascend.grouped import COUNTS
+from ops.ascend.host_memory import pinned
+from ops.ascend.moe import check_ids, products, resident
+from ops.ascend.ops import AscendOps
+from ops.ascend.shadow import JOB_ROWS, ShadowNodes, happened
+from ops.ascend.slots import ArenaSlots, SlotBank
+from ops.cpu.shadow import Worker
+
+Ints = npt.NDArray[np.integer]
+
+
+class PinnedExperts(ShadowedExperts):
+    """Those of a layer of this number, which has the number `index` among the layers with shadows."""
+
+    number: int
+    index: int
+
+    @abstractmethod
+    def planes(self, expert: int) -> dict[str, Tensor]:
+        """The planes of the expert in pinned memory, by their names in a block."""
+
+
+class NpuLink(Link):
+    """Copies on a stream of its own from the host's pinned experts."""
+
+    def __init__(self, layers: Sequence[PinnedExperts], slots: ArenaSlots, nodes: ShadowNodes, each: int):
+        super().__init__(GROUPS, each)
+        self.layers, self.nodes = layers, nodes
+        self.banks = [slots.room(each) for _ in range(GROUPS)]
+        self.stream = torch_npu.npu.Stream()
+        self.stream.wait_stream(torch_npu.npu.current_stream())
+        self.copied, self.released = ([torch_npu.npu.Event() for _ in range(GROUPS)] for _ in range(2))
+        self.filling: dict[int, int] = {}  # group -> number of the layer whose experts are copied to it
+
+    def begin(self, group: int, layer: int, experts: Sequence[int]) -> None:
+        source, to = self.layers[layer], self.banks[group].planes
+        self.filling[group] = source.number
+        try:
+            with torch_npu.npu.stream(self.stream):
+                self.released[group].wait()
+                for place, expert in enumerate(experts):
+                    for name, plane in source.planes(expert).items():
+                        to[name][place].copy_(plane, non_blocking=True)
+                self.copied[group].record()
+        except RuntimeError as error:
+            raise BridgeError(f"{self._where(group)}: a copy of its experts: {error}") from None
+
+    def ready(self, group: int) -> None:
+        self.copied[group].wait()
+
+    def release(self, group: int) -> None:
+        self.released[group].record()
+
+    def drain(self) -> None:
+        try:
+            self.stream.synchronize()
+        except RuntimeError:  # its step has failed already
+            return
+
+    def late(self) -> str | None:
+        """The first group whose copies are not done."""
+        late = [group for group in self.filling if not happened(self.copied[group])]
+        return f"{self._where(late[0])}: copies of its experts were not done" if late else None
+
+    def _where(self, group: int) -> str:
+        return f"layer {self.filling[group]}, step {self.nodes.step}"
+
+
+class LongSteps:
+    def __init__(
+        self,
+        ops: AscendOps,
+        layers: Sequence[PinnedExperts],
+        rows: Sequence[Tensor],
+        slots: ArenaSlots,
+        nodes: ShadowNodes,
+        worker: Worker,
+        most: int,
+        costs: Costs,
+    ):
+        """`rows` has, for each layer, a table of its experts' first rows in `slots`. Long steps have more than `most`
+        tokens."""
+        first = layers[0]
+        self.ops, self.layers, self.places, self.slots, self.nodes = ops, layers, rows, slots, nodes
+        self.each = group_size(first.slot_bytes, first.count)
+        self.link = NpuLink(layers, slots, nodes, self.each)
+        self.ring = ExpertRing(self.link, len(layers), first.count, nodes.top_k, costs)
+        self.job_rows = max(JOB_ROWS, most + 1)
+        nodes.prepare_rows(self.job_rows)
+        nodes.late = self.link.late
+        slots.prepare(self.each)
+        for layer in (experts.layer for experts in layers):  # the host counts
+            aside = replace(layer, counts=torch.zeros_like(layer.counts), times=torch.zeros_like(layer.times))
+            worker.layer(aside, self.job_rows, 1, ops.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ring."""
+        return sum(plane.nbytes for bank in self.link.banks for plane in bank.planes.values())
+
+    def begin(self, tokens: int) -> None:
+        self.link.filling.clear()
+        self.ring.begin(tokens, np.stack([layer.table != 0 for layer in self.layers]))
+
+    def end(self) -> None:
+        self.ring.end()
+
+    def mixture(
+        self, experts: PinnedExperts, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None
+    ) -> Tensor:
+        count, first, each = experts.count, first_expert or 0, self.each
+        local = self._on_host(ids, experts) - first
+        local[(local < 0) | (local >= count)] = count
+        pairs = np.bincount(local, minlength=count + 1)[:count]
+        experts.layer.counts.add_(torch.from_numpy(pairs))
+        computed = self.ring.plan(experts.index, pairs)
+        here = np.flatnonzero((experts.table != 0) & (pairs > 0)).tolist()
+        residents = [here[start : start + each] for start in range(0, len(here), each)]
+        groups = [*residents, *self.ring.order(experts.index)]
+        order = by_group(local, count, [*groups, computed])
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        *ends, used = accumulate(int(pairs[group].sum()) for group in [*groups, computed])
+        shared = ends[-1] if ends else 0
+        jobs = np.full(-(-(used - shared) // self.job_rows) * self.job_rows, -1)
+        jobs[: used - shared] = np.repeat(computed, pairs[computed]) + first
+        amounts = [[*pairs[group], *[0] * (each - len(group))] for group in groups]
+        places = [group + group[:1] * (each - len(group)) for group in residents]
+        tokens, back_there, chosen, counts, slots = self._on_device(
+            order[:used] // ids.shape[1], back, jobs, np.ravel(amounts), np.ravel(places)
+        )
+
+        rows, out = x.index_select(0, tokens), x.new_empty(len(order), x.shape[1])
+        out[used:] = 0  # experts elsewhere: rows without weight
+        if computed:
+            torch.ops.umbra.shadow_rows(rows[shared:], chosen, out[shared:used], experts.number, self.nodes.number)
+        slices = map(slice, [0, *ends], ends)
+        given = iter(counts.long().view(-1, each))
+        for addresses in self.places[experts.index].index_select(0, slots).split(each) if residents else ():
+            self._products(rows, out, next(slices), next(given), self.slots.bank(addresses))
+        for group, _ in self.ring.groups(experts.index):
+            self._products(rows, out, next(slices), next(given), self.link.banks[group])
+        if computed:
+            self.nodes.join_rows(experts.number)
+        if first_expert is not None:
+            weights, _ = resident(weights, ids, first, count)
+        return self.ops.sum_rows(out, weights, back_there, ids)
+
+    def _products(self, rows: Tensor, out: Tensor, part: slice, counts: Tensor, bank: SlotBank) -> None:
+        x, order = rows[part], bank.w13.order
+        x = x if order is None else x.index_select(1, order)
+        out[part] = products(x, None, counts, COUNTS, bank, self.ops.can, x.dtype)
+
+    def _on_host(self, ids: Tensor, experts: PinnedExperts) -> Ints:
+        check_ids(ids)
+        host = pinned(tuple(ids.shape), ids.dtype, f"layer {experts.number}")
+        host.copy_(ids, non_blocking=True)
+        self.nodes.finish()
+        return host.numpy().ravel()
+
+    def _on_device(self, *given: Ints) -> Sequence[Tensor]:
+        """These numbers in int32, by one copy."""
+        host = pinned((sum(map(len, given)),), torch.int32, "long steps")
+        np.concatenate(given, out=host.numpy(), casting="unsafe")
+        return host.to(self.slots.memory.device, non_blocking=True).split([len(numbers) for numbers in given])
+
+
+def by_group(local: Ints, count: int, groups: Sequence[Sequence[int]]) -> Ints:
+    """The numbers of pairs, whose experts are `local`, in the order of experts in `groups`; those of others, which are
+    `count`, come last."""
+    place = np.full(count + 1, count)
+    flat = [expert for group in groups for expert in group]
+    place[flat] = np.arange(len(flat))
+    return np.argsort(place[local], kind="stable")
