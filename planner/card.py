@@ -1,14 +1,8 @@
 """What one device and its host do with a model whose experts do not all fit on the device.
 
-    decode    as of a layout: the host computes the experts that are missed, beside those on the device
-    prefill   a layer takes the device's work besides experts, then the longest of
-                link     copied experts * bytes / host.copy_gbps, without those that ran ahead
-                device   its experts
-                host     reading the weights of its experts, and the products of their pairs
-              and at least missing experts * bytes / host.memory_gbps, whether copied or read by the host's kernels
-
-Which missing experts are copied, and how many run ahead while the device does its other work, is what a run's own code
-says (`cpu_offload/prefill_split.py`, `cpu_offload/expert_ring.py`).
+decode    as of a layout: the host computes the experts that are missed, beside those on the device
+prefill   a run's own ring of experts with a clock (planner/ring_clock.py), and at least the missing experts' bytes
+          over host.memory_gbps, whether they are copied or read by the host's kernels
 """
 
 import dataclasses
@@ -17,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpu_offload.costs import Costs, Line
-from cpu_offload.expert_ring import GROUPS, SURE, group_size
+from cpu_offload.expert_ring import GROUPS, group_size
 from cpu_offload.planner.hits import curve_of, hit_rate
-from cpu_offload.prefill_split import split
 from executor.config.units import GB
 from planner.cluster import Load
 from planner.machine import Hardware
+from planner.ring_clock import Sides, clocked
 from planner.served import Served
 from planner.times import GIGA, TERA, US
 
@@ -35,23 +29,6 @@ class Decoded:
     resident: float  # share of the experts
     hit: float
     rate: float  # tokens a second, of all sequences
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Seconds of a prompt, and those of each side."""
-
-    total: float = 0.0
-    link: float = 0.0
-    device: float = 0.0
-    host: float = 0.0
-
-    @property
-    def longest(self) -> str:
-        return max(("device", "link", "host"), key=lambda side: float(getattr(self, side)))
-
-    def __add__(self, other: "Prefill") -> "Prefill":
-        return Prefill(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
 
 def resident_share(model: Served, hardware: Hardware, sequences: int, tokens: int, guesses: int = 0) -> float | None:
@@ -78,9 +55,9 @@ def decoded(
     return Decoded(sequences, resident, hit, tokens / model.decode(sequences, cached, hit, guesses))
 
 
-def prefill(model: Served, hardware: Hardware, prompt: int, chunk: int, resident: float) -> Prefill:
+def prefill(model: Served, hardware: Hardware, prompt: int, chunk: int, resident: float) -> Sides:
     """The prefill of one prompt in chunks whose tokens choose experts at random."""
-    total, cached = Prefill(), 0
+    total, cached = Sides(), 0
     while cached < prompt:
         tokens = min(chunk, prompt - cached)
         total += _chunk(model, hardware, tokens, cached, resident)
@@ -88,27 +65,18 @@ def prefill(model: Served, hardware: Hardware, prompt: int, chunk: int, resident
     return total
 
 
-def _chunk(model: Served, hardware: Hardware, tokens: int, cached: int, resident: float) -> Prefill:
+def _chunk(model: Served, hardware: Hardware, tokens: int, cached: int, resident: float) -> Sides:
     m, need = model.mixtures, hardware.need
     mixtures, others = model.prefill(tokens, cached)
-    pairs = np.random.default_rng(0).multinomial(tokens * m.top_k, np.full(m.experts, 1 / m.experts))
-    here = np.arange(m.experts) < round(resident * m.experts)
-    used, missing = int((pairs > 0).sum()), int((pairs[~here] > 0).sum())
+    even = np.full(m.experts, 1 / m.experts)
+    pairs = np.random.default_rng(0).multinomial(tokens * m.top_k, even, m.layers)
+    here = np.tile(np.arange(m.experts) < round(resident * m.experts), (m.layers, 1))
     reading, product = m.expert_bytes / (need("host.read_gbps") * GIGA), 2 * m.macs / (need("host.tflops") * TERA)
     costs = Costs(
-        base=0.0, device=Line(0.0, mixtures / m.layers / used, 0.0),
+        base=0.0, device=Line(0.0, mixtures / int((pairs > 0).sum()), 0.0),
         shadow=Line(US * need("host.handover_us"), reading, product), slip=0.0,
         copy=m.expert_bytes / (need("host.copy_gbps") * GIGA), block_bytes=0, threads=(0, 0), seconds=0.0,
     )  # fmt: skip
-    each, other, expected = group_size(int(m.expert_bytes), m.experts), others / m.layers, tokens * m.top_k / m.experts
-    likely = np.full(m.experts, expected * (expected >= SURE))
-    ahead = split(likely, here, costs, each).copied[: min(GROUPS * each, int(other / costs.copy))]
-    here[ahead] = True
-    found = split(pairs, here, costs, each)
-    layer = max(other + found.ms, missing * m.expert_bytes / (need("host.memory_gbps") * GIGA))
-    step, computed = hardware.device.step_us * US, len(found.computed)
-    return Prefill(
-        step + m.layers * layer, m.layers * (len(ahead) + len(found.copied)) * costs.copy,
-        m.layers * (other + costs.device.ms(used - computed, 0.0)),
-        m.layers * costs.shadow.ms(computed, float(pairs[found.computed].sum()), float(computed > 0)),
-    )  # fmt: skip
+    found = clocked(pairs, here, costs, int(m.expert_bytes), others / m.layers)
+    missing = int((pairs[~here] > 0).sum()) * m.expert_bytes / (need("host.memory_gbps") * GIGA)
+    return dataclasses.replace(found, total=max(found.total, missing) + hardware.device.step_us * US)

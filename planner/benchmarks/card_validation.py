@@ -12,7 +12,8 @@ A row, of the first table and of `rows` in the JSON file:
   complete    whether all that the prediction needs is published
   note        inputs and source
 
-The second table, `beside` in the JSON file, has for each side a figure and its kind: published, or model.
+The second table, `beside` in the JSON file, has for each side a figure and its kind: published, model, or simulated, by a
+run's own ring with a clock.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ COLUMNS = (
     ("note", "  note", 4, ""),
 )  # fmt: skip
 BESIDE = (("what", "DeepSeek-V4-Flash, one A3 die, 40 Kunpeng cores", 52, ""), ("rival", "rival", 20, ""),
-          ("umbra", "Umbra", 20, ""), ("note", "  note", 4, ""))  # fmt: skip
+          ("umbra", "Umbra", 24, ""), ("note", "  note", 4, ""))  # fmt: skip
 LEFT_OUT = (
     "Left out: V4-Flash by KTransformers on 8 x 5090 with and without MTP, whose host and residents are not published",
     "(a step grew 1.54 times; the model allows 1, if the GPUs decide, to 1.98, if the experts do); the rival's other",
@@ -136,7 +137,7 @@ def beside(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
             for linked in (hardware.with_link(gbps),)
         ]
         yield {"what": f"s to the first token of {tokens:,}", "rival": f"{seconds} published",
-               "umbra": f"{found[0]:.1f} / {found[1]:.1f} model", "note": "  link of 27 / 110 GB/s"}  # fmt: skip
+               "umbra": f"{found[0]:.1f} / {found[1]:.1f} simulated", "note": "  link of 27 / 110 GB/s"}  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
