@@ -12,8 +12,8 @@ A row, of the first table and of `rows` in the JSON file:
   complete    whether all that the prediction needs is published
   note        inputs and source
 
-The second table, `beside` in the JSON file, has for each side a figure and its kind: published, model, or simulated, by a
-run's own ring with a clock.
+The second table, `beside` in the JSON file, has for each side a figure and its kind: published, model, or simulated:
+by a run's own ring with a clock.
 """
 
 import dataclasses
