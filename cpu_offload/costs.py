@@ -35,6 +35,9 @@ class Costs:
     block_bytes: int  # bytes of one expert
     threads: tuple[int, int]  # threads of the device and of the shadow pool
     seconds: float  # time that all measurements took, in seconds
+    # Costs of all experts where the device reads those in host memory in place, with the threads of both pools; None:
+    # it has to copy them.
+    whole: Line | None = None
 
     def layer_ms(self, device: Ms, shadow: Ms, link: Ms) -> Ms:
         """The time of a layer whose sides take so long each: the longest, and what it does not hide of the others."""

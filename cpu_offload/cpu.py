@@ -1,21 +1,30 @@
 """The CPU as the device of shadow experts. The engine's thread pool computes resident experts, whose slots hold blocks
 of the same layout as the shadow store.
 
+In long steps it computes the missing experts as well: in place, in the shadow store, with the threads of both pools,
+since a copy would read the same memory once more. Where the pools are on different NUMA nodes it takes what is copied
+to a ring, and the shadow pool the rest.
+
 The result has the same bits as that of `ops.moe`, whichever experts are resident.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cpu_offload.costs import Costs
+from cpu_offload.cpu_link import CpuLink
 from cpu_offload.device import Device, ExpertId
+from cpu_offload.expert_ring import ExpertRing
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
-from cpu_offload.streaming import Streaming
-from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, join, resident_rows, submit
+from ops.cpu.engine import native
+from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, in_place, join, pairs_of, resident_rows, submit
 from ops.format import Format
 from ops.interface import ExpertKind
 
@@ -29,24 +38,29 @@ def expert_slot(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype
 
 
 class CpuExperts(ShadowedExperts):
-    def open(self, streaming: Streaming, decode_tokens: int, note: Callable[[LongLayer], None]) -> None:
-        """To be called before the first step. Steps of more than `decode_tokens` tokens are long steps: they are never
-        captured, some are streamed, and `note` is called with each of their layers."""
-        self.streaming, self.decode_tokens, self.note = streaming, decode_tokens, note
+    def open(self, device: "CpuDevice", index: int, note: Callable[[LongLayer], None]) -> None:
+        """To be called before the first step. `index` is the layer's number among those with shadows; `note` is called
+        with each layer of a long step, one that has more tokens than a decode step and is never captured."""
+        self.device, self.index, self.note = device, index, note
 
     @property
     def slot_bytes(self) -> int:
         return self.blocks.block_bytes
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
-        if len(x) <= self.decode_tokens:
+        device, layer, start = self.device, self.layer, time.perf_counter()
+        if not device.streams and len(x) <= device.decode_tokens:
             return self._by_both(x, weights, ids)
-        layer, start = self.layer, time.perf_counter()
         before, resident, streamed = layer.counts.clone(), layer.device != 0, 0
-        if 0 < self.streaming.tokens <= len(x):
-            out, streamed = self.streaming.mixture(self.pool, layer, self.store, x, weights, ids)
-        else:
+        if not device.streams:
             out = self._by_both(x, weights, ids)
+        elif device.ring:
+            out = self._divided(device.ring, device.link, x, weights, ids)
+            streamed = int(device.ring.copied[self.index]) * self.blocks.block_bytes
+        else:
+            out = in_place(layer, x, weights, ids)
+        if len(x) <= device.decode_tokens:  # the last layer's rows, of which only some are wanted
+            return out
         ms = 1e3 * (time.perf_counter() - start)
         routed = layer.counts - before
         hits, step = int(routed[resident].sum()), int(self.pool.step)
@@ -59,14 +73,33 @@ class CpuExperts(ShadowedExperts):
         resident_rows(job)
         return join(job, weights)
 
+    def _divided(self, ring: ExpertRing, link: CpuLink, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The engine computes the resident experts and those that are copied to the ring, the shadow pool the rest."""
+        layer = self.layer
+        computed = ring.plan(self.index, pairs_of(layer, ids).numpy())
+        table = torch.ones_like(layer.device)
+        table[computed] = 0
+        job = submit(self.pool, dataclasses.replace(layer, device=table), x, ids)  # reads the table before it returns
+        table.copy_(layer.device)
+        resident_rows(job)
+        for group, experts in ring.groups(self.index):
+            table.zero_()
+            table[experts] = torch.tensor([block.data_ptr() for block in link.blocks[group, : len(experts)]])
+            resident_rows(job)
+        return join(job, weights)
+
 
 class CpuDevice(Device):
     alignment: ClassVar[int] = ALIGNMENT
+    narrows: ClassVar[bool] = True
 
-    def __init__(self, stream_tokens: int, decode_tokens: int):
-        """`stream_tokens` is the argument of `Streaming`, `decode_tokens` the most tokens of a decode step."""
-        self.stream_tokens, self.decode_tokens = stream_tokens, decode_tokens
+    def __init__(self, decode_tokens: int, top_k: int = 1, stream_tokens: int = 0, costs: Costs | None = None):
+        """`decode_tokens` are the most tokens of a decode step. From `stream_tokens` tokens on, 0: never, the engine
+        computes missing experts as well, of which a token uses `top_k`."""
+        self.decode_tokens, self.top_k, self.stream_tokens, self.costs = decode_tokens, top_k, stream_tokens, costs
         self.layers: list[CpuExperts] = []
+        self.ring: ExpertRing | None = None
+        self.streams = False  # whether the engine computes missing experts in this step
 
     def experts(
         self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
@@ -76,13 +109,16 @@ class CpuDevice(Device):
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, self.start, self.copier = memory, memory.data_ptr(), Copier()
-        self.streaming = Streaming(self.stream_tokens, max(layer.slot_bytes for layer in self.layers))
-        for layer in self.layers:
-            layer.open(self.streaming, self.decode_tokens, note)
+        if self.stream_tokens > 0 and self.costs and not self.costs.whole:
+            experts = self.layers[0].count
+            self.link = CpuLink([layer.store for layer in self.layers], experts)
+            self.ring = ExpertRing(self.link, len(self.layers), experts, self.top_k, self.costs)
+        for index, layer in enumerate(self.layers):
+            layer.open(self, index, note)
 
     @property
     def staging_bytes(self) -> int:
-        return self.streaming.ring.nbytes
+        return self.link.blocks.nbytes if self.ring else 0
 
     def copy(self, id: ExpertId, start: int) -> int:
         return self.copier.fill(self.start + start, self.layers[id[0]].store[id[1]])
@@ -100,7 +136,13 @@ class CpuDevice(Device):
         self.layers[id[0]].set_address(id[1], 0)
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
-        pass  # the ops read the number of the step from the pool
+        self.streams = 0 < self.stream_tokens <= sum(tokens)
+        native.widen(self.streams and not self.ring)
+        if self.streams and self.ring:
+            self.ring.begin(sum(tokens), np.stack([layer.table != 0 for layer in self.layers]))
 
-    def finish(self) -> None:
-        pass  # `join` has waited for the shadow pool
+    def finish(self) -> None:  # `join` has waited for the shadow pool
+        self.streams = False
+        native.widen(False)
+        if self.ring:
+            self.ring.end()

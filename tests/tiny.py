@@ -37,7 +37,7 @@ from transformers import (
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.model_runner import ModelRunner
+from executor.model_runner import ModelRunner, PlatformMaker
 from executor.model_runner import make_runner as new_runner
 
 TINY: dict[str, Any] = dict(
@@ -328,9 +328,9 @@ def tiny_case(folder: Path, model: Path, **sections: Any) -> Case:
     return load_case(str(write_case(folder / "tiny.yaml", model, **sections)))
 
 
-def make_runner(case: Case, results: Path) -> ModelRunner:
+def make_runner(case: Case, results: Path, platform: PlatformMaker | None = None) -> ModelRunner:
     runner = new_runner(case, results, ONE_RANK)
-    runner.setup()
+    runner.setup(platform)
     return runner
 
 

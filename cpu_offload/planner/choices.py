@@ -15,6 +15,7 @@ from cpu_offload.planner.model import Planner
 COPYING = 4  # copies may take 1 / COPYING of a step's time
 MOST_SWAPS = 32  # copies at one decision; the policy is made for no more
 Threads = tuple[int, int]  # threads of the device and of the shadow pool
+GAIN = 0.95  # of a layer's time that streaming must be below
 T = TypeVar("T")
 
 
@@ -140,22 +141,24 @@ def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> Ch
 
 
 def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) -> Choice[int]:
-    """Chooses the smallest number of tokens, above `decode`, such that streaming a layer is faster for every number of
-    tokens from there to `longest`."""
+    """Chooses the smallest number of tokens, above `decode`, such that the device is to compute missing experts as well
+    for every number of tokens from there to `longest`."""
     sizes = [decode + 1]
     while 2 * sizes[-1] < longest:
         sizes.append(1 << sizes[-1].bit_length())
     sizes = sorted({*sizes, longest})
     if longest <= decode:
         return Choice(0, f"no prefill has more than {decode} tokens")
+    if planner.costs.whole:
+        return Choice(decode + 1, "the device computes in place what it misses, with the threads of both pools")
     found = 0
     for tokens in reversed(sizes):
-        if planner.stream_ms(tokens, hit) >= planner.layer_ms(tokens, hit):
+        if planner.stream_ms(tokens, hit) >= GAIN * planner.layer_ms(tokens, hit):
             break
         found = tokens
     shown = found or longest
     why = (
         f"a layer of {shown} tokens at {hit:.0%} hits takes {planner.stream_ms(shown, hit):.3f} ms streamed, "
-        f"{planner.layer_ms(shown, hit):.3f} computed by both"
+        f"{planner.layer_ms(shown, hit):.3f} if not"
     )
     return Choice(found, why)

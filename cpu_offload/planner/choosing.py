@@ -169,7 +169,7 @@ def _measured(wanted: Wanted, sizes: ShadowSizes, threads: int, made: torch.Tens
     """A planner with costs measured in about `seconds`, with the engine's threads and a shadow pool of `threads`
     threads. The rest of a step is assumed to take as long as reading its weights."""
     pool = ShadowPool(shadow_teams(threads), wanted.timeout_s)
-    costs = measure(pool, threads, sizes.blocks, made, sizes.shape, wanted.batch, seconds)
+    costs = measure(pool, threads, sizes.blocks, made, sizes.shape, wanted.batch, seconds, wanted.on_host)
     pool.stop()
     where = f"the time to read {sizes.rest_bytes / 1e6:.1f} MB; a run measures it, and it is longer"
     return Planner(sizes.shape, costs, read_ms(sizes.rest_bytes, wanted.measure_s / 12), where)

@@ -7,9 +7,12 @@ The time of a layer, if a share `hit` of the experts that its T tokens use is re
     shadow = the same for missing experts, with own costs; `fixed` is the hand-over to the shadow pool and the join
     step   = rest + layers * layer
 
-If a layer of a long step is streamed, the device computes all pairs while missing experts are copied to it:
+In a layer of a long step, missing experts are divided between both sides, and some are copied to the device, so that
+all three end together (prefill_split.py). A device that reads the host's memory in place computes all of them, with the
+threads of both pools:
 
-    layer  = base + max(device of all, copies) + slip * min(device of all, copies)
+    layer  = base + max(device, shadow, copies) + slip * the other two
+    layer  = base + whole
 
 `base` is the time of a layer that uses no expert. `fixed` is waking threads and handing over. `slip` is the share of
 the shorter side that the longer does not hide: 0 for two real devices, more where both are threads that share
@@ -27,8 +30,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpu_offload.costs import Costs, Line
+from cpu_offload.expert_ring import group_size
 from cpu_offload.history import LongLayer
-from cpu_offload.streaming import CHUNK
+from cpu_offload.prefill_split import split
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # hit rates of the printed table
 LEAST_COST, MOST_COST = 0.02, 16.0  # bounds of a copy's cost in misses: the range that the policy's horizon is made for
@@ -100,15 +104,16 @@ class Planner:
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
         device = costs.device.ms(used * hit, pairs * hit, 1 - (1 - hit) ** used)
         shadow = costs.shadow.ms(used * (1 - hit), pairs * (1 - hit), 1 - hit**used)
-        return float(costs.layer_ms(device, shadow, 0.0))
+        return costs.layer_ms(device, shadow, 0.0)
 
     def stream_ms(self, tokens: float, hit: float) -> float:
-        """Time of a layer whose missing experts are streamed to the device, a chunk at a time."""
+        """Time of a layer of a long step, whose missing experts are divided: some are copied to the device."""
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
-        missing = used * (1 - hit)
-        device = costs.device.ms(used, pairs, 1 + missing / CHUNK)
-        copies = costs.copy * missing
-        return float(costs.layer_ms(device, 0.0, copies))
+        if costs.whole:
+            return costs.base + costs.whole.ms(used, pairs)
+        experts = max(round(used), 1)
+        even, here = np.full(experts, pairs / experts), np.arange(experts) < round(experts * hit)
+        return split(even, here, costs, group_size(costs.block_bytes, self.shape.experts)).ms
 
     def step_ms(self, tokens: float, hit: float) -> float:
         """Time of a decode step of `tokens` sequences. Each gets one token, so this is also the time per token."""

@@ -15,7 +15,17 @@ from torch import Tensor
 from cpu_offload.costs import Costs, Line
 from cpu_offload.planner.model import Sample, Shape, fit, slip_of
 from ops.cpu.engine import Tape, native
-from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
+from ops.cpu.shadow import (  # fmt: skip
+    Copier,
+    ExpertBlocks,
+    ShadowLayer,
+    ShadowPool,
+    in_place,
+    join,
+    reaches,
+    resident_rows,
+    submit,
+)
 
 INT = torch.int64
 LEAST, MOST = 2, 25  # fewest and most calls of one kind of measurement, after a first call that warms up
@@ -58,6 +68,19 @@ class Probe:
 
     def __call__(self, resident: int, missing: int) -> float:
         """Milliseconds of a replay that uses `resident` resident experts and `missing` missing ones."""
+        self._route(resident, missing)
+        start = time.perf_counter()
+        self.tape.replay()
+        return 1e3 * (time.perf_counter() - start)
+
+    def whole(self, used: int) -> float:
+        """Milliseconds of the mixture that uses `used` experts, in place."""
+        self._route(0, used)
+        start = time.perf_counter()
+        in_place(self.layer, self.kept[0], self.kept[1], self.ids)
+        return 1e3 * (time.perf_counter() - start)
+
+    def _route(self, resident: int, missing: int) -> None:
         count, used = len(self.layer.store), resident + missing
         order = torch.arange(used) + self.turn
         experts = order % count
@@ -71,16 +94,20 @@ class Probe:
             chosen = torch.arange(len(self.ids) * each).view(len(self.ids), each) % used
             self.ids[:, :each] = experts[chosen]
         self.pool.step += 1
-        start = time.perf_counter()
-        self.tape.replay()
-        return 1e3 * (time.perf_counter() - start)
 
 
 def measure(
-    pool: ShadowPool, threads: int, blocks: ExpertBlocks, made: Tensor, shape: Shape, most: int, seconds: float
+    pool: ShadowPool,
+    threads: int,
+    blocks: ExpertBlocks,
+    made: Tensor,
+    shape: Shape,
+    most: int,
+    seconds: float,
+    on_host: bool,
 ) -> Costs:
     """Measures the costs, in about `seconds`. `pool` has `threads` threads, `made` is the result of `made_up`, and a
-    decode step has at most `most` tokens."""
+    decode step has at most `most` tokens. `on_host`: the device is this CPU."""
     start = time.perf_counter()
     numbers = sorted({1, most, LONG})
     kinds = [
@@ -89,7 +116,7 @@ def measure(
         for experts in sorted({*((1, 2) if tokens <= most else ()), shape.top_k, round(shape.used(tokens))})
         if 0 < experts <= shape.experts
     ]
-    budget = Budget(seconds, 2 * len(kinds) + 2 * len(numbers) + 1)
+    budget = Budget(seconds, 3 * len(kinds) + 2 * len(numbers) + 1)
     probes = {tokens: Probe(pool, blocks, made, shape, tokens) for tokens in numbers}
     base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
     sides: list[list[Sample]] = [[], []]
@@ -99,6 +126,7 @@ def measure(
             ms = max(budget.fastest(partial(probe, *kind)) - base, 1e-6)
             sides[side].append(Sample(experts, probe.pairs(experts), ms))
     device, shadow = fit(sides[0]), fit(sides[1])
+    whole = _whole(probes, base, kinds, budget) if on_host and reaches(pool) else None
     return Costs(
         base=base,
         device=device,
@@ -108,6 +136,7 @@ def measure(
         block_bytes=blocks.block_bytes,
         threads=(sum(team.threads for team in native.teams()), threads),
         seconds=time.perf_counter() - start,
+        whole=whole,
     )
 
 
@@ -139,6 +168,17 @@ def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, bud
             pairs = probe.pairs(2 * half) / 2
             found.append(slip_of(device.ms(half, pairs), shadow.ms(half, pairs), ms))
     return sum(found) / len(found) if found else 0.0
+
+
+def _whole(probes: dict[int, Probe], base: float, kinds: list[tuple[int, int]], budget: Budget) -> Line:
+    """`whole` of `Costs`."""
+    native.widen(True)
+    try:
+        found = [budget.fastest(partial(probes[tokens].whole, experts)) - base for tokens, experts in kinds]
+    finally:
+        native.widen(False)
+    pairs = [probes[tokens].pairs(experts) for tokens, experts in kinds]
+    return fit([Sample(kind[1], p, max(ms, 1e-6)) for kind, p, ms in zip(kinds, pairs, found, strict=True)])
 
 
 def _copy(made: Tensor, budget: Budget) -> float:

@@ -286,8 +286,8 @@ class OffloadSettings:
     )  # fmt: skip
     stream_tokens: int | None = key(
         None,
-        "fewest tokens of a step in which experts that are not resident are copied to the device, which then computes "
-        "all experts; 0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
+        "fewest tokens of a step in which the device computes experts that are not resident too: on `cpu` in place, "
+        "else the copied ones; 0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
     measure_s: float = key(
         1.2, "about how many seconds the planner measures synthetic experts before weights are loaded", minimum=0

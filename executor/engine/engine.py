@@ -110,9 +110,10 @@ class Engine:
             tokens = tuple(self.parallel.attn_tp.padded(count) for count in tokens)
             rows = len(mine) + tokens[group] - live[group]
         whole = all_logits or decode
-        # The experts' shadows and shares of rows are made for all tokens of a step.
+        # Shares of rows are made for all tokens of a step, and so are experts' shadows on some devices.
         # What guesses tokens takes the hidden states of all rows.
-        narrow = not (whole or shared or self.shadows or self.model.guesses)
+        all_rows = self.shadows is not None and not self.shadows.device.narrows
+        narrow = not (whole or shared or all_rows or self.model.guesses)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,

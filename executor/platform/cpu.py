@@ -71,7 +71,7 @@ class CpuPlatform(Platform):
         return CpuExchange(self.ops) if self.placed else None
 
     def shadow_device(self, top_k: int, choices: Choices) -> Device:
-        return CpuDevice(choices.stream_tokens.value, self.decode_rows)
+        return CpuDevice(self.decode_rows, top_k, choices.stream_tokens.value, choices.costs)
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,7 +8,7 @@ the best kernels. `module` is the same without an engine, for what needs none.
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from types import ModuleType
@@ -76,16 +76,30 @@ def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1, sha
     cores = sum(len(node.cores) for node in nodes)
     cores = cores - shadow if cores - shadow > 1 else cores
 
-    def teams(threads: int) -> list[module.Team]:
-        return module.divide(nodes=nodes, device=threads, shadow=shadow)[0]
+    def teams(threads: int) -> tuple[list[module.Team], list[module.Team]]:
+        return module.divide(nodes=nodes, device=threads, shadow=shadow)
 
     def seconds(threads: int) -> float:
-        start_teams(teams(threads), instruction_set)
+        start_teams(teams(threads)[0], instruction_set)
         probe = module.ReadProbe(bytes=min(cores, 32) * PROBE_BYTES)
         return min(_seconds_of(probe) for _ in range(3))
 
     count = threads or (cores if ranks > 1 else worth_having(cores, seconds))
-    return start_teams(teams(count), instruction_set)
+    own, others = teams(count)
+    return start_teams(own, instruction_set, together(own, others, sum(len(node.cores) for node in nodes)))
+
+
+def together(own: "list[module.Team]", others: "list[module.Team]", cores: int) -> "list[module.Team]":
+    """Teams with the threads of two pools, or fewer if they share their part of `cores`; none if that is no more than
+    `own` has, or if the pools are on different nodes."""
+    if [team.memory for team in own] != [team.memory for team in others]:
+        return []
+    found = []
+    for a, b in zip(own, others, strict=True):
+        cpus = sorted({*a.cpus, *b.cpus})  # none: not pinned
+        threads = min(a.threads + b.threads, len(cpus) or cores // len(own))
+        found.append(module.Team(a.memory, max(a.threads, threads), cpus))
+    return found if any(a.threads < b.threads for a, b in zip(own, found, strict=True)) else []
 
 
 def worth_having(cores: int, seconds: Callable[[int], float]) -> int:
@@ -97,11 +111,12 @@ def worth_having(cores: int, seconds: Callable[[int], float]) -> int:
     return min(count for count, time in times.items() if time <= min(times.values()) / 0.95)
 
 
-def start_teams(teams: "list[module.Team]", instruction_set: str) -> str:
-    """`start` with given teams of threads, one for each NUMA node in use."""
+def start_teams(teams: "list[module.Team]", instruction_set: str, wide: "Sequence[module.Team]" = ()) -> str:
+    """`start` with given teams of threads, one for each NUMA node in use, and those of `native.widen`: the same results
+    with other threads."""
     global _started
     try:
-        chosen = module.start(teams=teams, instruction_set=instruction_set)
+        chosen = module.start(teams=teams, instruction_set=instruction_set, wide=wide)
     except ValueError as error:
         raise UserError(str(error)) from None
     _started = True

@@ -394,6 +394,6 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_e
     native.moe(
         experts.w13.handle, experts.w2.handle, pointer(x), pointer(weights), pointer(ids, INT), pointer(out),
         pointer(scratch, torch.uint8), *sizes, first_expert or 0, experts.hidden, experts.inner, experts.kind.limit,
-        experts.kind.alpha,
+        experts.kind.alpha, 0,
     )  # fmt: skip
     return out

@@ -215,6 +215,32 @@ def join(job: Job, weights: Tensor) -> Tensor:
     return out
 
 
+def reaches(pool: ShadowPool) -> bool:
+    """Whether the engine can compute from the pool's shadow store: its threads are on the same nodes."""
+    return [team.memory for team in pool.teams] == [team.memory for team in native.teams()]
+
+
+def in_place(layer: ShadowLayer, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The whole mixture on the engine's pool, from the blocks of the shadow store, which it must reach: bit for bit the
+    result of ops.moe. Counts the routing."""
+    (tokens, top_k), blocks, experts = ids.shape, layer.blocks, len(layer.store)
+    layer.counts.add_(pairs_of(layer, ids))
+    out = torch.empty(tokens, blocks.hidden)
+    scratch = torch.empty(scratch_bytes_of(layer, tokens, top_k), dtype=torch.uint8)
+    native.moe(
+        *(layer.handles or blocks.handles(native.split)), pointer(x), pointer(weights), pointer(ids, INT), pointer(out),
+        pointer(scratch, torch.uint8), tokens, top_k, experts, layer.first_expert, blocks.hidden, blocks.inner,
+        blocks.kind.limit, blocks.kind.alpha, pointer(layer.store, INT),
+    )  # fmt: skip
+    return out
+
+
+def pairs_of(layer: ShadowLayer, ids: Tensor) -> Tensor:
+    """The number of pairs of each of the layer's experts. (experts)"""
+    own, experts = ids.flatten() - layer.first_expert, len(layer.store)
+    return own[(own >= 0) & (own < experts)].bincount(minlength=experts)
+
+
 class Worker:
     """Lets a bridge (ops/ascend/bridge.py) use the pool: computes each job's sums over the experts that are not
     resident, in the model's type (csrc/shadow/worker.h). The bridge takes `submit` and `context`; the worker must

@@ -9,6 +9,7 @@ import pytest
 from cpu_offload.costs import Costs, Line
 from cpu_offload.planner.choices import (  # fmt: skip
     COPYING,
+    GAIN,
     MOST_SWAPS,
     Choice,
     Split,
@@ -19,7 +20,6 @@ from cpu_offload.planner.choices import (  # fmt: skip
     divisions,
 )
 from cpu_offload.planner.model import Planner
-from cpu_offload.streaming import CHUNK
 from tests.executor.run.test_planner import COSTS, SHAPE
 
 
@@ -27,25 +27,28 @@ def planner(**costs: Any) -> Planner:
     return Planner(SHAPE, dataclasses.replace(COSTS, **costs))
 
 
-def test_streaming_is_the_longer_of_device_and_copies() -> None:
-    used, pairs = SHAPE.used(100), 800
-    missing = used / 2
-    device = 0.002 * (1 + missing / CHUNK) + 0.001 * used + 0.0002 * pairs
-    assert planner().stream_ms(100, 0.5) == pytest.approx(0.01 + missing * 0.052)
-    assert planner(copy=0.0001).stream_ms(100, 0.5) == pytest.approx(0.01 + device)
-    assert planner(slip=1.0).stream_ms(100, 0.5) == pytest.approx(0.01 + device + missing * 0.052)
-    assert planner().stream_ms(100, 1.0) == pytest.approx(planner().layer_ms(100, 1.0))
+def test_streaming_is_as_long_as_its_longest_side() -> None:
+    used, pairs = round(SHAPE.used(100)), 800
+    shadow = 0.04 + 0.02 * used / 2 + 0.001 * pairs / 2
+    assert planner(copy=100.0).stream_ms(100, 0.5) == pytest.approx(0.01 + shadow)
+    missing = (0.04 + used / 2 * (0.02 + 0.001 * pairs / used)) / (0.052 + 0.02 + 0.001 * pairs / used)  # equal ends
+    assert planner().stream_ms(100, 0.5) == pytest.approx(0.01 + 0.052 * missing, rel=0.05)
+    device = 0.002 * (1 + used / 2 / 8) + 0.001 * used + 0.0002 * pairs
+    slow = planner(copy=0.0, shadow=Line(1e3, 0, 0))  # not even one expert
+    assert slow.stream_ms(100, 0.5) == pytest.approx(0.01 + device, rel=0.05)
+    assert planner(whole=Line(1, 2, 3)).stream_ms(100, 0.5) == pytest.approx(0.01 + 1 + 2 * SHAPE.used(100) + 3 * pairs)
 
 
 def test_a_cheap_copy_streams_earlier() -> None:
-    found = [choose_streaming(planner(copy=copy), 0.5, 4, 4096).value for copy in (0.001, 0.04, 0.08, 0.2)]
+    slow = Line(0.04, 0.002, 0.02)  # most of the CPU's time goes with the pairs
+    found = [choose_streaming(planner(copy=c, shadow=slow), 0.5, 4, 4096).value for c in (0.001, 1.5, 4.0, 8.0)]
     assert found[0] == 5  # anything longer than a decode step
     assert all(a < b for a, b in pairwise(found))
-    assert choose_streaming(planner(copy=100.0), 0.5, 4, 4096).value == 0
-    for value, copy in zip(found[1:], (0.04, 0.08, 0.2), strict=True):
-        one = planner(copy=copy)
-        assert one.stream_ms(value, 0.5) < one.layer_ms(value, 0.5)
-        assert one.stream_ms(value // 2, 0.5) >= one.layer_ms(value // 2, 0.5)
+    assert choose_streaming(planner(copy=1e3, shadow=slow), 0.5, 4, 4096).value == 0
+    for value, copy in zip(found[1:], (1.5, 4.0, 8.0), strict=True):
+        one = planner(copy=copy, shadow=slow)
+        assert one.stream_ms(value, 0.5) < GAIN * one.layer_ms(value, 0.5)
+        assert one.stream_ms(value // 2, 0.5) >= GAIN * one.layer_ms(value // 2, 0.5)
 
 
 def test_nothing_is_streamed_where_nothing_is_missing_or_the_cpu_is_as_fast() -> None:

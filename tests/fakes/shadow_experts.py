@@ -1,13 +1,18 @@
 """Shadow experts without weights: what is decided about their memory, and what is counted of them."""
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from cpu_offload.cpu import CpuDevice
+from cpu_offload.device import Device
 from cpu_offload.history import StepRecord
+from cpu_offload.planner.choices import Choices
 from cpu_offload.policy.residency import Swap
+from executor.platform.cpu import CpuPlatform
 
 
 @dataclass
@@ -67,3 +72,13 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
         return [Swap(layer, expert, None)]
     other_layer, other = random.choice(leaving)
     return [Swap(layer, expert, (other_layer, other))]
+
+
+class CopyingPlatform(CpuPlatform):
+    """Its device copies experts for long steps, as if the shadow pool were on other NUMA nodes."""
+
+    device_class: ClassVar[type[CpuDevice]] = CpuDevice
+
+    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+        costs = dataclasses.replace(choices.costs, whole=None, copy=0.0)
+        return self.device_class(self.decode_rows, top_k, choices.stream_tokens.value, costs)

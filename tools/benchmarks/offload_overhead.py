@@ -43,7 +43,7 @@ COLUMNS = (
 
 def made(layers: int, experts: int, swap_cost: float) -> ShadowExperts:
     slots = layers * experts // 4
-    device, pool = CpuDevice(stream_tokens=0, decode_tokens=1), ShadowPool(shadow_teams(1), 30)
+    device, pool = CpuDevice(decode_tokens=1), ShadowPool(shadow_teams(1), 30)
     shadows = ShadowExperts(ShadowSettings("fixed", 0, slots, 1, MOST_COPIES), device, pool)
     for layer in range(layers):
         shadows.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"], SILU_EXPERTS)

@@ -10,8 +10,10 @@ import torch
 
 from cpu_offload.cpu import CpuDevice
 from executor.model_runner import ModelRunner
+from executor.platform.cpu import CpuPlatform
 from executor.run.shadow_report import write_shadow_report
 from ops.parallel.groups import Group
+from tests.fakes.shadow_experts import CopyingPlatform
 from tests.quantised import mxfp4_tiny
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
@@ -40,20 +42,22 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def runner_of(model: Path, folder: Path, exe_mode: str = "graph", **offload: Any) -> ModelRunner:
+def runner_of(
+    model: Path, folder: Path, exe_mode: str = "graph", platform: type[CpuPlatform] = CpuPlatform, **offload: Any
+) -> ModelRunner:
     """The runner of a case in `folder` that measures for a moment only."""
     offload = ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
     data = {"batch_size": 3, "max_new_tokens": 24}
     sections = {"model_name": model.name, "data_config": data, "offload_config": offload}
-    return make_runner(tiny_case(folder, model, exe_mode=exe_mode, **sections), folder)
+    return make_runner(tiny_case(folder, model, exe_mode=exe_mode, **sections), folder, platform)
 
 
 MODES: list[dict[str, Any]] = [
     {"mode": "resident"},
-    {"mode": "fixed", "arena_mb": 150 / 1024},
+    {"mode": "fixed", "arena_mb": 150 / 1024, "platform": CopyingPlatform},
     {"mode": "fixed", "slots": 5, "max_swaps": -1, "stream_tokens": -1},
     {"mode": "elastic", "arena_mb": MB, "interval": 3, "max_swaps": 8},
-    {"mode": "elastic", "arena_mb": MB, "start_layer": 1, "stream_tokens": 20},
+    {"mode": "elastic", "arena_mb": MB, "start_layer": 1, "stream_tokens": 20, "platform": CopyingPlatform},
 ]
 
 
@@ -66,7 +70,7 @@ def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mo
         runner = runner_of(model, tmp_path, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
         assert runner.engine.shadows
-        assert runner.engine.shadows.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
+        assert (runner.engine.shadows.history.streamed()["layers"] > 0) == ("platform" in offload)
         found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from cpu_offload.cpu import CpuDevice
-from cpu_offload.device import Device
 from cpu_offload.manager import ShadowExperts
-from cpu_offload.planner.choices import Choices
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
@@ -27,7 +25,7 @@ from executor.launch.platform_settings import platform_settings
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner
 from executor.platform.cpu import CpuPlatform
-from tests.fakes.shadow_experts import any_swaps
+from tests.fakes.shadow_experts import CopyingPlatform, any_swaps
 from umbra.commands.logits import collect_logits
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
@@ -40,9 +38,8 @@ class SlowDevice(CpuDevice):
         return random.random() < 0.3 and super().done(ticket)
 
 
-class SlowPlatform(CpuPlatform):
-    def shadow_device(self, top_k: int, choices: Choices) -> Device:
-        return SlowDevice(choices.stream_tokens.value, self.decode_rows)
+class SlowPlatform(CopyingPlatform):
+    device_class = SlowDevice
 
 
 def done_by(shadows: ShadowExperts) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def case_of(model: Path, folder: Path, family: str = "qwen3_moe", arena_kb: int 
         ({"mode": "resident"}, [
             "slots             all 16",
             "max_swaps         0: all experts stay",
-            "stream_tokens     never: ",
+            "stream_tokens     5: the device computes in place",
             "249 frames",
             "the longest        56 pages,     16 slots: 100%",
         ]),
@@ -118,7 +118,7 @@ def test_a_run_values_copies_and_compares(model: Path, tmp_path: Path, capsys: p
     assert runner.engine.shadows is not None
     plan = json.loads(json.dumps(report["offload"]["plan"]))
     measured = plan["costs"]
-    sides = {side: Line(**measured[side]) for side in ("device", "shadow")}
+    sides = {side: Line(**measured[side]) for side in ("device", "shadow", "whole")}
     planner = Planner(Shape(2, 8, 3), Costs(**measured | sides))
     assert runner.engine.shadows.residency.settings.swap_cost == planner.swap_cost
     assert runner.engine.shadows.residency.settings.max_swaps == plan["choices"]["max_swaps"]
@@ -128,8 +128,8 @@ def test_a_run_values_copies_and_compares(model: Path, tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert "predicted ms of a step of 4 sequence(s), by hit rate: " in out
     assert "ms per token predicted at hit rate" in out
-    assert plan["prefill"]["layers"] == 2
+    assert plan["prefill"]["layers"] == 1  # the last one computes the wanted rows only
     assert plan["prefill"]["measured_ms"] > 0
     assert "planner: a layer of a prefill: " in out
-    assert "(medians of 2 layers with 24 tokens, " in out
+    assert "(medians of 1 layers with 24 tokens, " in out
     assert "  experts copied to the device: at most " in out

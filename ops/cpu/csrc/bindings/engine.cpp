@@ -83,18 +83,30 @@ void bind_engine(py::module_& m) {
     m.def("order", [] { return static_cast<int>(engine.kernels->order); });
     m.def(
         "start",
-        [](const std::vector<Team>& teams, const std::string& instruction_set) {
+        [](const std::vector<Team>& teams, const std::string& instruction_set, const std::vector<Team>& wide) {
             const Kernels& kernels = choose_kernels(instruction_set);
-            engine.pool.reset();
+            engine.widened = false;
+            engine.pool.reset();  // first the pool that pinned this thread last
+            engine.wide.reset();
+            if (!wide.empty()) engine.wide = std::make_unique<Pool>(wide);
             engine.pool = std::make_unique<Pool>(teams);
             engine.teams = teams;
+            engine.wide_teams = wide;
             engine.kernels = &kernels;
-            engine.room.floats = engine.pool->threads() * kRoom;
+            engine.room.floats = engine.most_threads() * kRoom;
             engine.memory.reset(new float[engine.room.floats]);  // not zeroed: pages are had as they are used
             engine.room.memory = engine.memory.get();
             return std::string(kernels.name);
         },
-        py::arg("teams"), py::arg("instruction_set"));
+        py::arg("teams"), py::arg("instruction_set"), py::arg("wide"));
+    m.def(
+        "widen",
+        [](bool widened) {
+            if (!engine.wide || engine.widened == widened) return;
+            engine.widened = widened;
+            if (const Team& own = (widened ? engine.wide_teams : engine.teams)[0]; !own.cpus.empty()) pin(own.cpus);
+        },
+        py::arg("widened"));
 
     py::class_<Tape, std::shared_ptr<Tape>>(m, "Tape")
         .def(py::init<>())

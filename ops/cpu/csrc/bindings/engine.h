@@ -16,14 +16,17 @@ namespace umbra {
 
 // One per process: a pool, a set of kernels, and the tape that is being captured, if any.
 struct Engine {
-    std::vector<Team> teams;
+    std::vector<Team> teams, wide_teams;
     std::unique_ptr<Pool> pool;
+    std::unique_ptr<Pool> wide;  // more threads on the same nodes, for steps in which other pools rest; or null
+    bool widened = false;        // whether ops run on `wide`
     const Kernels* kernels = nullptr;
     std::unique_ptr<float[]> memory;  // of `room`
     Room room;
     Tape* capturing = nullptr;
 
-    Context context() const { return {*pool, *kernels, room}; }
+    Context context() const { return {widened ? *wide : *pool, *kernels, room}; }
+    int most_threads() const { return (wide ? wide : pool)->threads(); }
 };
 extern Engine engine;
 

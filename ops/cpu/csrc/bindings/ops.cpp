@@ -17,7 +17,7 @@ void bind_ops(py::module_& m) {
     m.attr("most_taps") = CausalConv::kMostTaps;
     m.def("argmax_chunks", &Argmax::chunks, py::arg("width"));
     m.def(
-        "sample_scratch", [](int64_t width) { return engine.pool->threads() * Sample::scratch_floats(width); },
+        "sample_scratch", [](int64_t width) { return engine.most_threads() * Sample::scratch_floats(width); },
         py::arg("width"));
     m.def("linear_scratch", &Scratch::bytes, py::arg("rows"), py::arg("k"));
     m.def("head_linear_scratch", &HeadLinear::scratch_bytes, py::arg("rows"), py::arg("k"));
@@ -295,7 +295,7 @@ void bind_ops(py::module_& m) {
         "moe",
         [](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids, uintptr_t out,
            uintptr_t scratch, int64_t tokens, int64_t k, int64_t experts, int64_t first_expert, int64_t hidden,
-           int64_t inner, float limit, float alpha) {
+           int64_t inner, float limit, float alpha, uintptr_t address) {
             submit(Moe{fitting(w13),
                        fitting(w2),
                        at<const float>(x),
@@ -309,11 +309,12 @@ void bind_ops(py::module_& m) {
                        first_expert,
                        hidden,
                        inner,
-                       {limit, alpha}});
+                       {limit, alpha},
+                       at<const int64_t>(address)});
         },
         py::arg("w13"), py::arg("w2"), py::arg("x"), py::arg("weights"), py::arg("ids"), py::arg("out"),
         py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("first_expert"),
-        py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"));
+        py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"), py::arg("address"));
     py::class_<MoeRows>(m, "MoeRows")
         .def(py::init([](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t address, uintptr_t elsewhere,
                          uintptr_t x, uintptr_t ids, uintptr_t rows, uintptr_t scratch, int64_t tokens, int64_t k,

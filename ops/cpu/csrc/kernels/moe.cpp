@@ -24,7 +24,9 @@ void add_bias(const float* bias, float* to, int64_t count) {
 // Where Moe and MoeRows differ. computes: whether expert e is to be computed; expert_of: its matrix in a part of w13 or
 // w2; clear: runs before the first products for columns first .. first + width - 1; put: stores one pair's products.
 bool computes(const Moe&, int64_t) { return true; }
-Matrix expert_of(const Moe&, const Matrix& part, int64_t e) { return part.at(e); }
+Matrix expert_of(const Moe& m, const Matrix& part, int64_t e) {
+    return m.address ? part.moved(m.address[e]) : part.at(e);
+}
 void clear(const Moe& m, int64_t first, int64_t width) {
     for (int64_t t = 0; t < m.tokens; t++) std::memset(m.out + t * m.hidden + first, 0, width * sizeof(float));
 }

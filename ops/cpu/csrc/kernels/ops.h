@@ -318,6 +318,7 @@ struct Moe {
     uint8_t* scratch;
     int64_t tokens, k, experts, first_expert, hidden, inner;
     Gating gating;
+    const int64_t* address = nullptr;  // not null: experts lie as in MoeRows
     static int64_t scratch_bytes(int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner);
     void run(Context&) const;
 };
