@@ -109,6 +109,7 @@ class CausalLM(nn.Module):
             )  # fmt: skip
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
         self.eagle3 = Eagle3Head(build.eagle3, build.of_head) if build.eagle3 else None
+        self.state_width = (build.eagle3 or config).hidden_size  # of the states that guesses are made from
 
     @property
     def guesses(self) -> bool:

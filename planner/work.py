@@ -23,6 +23,7 @@ from executor.platform.ascend.exchange import most_rows, why_gathered
 from executor.run.activations import CountedGroup, batch_of
 from models.causal_lm import CausalLM
 from models.config import ModelConfig, with_layers
+from models.eagle3_config import TAPS
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.states import RecurrentStates
@@ -161,7 +162,7 @@ class Counted:
         steps = [self._step(rows, rows, cached + 1)]
         if guesses:
             steps += [
-                self._guess(rows, sequences, cached + 1, 1),
+                self._guess(rows, sequences, cached + 1, 1, first=True),
                 self._guess(sequences, sequences, cached + 1, guesses - 1),
             ]
         return Work(sum((step.done for step in steps), ()), sum((step.messages for step in steps), ()))
@@ -171,24 +172,26 @@ class Counted:
         return self._step(tokens, 1, cached + tokens)
 
     @torch.inference_mode()
-    def _guess(self, rows: int, sequences: int, length: int, times: int) -> Work:
-        """`times` guesses of a token of each of `sequences`, from `rows` rows."""
+    def _guess(self, rows: int, sequences: int, length: int, times: int, first: bool = False) -> Work:
+        """`times` guesses of a token of each of `sequences`, from `rows` rows; `first`: of a step's."""
         if not self.model.guesses:
             raise UserError(
                 f"case {self.case.name}: draft_config.method: none: nothing guesses tokens: set mtp or eagle3"
             )
         head, page_size = self.model.eagle3, self.ops.page_size
-        width = head.config.hidden_size if head else self.config.hidden_size
         groups, sets = self.case.attn_dp_size, len(sets_of(self.model)) + bool(head)
         batch = batch_of(cast(Ops, self.ops), rows, rows, 1, page_size, groups, sets)
         batch = dataclasses.replace(
             batch,
             paged=tuple(paged._replace(kv_lens=(length,) * rows) for paged in batch.paged),
-            hidden=torch.empty(rows, width, dtype=self.ops.dtype, device="meta"),
+            hidden=torch.empty(rows, self.model.state_width, dtype=self.ops.dtype, device="meta"),
             logit_rows=torch.empty(sequences, dtype=torch.int64, device="meta"),
             wanted_per_group=(sequences,) * groups,
         )
         self.notes.done, self.notes.messages, self.notes.multiple = [], [], times
+        if head and first:
+            tapped = torch.empty(rows, head.config.target_hidden_size, dtype=self.ops.dtype, device="meta")
+            head.fused([tapped] * TAPS, batch)
         self.model.guess(batch)
         self.notes.multiple = 1
         done = tuple(dataclasses.replace(one, mixture=False) for one in self.notes.done)

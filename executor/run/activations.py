@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.batch import Batch, Subset
+from models.causal_lm import CausalLM
+from models.eagle3_config import TAPS
 from models.layers.base import layers_of
 from ops.interface import Ops, Paged, Recurrent
 from ops.parallel.groups import Group, Parallel
@@ -159,9 +161,14 @@ class Ledger(TorchDispatchMode):
                 hook.remove()
 
 
-def shorten(model: nn.Module) -> None:
+def shorten(model: CausalLM) -> None:
     """Removes layers of `model` that repeat others, so that a step runs sooner with the same fullest moment. Two of
-    each kind in an nn.ModuleList stay: the second runs with the outputs of a layer before it, the first may not."""
+    each kind in an nn.ModuleList stay: the second runs with the outputs of a layer before it, the first may not. Where
+    a head reads hidden states of layers, the first ones are read, and one layer more stays."""
+    kept_of_kind = 2
+    if head := model.eagle3:
+        kept_of_kind = TAPS + 1
+        head.config = dataclasses.replace(head.config, taps=tuple(range(1, TAPS + 1)))
     for module in list(model.modules()):
         for name, layers in module.named_children():
             if isinstance(layers, nn.ModuleList):
@@ -169,7 +176,7 @@ def shorten(model: nn.Module) -> None:
                 kept = nn.ModuleList()
                 for number, layer in layers.named_children():
                     seen[kind := _kind_of(layer)] += 1
-                    if seen[kind] <= 2:
+                    if seen[kind] <= kept_of_kind:
                         kept.add_module(number, layer)
                 setattr(module, name, kept)
 

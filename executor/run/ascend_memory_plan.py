@@ -103,7 +103,9 @@ def make_plan(case: Case, arena: Sequence[Part] = ()) -> Plan:
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
     experts = sum(part.nbytes for part in weights if part.name in EXPERTS) + (shadows.nbytes if shadows else 0)
-    read = page_nbytes * (layers - bool(sketch.model.mtp_at)) // layers  # of a page by a step that guesses nothing
+    beside = sum(cache.nbytes for layer in attentions(sketch.model, aside=True) for cache in layer.caches)
+    # Of a page by a step that guesses nothing.
+    read = (cache.nbytes - beside) // (sketch.pages + 1) * (layers - bool(sketch.model.mtp_at)) // layers
     return Plan(case, sections, page_nbytes, sketch.limits, _decode(case, sketch, weights, experts, read))
 
 
@@ -163,7 +165,7 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
         batch = _batch(case, sketch, rows, rows, None)
         moment = ledger.fullest(sketch.model, _step(sketch), batch)
         parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
-        if not sketch.model.mtp_at:
+        if not sketch.model.guesses:
             continue
         # After the step, and for further guesses after those of fewer rows.
         wanted = [number for number in _rows(case) if number <= graph_rows(min(rows, guessing), rows)]
@@ -176,23 +178,22 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 
 def _step(sketch: Sketch) -> Callable[[Batch], object]:
-    return sketch.model.with_hidden if sketch.model.mtp_at else sketch.model.forward
+    return sketch.model.with_hidden if sketch.model.guesses else sketch.model.forward
 
 
 def _guess(sketch: Sketch, batch: Batch, wanted: int, groups: int) -> Batch:
-    """The batch of an MTP layer that makes `wanted` guesses after that of a step in each of `groups` groups; 0: as in a
-    graph."""
+    """The batch that gives `wanted` guesses after that of a step in each of `groups` groups; 0: as in a graph."""
     return dataclasses.replace(
         batch, recurrent=None, logit_rows=torch.empty(wanted, dtype=torch.int64, device="meta"),
         wanted_per_group=None if batch.sequence_parallel else (wanted,) * groups,
-        hidden=torch.empty(len(batch.token_ids), sketch.config.hidden_size, dtype=sketch.build.dtype, device="meta"),
+        hidden=torch.empty(len(batch.token_ids), sketch.model.state_width, dtype=sketch.build.dtype, device="meta"),
     )  # fmt: skip
 
 
 def _fullest(sketch: Sketch, ledger: Ledger, batch: Batch, sequences: int, groups: int) -> Moment:
     """The fullest moment of a prefill step and of the guesses after it, which keep its hidden states."""
     found = ledger.fullest(sketch.model, _step(sketch), batch)
-    if not sketch.model.mtp_at:
+    if not sketch.model.guesses:
         return found
     guess = _guess(sketch, batch, sequences, groups)
     after = ledger.fullest(sketch.model, sketch.model.guess, guess)
@@ -208,7 +209,7 @@ def _rows(case: Case) -> list[int]:
 
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
     limits, page_size = sketch.limits, case.cache_config.page_size
-    sets, stateful = len(limits.windows), len(recurrent(sketch.model))
+    sets, stateful = len(limits.windows) + bool(sketch.model.eagle3), len(recurrent(sketch.model))
     expanded = groups is not None and limits.expansion is not None and limits.expansion.pays(0, tokens // sequences)
     sizes = tokens, sequences, limits.table_width, page_size, groups, sets, stateful, expanded
     batch = batch_of(sketch.build.ops, *sizes)

@@ -171,6 +171,15 @@ def test_a_layer_that_guesses_is_counted() -> None:
     assert "guesses after 64 row(s)" not in {part.name for part in plain.sections["decode graphs"]}
 
 
+def test_a_head_that_guesses_is_counted() -> None:
+    """A prefill keeps three hidden states for it; a step that guesses nothing does not read its cache."""
+    head = ["draft_config.method=eagle3", "draft_config.model_path=checkpoints/Qwen3-30B-A3B-eagle3"]
+    plain, eagle3 = (make_plan(load_case("qwen3_30b_a3b_bf16_tp8", more)) for more in ([], head))
+    assert eagle3.of("prefill step") - plain.of("prefill step") > 3 * 4096 * 2048 * 2
+    assert "guesses after 16 row(s)" in {part.name for part in eagle3.sections["decode graphs"]}
+    assert eagle3.decode == plain.decode
+
+
 @pytest.mark.parametrize("format", [FORMATS["bfloat16"], Format("q4", 32, True), W8A8], ids=lambda format: format.kind)
 def test_a_bank_of_experts_out_of_slots_is_counted_as_it_is_gathered(format: Format) -> None:
     ledger, kind, count, inner, hidden = Ledger(), SILU_EXPERTS, 5, 96, 256
