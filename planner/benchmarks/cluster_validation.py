@@ -34,6 +34,7 @@ from planner.times import Placing, Times, step_times
 from planner.work import Counted
 from tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.errors import run_main
+from umbra.files import ROOT
 
 COLUMNS = (
     ("what", "what", 44, ""),
@@ -73,17 +74,27 @@ QWEN3_235B = QWEN3_30B | {
 }  # fmt: skip
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 W8A8 = {
-    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    "quant_method": "compressed-tensors", "format": "int-quantized",
+    "ignore": ["lm_head", r"re:.*gate$", r"re:.*in_proj_(ba|a|b)$", r"re:mtp\."],
     "config_groups": {
         "group_0": {
             "targets": ["Linear"], "weights": INT8 | {"strategy": "channel"}, "input_activations": INT8,
         },
     },
 }  # fmt: skip
-ACCEPTED = (0.74, 0.48 / 0.74, 0.26 / 0.48)  # of V4-Flash's guesses on Atlas A2: vllm-ascend, pull request 13640
+IN_W8A8 = {"quantization_config": W8A8}
+ACCEPTED = (0.74, 0.48 / 0.74, 0.26 / 0.48, 0.17 / 0.26)  # of V4-Flash's guesses on A2: vllm-ascend, pull request 13640
 GUESSED = (
-    "3 guesses, accepted as in vllm-ascend's pull request 13640: 2.48 tokens a step; lengths and head assumed; sglang"
+    "%d guesses, accepted as in vllm-ascend's pull request 13640: %.2f tokens a step; sglang's best practice, 019f0132"
 )
+
+
+def in_w8a8(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((ROOT / "checkpoints" / name / "config.json").read_text())
+    return config | IN_W8A8
+
+
+NEXT, M2 = in_w8a8("Qwen3-Next-80B-A3B-Instruct"), in_w8a8("MiniMax-M2.5")
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class Figure:
     host_us: float | None = None  # None: the hardware's
     config: dict[str, Any] | None = None  # of a model that is no case's
     dense: bool = False
-    guessed: bool = False  # by an EAGLE3 head, with ACCEPTED
+    guesses: int = 0  # in each step, accepted as ACCEPTED says: by an EAGLE3 head or an MTP layer
 
 
 FIGURES = (
@@ -162,12 +173,19 @@ FIGURES = (
     ),
     *(
         Figure(
-            f"{name} W8A8, A3, TP{ranks}, EAGLE3", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", (ranks, ranks, ranks), 1,
-            4096, published, GUESSED, complete=False, method="auto", config=config | {"quantization_config": W8A8},
-            guessed=True,
+            f"{what}, A3, {split}", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", ranks, sequences, cached, published,
+            GUESSED % (guesses, tokens_by_guesses(ACCEPTED[:guesses])[-1]), complete=False,
+            method="none" if "bf16" in what else "auto", config=config, guesses=guesses,
         )
-        for name, ranks, published, config in (
-            ("Qwen3-235B", 16, 8.0, QWEN3_235B), ("Qwen3-30B", 2, 10.0, QWEN3_30B),
+        for what, split, config, ranks, guesses, sequences, cached, published in (
+            ("Qwen3-235B bf16", "TP16, EAGLE3", QWEN3_235B, (16, 16, 16), 4, 1, 11750, 8.0),
+            ("Qwen3-235B W8A8", "DP16 EP16, EAGLE3", QWEN3_235B | IN_W8A8, (16, 1, 1), 3, 432, 4250, 50.1),
+            ("Qwen3-30B W8A8", "TP2, EAGLE3", QWEN3_30B | IN_W8A8, (2, 2, 2), 3, 1, 4250, 10.0),
+            ("Qwen3-30B W8A8", "TP2, EAGLE3", QWEN3_30B | IN_W8A8, (2, 2, 2), 4, 16, 6894, 10.25),
+            ("Qwen3-30B W8A8", "TP2, EAGLE3", QWEN3_30B | IN_W8A8, (2, 2, 2), 3, 160, 4250, 50.0),
+            ("Qwen3-Next W8A8", "TP2, MTP", NEXT, (2, 2, 2), 3, 1, 4250, 20.0),
+            ("Qwen3-Next W8A8", "DP2 TP2, MTP", NEXT, (4, 2, 4), 3, 16, 6894, 15.62),
+            ("MiniMax-M2.5 W8A8", "DP16 EP16, EAGLE3", M2, (16, 1, 1), 3, 96, 4250, 20.0),
         )
     ),
     Figure(
@@ -190,16 +208,21 @@ def predicted(figure: Figure, folder: Path) -> Times:
     if hardware.platform == "ascend":
         settings["hccl_config.aiv_group"] = "none"
     if figure.config:
-        (folder / "config.json").write_text(json.dumps(full_config(figure)))
-        settings["model_path"] = str(folder)
-    if figure.guessed:
+        config = full_config(figure)
+        (folder / "config.json").write_text(json.dumps(config))
+        settings |= {"model_path": str(folder), "model_name": config["model_type"]}
+    accepted = ACCEPTED[: figure.guesses]
+    if accepted:
+        settings["draft_config.tokens"] = len(accepted)
+    if accepted and "MTP" in figure.what:
+        settings["draft_config.method"] = "mtp"
+    elif accepted:
         (folder / "head").mkdir(exist_ok=True)
         (folder / "head" / "config.json").write_text(json.dumps(head_config(figure)))
         settings |= {
             "draft_config.method": "eagle3", "draft_config.model_path": str(folder / "head"),
-            "draft_config.tokens": len(ACCEPTED),
         }  # fmt: skip
-    case, tokens = load_case(figure.case, settings=settings), tokens_by_guesses(ACCEPTED if figure.guessed else ())
+    case, tokens = load_case(figure.case, settings=settings), tokens_by_guesses(accepted)
     work = Counted(case).decode(-(-figure.sequences // case.attn_dp_size), figure.cached, len(tokens) - 1)
     return step_times(work, Placing(spans_of(world, attn_tp)), hardware).over(tokens[-1])
 
