@@ -36,7 +36,7 @@ from cpu_offload.prefill_split import Bools, Pairs, split
 
 GROUPS = 4  # three in use, a fourth absorbs jitter
 LEAST, MOST = 4, 8  # experts of a group
-GROUP_BYTES = 64 << 20  # of a group, within these bounds
+GROUP_BYTES = 112 << 20  # of a group, within these bounds
 SURE = 3.0  # expected pairs of an expert: fewer than one in twenty such experts gets no token
 LEARN = 0.5  # the weight of the newest step in the expected routing
 
@@ -94,6 +94,7 @@ class ExpertRing:
         """To be called before a long step of `tokens` tokens. `resident` (layers, experts) holds for the whole step."""
         self.end()  # a step before it may have failed
         self.tokens, self.resident, self._empty = tokens, resident, list(range(self.link.count))
+        self._planned = -1  # the last layer whose routing is known
         self.copied[:] = 0
         expected = tokens * self.per_token
         for layer in np.flatnonzero(expected.max(axis=1) >= SURE).tolist():
@@ -104,7 +105,7 @@ class ExpertRing:
     def plan(self, layer: int, pairs: Pairs) -> list[int]:
         """Takes the layer's routing, the number of (token, expert) pairs of each expert. -> the experts that the shadow
         pool is to compute. Layers come in their order; one may be left out or come again."""
-        self.pairs = pairs
+        self.pairs, self._planned = pairs, layer
         self.per_token[layer] += LEARN * (pairs / self.tokens - self.per_token[layer])
         for group in [group for group, held in self._held.items() if held.layer < layer]:
             self._free(group)
@@ -150,10 +151,13 @@ class ExpertRing:
         self._empty.append(group)
 
     def _copy(self) -> None:
-        """Begins copies into free groups, in the order of layers."""
+        """Begins copies into free groups, in the order of layers. Layers after the next one get whole groups, and not
+        the last free one unless the next one has some: it would find none."""
         for layer in sorted(self._wanted):
-            wanted = self._wanted[layer]
-            while wanted and self._empty:
+            wanted, later = self._wanted[layer], layer > self._planned + 1
+            least = self.link.each if later else 1
+            kept = int(later and all(held.layer != self._planned + 1 for held in self._held.values()))
+            while len(wanted) >= least and len(self._empty) > kept:
                 group, experts = self._empty.pop(0), wanted[: self.link.each]
                 self._wanted[layer] = wanted = wanted[self.link.each :]
                 self._held[group] = Held(layer, experts)

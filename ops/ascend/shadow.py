@@ -29,7 +29,6 @@ from torch import Tensor
 from ops.ascend.bridge import Bridge, BridgeError, Job
 from ops.ascend.host_memory import pinned
 
-JOB_ROWS = 512  # of a job in long steps
 SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does

@@ -123,6 +123,7 @@ def test_four_bits_stay_close(tmp_path: Path, offload: dict[str, Any], gemv_toke
     expected = collect_logits(runner_of(tmp_path, "quantised", gemv_tokens), IDS, steps=5)
     CALLS.clear()
     runner = runner_of(tmp_path, "quantised", gemv_tokens, offload_config=offload)
+    value_copies(runner, 0)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
         if not name.startswith("ids") and array.size:

@@ -129,5 +129,5 @@ def test_any_order_of_routing_computes_each_used_expert_once() -> None:
 
 
 def test_the_size_of_a_group() -> None:
-    assert [group_size(size << 20, 256) for size in (0, 1, 13, 100)] == [8, 8, 4, 4]
+    assert [group_size(size << 20, 256) for size in (0, 1, 20, 100)] == [8, 8, 5, 4]
     assert group_size(1, 3) == 3
