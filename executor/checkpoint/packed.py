@@ -168,12 +168,15 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The files that the weights of the checkpoint in this folder depend on."""
+    if (checkpoint / INDEX).is_file():
+        return [*read_index(checkpoint).paths]
+    return sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))
+
+
 def sources_of(checkpoint: Path) -> tuple[str, dict[str, list[int]]]:
     """The path of the checkpoint in this folder, and the sizes and times of the files that its weights depend on."""
-    if (checkpoint / INDEX).is_file():
-        files = read_index(checkpoint).paths
-        path = files[0]
-    else:
-        files = sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))
-        path = checkpoint.resolve()
+    files = weight_files(checkpoint)
+    path = files[0] if (checkpoint / INDEX).is_file() else checkpoint.resolve()
     return str(path), {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in files}

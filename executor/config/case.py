@@ -244,6 +244,17 @@ class CacheSettings:
         "scale for each token and head", choices=("auto", "bfloat16", "float16", "float32", "int8"),
         elsewhere=("kv_cache_dtype", "cache_type_k"),
     )  # fmt: skip
+    disk_path: str = key(
+        "", "folder in which a server keeps prefixes for later starts (docs/serving.md); a relative path starts at the "
+        "project's root; empty: none are kept",
+    )  # fmt: skip
+    disk_gb: float = key(
+        16.0, "most GB of the files in `disk_path`, of all ranks of a machine together", minimum=0.001, maximum=1e6
+    )
+    disk_salted_only: bool = key(
+        False, "keep only prefixes of requests with an API key or a `cache_salt`: for a server without keys that has "
+        "several users behind a proxy",
+    )  # fmt: skip
     state_checkpoints: int = key(
         4, "with the prefix cache, and recurrent states: sets of states for which there is room beyond those of "
         "running sequences, to keep after prompts and answers", minimum=0, maximum=4096,

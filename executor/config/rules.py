@@ -69,6 +69,8 @@ def check(case: Case, where: str) -> None:
             f"{where}: sampling_config.temperature: {temperature} must be 0 or at least {LEAST_TEMPERATURE}: logits "
             "divided by less overflow"
         )
+    if case.cache_config.disk_path and not case.serve_config.prefix_cache:
+        raise UserError(f"{where}: cache_config.disk_path: needs serve_config.prefix_cache: true")
     if not case.model_path:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
     if data.max_model_len == 1:

@@ -1,14 +1,17 @@
 """Opens the arena: one buffer that KV pages, experts and recurrent states share."""
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cpu_offload.manager import ShadowExperts
 from cpu_offload.memory.arena import NO_STATES, Arena, Frame, StateSizes, extent_of
 from executor.config.case import Case
 from executor.config.units import MB
 from executor.engine.batch_limits import Limits
-from executor.engine.kv_caches import bind_arena, bind_aside, frame_of, state_sizes
+from executor.engine.kv_caches import bind_arena, bind_aside, frame_of, recurrent, sets_of, state_sizes
+from executor.engine.page_memory import PageMemory
 from executor.engine.pages import ElasticPages, Pages
 from models.build import Build
 from umbra.errors import UserError
@@ -16,7 +19,7 @@ from umbra.errors import UserError
 
 def open_arena(
     case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, limits: Limits, padding_states: bool
-) -> Pages:
+) -> tuple[Pages, PageMemory]:
     """Binds the KV caches and states of `model`, and the slots of experts that have shadows, to one buffer. -> the
     pages that sequences take. `padding_states`: the buffer has a last place, of the states of padding rows."""
     frame = frame_of(model, case, build)
@@ -28,7 +31,9 @@ def open_arena(
     spare = -(-spare // unit) * unit + (states.nbytes if padding_states else 0)
     memory, *beside = bind_arena(model, case, build, arena.frames, spare)
     frames = [part[: arena.frames * arena.units].view(arena.frames, -1) for part in (memory, *beside)]
-    frames += [cache.view(arena.frames, -1) for cache in bind_aside(model, case, build, arena.frames)]
+    aside = bind_aside(model, case, build, arena.frames)
+    frames += [cache.view(arena.frames, -1) for cache in aside]
+    page_memory = _page_memory(model, arena, (memory, *beside), aside)
 
     def copy(old: int, new: int) -> None:
         for part in frames:
@@ -51,7 +56,17 @@ def open_arena(
     if frame.beside:
         line += f"; {arena.frames * frame.beside / 1e6:.1f} MB beside it are caches of other sizes"
     print(f"arena: {memory.nbytes / 1e6:.1f} MB that {tenants} share, {line}")
-    return pages
+    return pages, page_memory
+
+
+def _page_memory(model: nn.Module, arena: Arena, buffers: Sequence[Tensor], aside: list[Tensor]) -> PageMemory:
+    """`buffers` and `aside` are the caches, as `bind_arena` and `bind_aside` return them."""
+    counts = [len(of.layers) for of in sets_of(model)]
+    units = [buffer[: arena.frames * arena.units].unflatten(0, (arena.frames, -1)) for buffer in buffers]
+    sets = [[of[:, : arena.units // max(counts) * count] for of in units] for count in counts]
+    layers = recurrent(model)
+    states = buffers[0].view(len(buffers[0]), -1).view(torch.float32) if layers else torch.empty(1, 0)
+    return PageMemory([sets[0] + aside, *sets[1:]], arena.units, states, [of.elements for of in layers])
 
 
 def make_arena(

@@ -73,9 +73,11 @@ class Engine:
         self.table_width, self.layer_sets = limits.table_width, len(limits.windows)
         self.state_layers, self.aside = len(recurrent(self.model)), bool(attentions(self.model, aside=True))
         if self.shadows or set_pages:
-            self.pages: Pages = open_arena(case, build, self.model, self.shadows, limits, platform.padding_states)
+            opened = open_arena(case, build, self.model, self.shadows, limits, platform.padding_states)
+            self.pages: Pages = opened[0]
+            self.page_memory = opened[1]
         else:
-            bind_caches(self.model, case, build, limits.pages)
+            self.page_memory = bind_caches(self.model, case, build, limits.pages)
             self.pages = PagePool(limits.pages, limits.page_size)
         balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None

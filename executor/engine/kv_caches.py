@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cpu_offload.memory.arena import NO_STATES, Frame, StateSizes
 from executor.config.case import Case
 from executor.engine.layer_sets import LayerSet, layer_sets
+from executor.engine.page_memory import PageMemory
 from models.build import Build
 from models.layers.attention import PagedCache
 from models.layers.states import RecurrentStates
@@ -22,14 +23,18 @@ def cache_type(case: Case, build: Build) -> torch.dtype:
     return build.dtype if dtype == "auto" else getattr(torch, dtype)
 
 
-def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
+def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> PageMemory:
     """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
+    places = []
     for layers in sharing(model):
-        caches = _caches(_alike(layers, case), case, build, pages + 1)
+        places.append(caches := _caches(_alike(layers, case), case, build, pages + 1))
         for number, layer in enumerate(layers):
             layer.bind(*map(apart, caches), layers=number)
-    bind_aside(model, case, build, pages + 1)
-    _bind_states(model, torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device))
+    aside = bind_aside(model, case, build, pages + 1)
+    states = torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device)
+    _bind_states(model, states)
+    sets = [[cache for caches in places[: len(of.layers)] for cache in caches] for of in sets_of(model)]
+    return PageMemory([sets[0] + aside, *sets[1:]], 1, states, [of.elements for of in recurrent(model)])
 
 
 def bind_aside(model: nn.Module, case: Case, build: Build, pages: int) -> list[Tensor]:

@@ -283,8 +283,6 @@ class WriteBehind:
             self._idle.wait_for(lambda: self.scanned and not self.waiting, seconds)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # requests come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         self.store.scan()
         with self._idle:
             self.scanned = True

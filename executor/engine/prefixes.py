@@ -19,6 +19,7 @@ be dropped next, and how often they looked for one that was dropped lately.
 import hashlib
 import itertools
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
@@ -60,6 +61,30 @@ class Found(NamedTuple):
         return [*blocks, self.states] if self.states else blocks
 
 
+def usable(
+    keys: ListOf[bytes], count: int, windows: ListOf[int | None], size: int, states: bool, kept: Callable[[bytes], bool]
+) -> int:
+    """The most pages, up to `count`, that a prompt can begin with, of which the layers that see all tokens have every
+    one: those that see a window need the pages of the window before their end, and a model with `states` those after
+    them. `kept` says what there is."""
+    missing: int | None = 0
+    while missing is not None:  # the last page that is missing in a window before the end
+        while states and count and not kept(keys[count - 1] + CHECKPOINT):
+            count -= 1
+        missing = max(
+            (
+                page
+                for number, window in enumerate(windows)
+                if window is not None
+                for page in range(max(0, count * size - window + 1) // size, count)
+                if not kept(key_of(keys[page], number))
+            ),
+            default=None,
+        )
+        count = count if missing is None else missing
+    return count
+
+
 class PageCache:
     """The pages of one data-parallel group: those that sequences hold, and those that are kept for later prompts.
 
@@ -99,22 +124,8 @@ class PageCache:
         keys = keys[: (tokens - 1) // size]
         while count < len(keys) and all(key_of(keys[count], number) in self.index for number in whole):
             count += 1
-        pages, states = count, None
-        missing: int | None = 0
-        while missing is not None:  # the last page that is missing in a window before the end
-            while self.pool.set_pages and count and not (states := self.index.get(keys[count - 1] + CHECKPOINT)):
-                count -= 1
-            missing = max(
-                (
-                    page
-                    for number, window in enumerate(windows)
-                    if window is not None
-                    for page in range(max(0, count * size - window + 1) // size, count)
-                    if key_of(keys[page], number) not in self.index
-                ),
-                default=None,
-            )
-            count = count if missing is None else missing
+        pages, count = count, usable(keys, count, windows, size, self.pool.set_pages > 0, self.index.__contains__)
+        states = self.index.get(keys[count - 1] + CHECKPOINT) if count else None
         found = [Holding(window) for window in windows]
         for number, held in enumerate(found):
             held.slide(count * size, size)

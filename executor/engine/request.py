@@ -120,7 +120,8 @@ class Event(NamedTuple):
     id: int
     tokens: tuple[int, ...]  # the new tokens, including one that ends the request
     finish_reason: str  # "stop", "length", "abort" or "error"; empty while the request runs
-    cached_tokens: int = 0  # prompt tokens that were in the prefix cache
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache, or on disk
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if they are wanted
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first token, if they are wanted
     drafted: int = 0  # tokens that were guessed, of which all of `tokens` but the first were right
+    restored_tokens: int = 0  # of `cached_tokens`, those that were on disk

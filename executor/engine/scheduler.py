@@ -144,15 +144,19 @@ class Scheduler:
             if self.limits.set_pages and self.limits.prefixes:
                 want_checkpoints(sequence, found.pages * self.limits.page_size, self.limits.page_size)
             if not sequence.preemptions:
-                sequence.cached_tokens = cached = sequence.num_computed
-                length, expansion = sequence.prompt_len, self.limits.expansion
-                sequence.expanded = length if expansion and expansion.pays(cached, length - cached) else 0
+                self._count_cached(sequence)
             load[group] += 1
             admitted.append(sequence)
             bisect.insort(self.running, sequence, key=lambda s: s.group)
             self._trim(group)
         admitted.sort(key=lambda s: s.group)
         return admitted
+
+    def _count_cached(self, sequence: Sequence) -> None:
+        """Records how much of a prompt need not be computed."""
+        sequence.cached_tokens = cached = sequence.num_computed
+        length, expansion = sequence.prompt_len, self.limits.expansion
+        sequence.expanded = length if expansion and expansion.pays(cached, length - cached) else 0
 
     def by_group(self, sequences: ListOf[Sequence]) -> list[ListOf[Sequence]]:
         """Returns the part of `sequences` that each data-parallel group runs."""
@@ -256,14 +260,19 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take back the pages of a running sequence, which waits until it is admitted again and recomputes them."""
-        self._release(sequence)
-        self.running.remove(sequence)
-        sequence.promised, sequence.covered = 0, 0
-        sequence.num_computed, sequence.limit = 0, None
+        self.restart(sequence)
         sequence.preemptions += 1
         if not sequence.generated:
             sequence.prompt_logprobs = []
         self.preempted.append(sequence)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Let a running sequence wait again, without its pages."""
+        self._release(sequence)
+        self.running.remove(sequence)
+        sequence.promised, sequence.covered = 0, 0
+        sequence.num_computed, sequence.limit = 0, None
+        sequence.stored, sequence.read = None, 0
         self._wait(sequence)
         self._trim(sequence.group)
 
@@ -298,6 +307,38 @@ class Scheduler:
             if self.limits.set_pages:
                 prepare(cache, sequence, self.limits.prefixes, partial(self._most_kept, sequence.group))
 
+    def take_stored(self, sequence: Sequence) -> None:
+        """Give a sequence that has computed nothing yet the pages that are read from disk."""
+        cache, tokens = self.caches[sequence.group], sequence.stored * self.limits.page_size if sequence.stored else 0
+        for held in sequence.held:
+            cache.release(held.slide(tokens, self.limits.page_size))
+        self._trim(sequence.group)
+        for held in sequence.held:
+            cache.extend(held, tokens)
+
+    def take_stored_states(self, sequence: Sequence) -> None:
+        """Give a sequence the set of states that is read from disk."""
+        before, sequence.states = sequence.states, None
+        if before:
+            self.caches[sequence.group].release([before])
+            self._trim(sequence.group)
+        sequence.states = self.caches[sequence.group].take_states()
+
+    def restored(self, sequence: Sequence, pages: int) -> None:
+        """Record that the first `pages` pages of a sequence were read from disk, as far as they were not there, and its
+        states after them."""
+        before, size = sequence.num_computed, self.limits.page_size
+        sequence.stored, sequence.num_computed = 0, max(pages * size, before)
+        sequence.taken = sequence.num_computed
+        self._publish(sequence)
+        if sequence.states and sequence.num_computed > before:
+            self.caches[sequence.group].keep(sequence.states, sequence.keys[pages - 1])
+            sequence.states_at = sequence.num_computed
+        cut(sequence)
+        if not sequence.preemptions:
+            self._count_cached(sequence)
+            sequence.restored_tokens = sequence.num_computed - before
+
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
         """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one after the
         newest token of each, and one after each drafted one."""
@@ -317,7 +358,8 @@ class Scheduler:
             if new:
                 sequence.num_computed = len(sequence.ids) - 1
             reason = sequence.finish_reason
-            events.append(Event(sequence.id, tuple(new), reason, sequence.cached_tokens, drafted=drafted))
+            cached, restored = sequence.cached_tokens, sequence.restored_tokens
+            events.append(Event(sequence.id, tuple(new), reason, cached, drafted=drafted, restored_tokens=restored))
         if self.limits.prefixes:
             for sequence in step.sequences:
                 if sequence.num_computed >= (sequence.published + 1) * size:
@@ -365,7 +407,8 @@ class Scheduler:
         extend_keys(sequence.keys, sequence.ids[: sequence.num_computed], size, sequence.request.salt)
         for page in range(sequence.published, sequence.num_computed // size):
             for number, held in enumerate(sequence.held):
-                self.caches[sequence.group].publish(held, page, key_of(sequence.keys[page], number))
+                if page >= held.first:
+                    self.caches[sequence.group].publish(held, page, key_of(sequence.keys[page], number))
         sequence.published = sequence.num_computed // size
 
     def slide(self, sequence: Sequence) -> None:

@@ -41,7 +41,10 @@ class Sequence:
     covered: int = 0  # number of tokens that these suffice for
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
     published: int = 0  # number of its first pages that later prompts can find
-    cached_tokens: int = 0  # prompt tokens that were in the prefix cache when it was first admitted
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache when it was first admitted, or on disk
+    stored: int | None = None  # number of its first pages, if more than `published`, that are read from disk; 0: none
+    read: int = 0  # number of records of these that have been read
+    restored_tokens: int = 0  # those of `cached_tokens` that were on disk
     expanded: int = 0  # number of first tokens whose attention over latents is expanded: the prompt's, or none
     preemptions: int = 0
     matcher: "Matcher | None" = None  # of its grammar

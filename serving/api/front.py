@@ -62,7 +62,7 @@ class Front:
     ):
         self.case, self.keys, self.client, self.supervisor = case, keys, client, supervisor
         self.limits = Admission(case.serve_config)
-        self.metrics = Metrics(self.name)
+        self.metrics = Metrics(self.name, disk=bool(case.cache_config.disk_path))
         self.live = Live(client, self.metrics, lambda: {"model": self.name, **self.status})
         self.draining = False
         self.created = int(time.time())

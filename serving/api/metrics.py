@@ -85,9 +85,10 @@ class Total:
 
 
 class Metrics:
-    """`model_name` is the value of the label by which vLLM's boards select."""
+    """`model_name` is the value of the label by which vLLM's boards select; `disk`: whether prefixes are on disk."""
 
-    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic, disk: bool = False):
+        self.disk = disk
         self.registry, self.clock, self._model = CollectorRegistry(), clock, model_name
         self.first_token, self.between_tokens = Window(clock), Window(clock)  # seconds
         self.past: deque[Sample] = deque(maxlen=PAST)
@@ -105,6 +106,8 @@ class Metrics:
         )
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.disk_queries = self._counter("external_prefix_cache_queries", "Prompt tokens looked for on disk.")
+        self.disk_hits = self._counter("external_prefix_cache_hits", "Prompt tokens found on disk.")
         self.prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
         self.generated = self._counter("generation_tokens", "Generated tokens.")
         self.rejections = self._counters("admission_rejections", "Requests that were not taken.", "reason", REASONS)
@@ -225,7 +228,10 @@ class Timeline:
             self.first, self.queued_s = now, row.queued_s
             metrics.prompt.inc(self.prompt_tokens)
             metrics.prefix_queries.inc(self.prompt_tokens)
-            metrics.prefix_hits.inc(row.cached_tokens)
+            metrics.prefix_hits.inc(row.cached_tokens - row.restored_tokens)
+            if metrics.disk:
+                metrics.disk_queries.inc(self.prompt_tokens - row.cached_tokens + row.restored_tokens)
+                metrics.disk_hits.inc(row.restored_tokens)
             metrics.looked_for += self.prompt_tokens
             metrics.cached_tokens += row.cached_tokens
             metrics.queue_s.observe(row.queued_s)

@@ -78,11 +78,12 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     id: int
     tokens: list[int]
     finish: str = ""  # "stop", "length"; empty while it runs
-    cached_tokens: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache, or on disk; in the first row of a request
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, if wanted
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from token 2 on, in the first row, if wanted
     drafted: int = 0  # tokens that were guessed, of which all of `tokens` but the first were right
     queued_s: float = 0.0  # how long it waited until its first step; in the first row of a request
+    restored_tokens: int = 0  # of `cached_tokens`, those that were on disk
 
 
 class Out(Message, frozen=True):
@@ -179,6 +180,7 @@ class Tick(Message, frozen=True):
     mixed_tokens: int | None  # Limits.mixed_tokens for this step
     expert_pages: int
     events: list[Submit | Abort | Stop]
+    restored: int = 0  # DiskPrefixes.most for this step
 
 
 ToEngine = Submit | Abort | Stop | Ping | Watch

@@ -23,6 +23,7 @@ from executor.config import env
 from executor.config.case import Case
 from executor.config.resolved import read_resolved
 from executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
+from executor.engine.disk_prefixes import DiskPrefixes
 from executor.engine.drafts import SIZES
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.loop import Loop
@@ -62,6 +63,8 @@ from umbra.errors import UserError, refusal
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
 STATE_S = 0.25
 RESIDENCY_S = 1.0
+FLUSH_S = 5.0  # most seconds that the end of a server waits for prefixes to be on disk
+COPY_S, COPY_BYTES = 0.005, 16 << 20  # while nothing is to do: seconds between two copies of prefixes, and their bytes
 FORGET_STEPS = 64  # steps whose records are kept at most
 MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
 QUEUE_SHOWN = 16  # waiting requests in a snapshot
@@ -95,6 +98,7 @@ class Worker:
         if self.experts and runner.planned and elastic:
             self.memory_split = MemorySplit(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
         self.steps = self.preemptions = self.drafted = self.accepted = self.generated = 0
+        self.disk: DiskPrefixes | None = None  # once the warm-up is over
         self.prefill_rate = PrefillRate(case.cache_config.page_size)
         self.chunk_size = ChunkSize()
         self.stopping = False
@@ -110,12 +114,15 @@ class Worker:
         """Serves until the front stops the ranks."""
         with self.engine.platform.watched():
             self.warm_up()
+            self.open_disk()
             gc.collect()
             gc.freeze()  # collections no longer look through what was loaded, which takes as long as many steps
             if self.channel:
                 self.channel.send(self.ready())
             while not self.stopping:
                 self.turn()
+            if self.disk:
+                self.disk.finish(FLUSH_S)
 
     def turn(self) -> None:
         """Shares one tick, and runs its step. Rank 0 decides on the step before it shares the tick, and every other
@@ -140,7 +147,8 @@ class Worker:
     def next_tick(self, channel: FrontEnd) -> Tick:
         """Rank 0's tick: the messages that have come from the front, and what it has measured."""
         events: list[Submit | Abort | Stop] = []
-        for message in channel.receive(0 if not self.loop.idle else IDLE_S):
+        idle_s = COPY_S if self.disk and self.disk.pending else IDLE_S
+        for message in channel.receive(0 if not self.loop.idle else idle_s):
             if message is None:
                 events.append(Stop())
             elif isinstance(message, OSError):
@@ -154,9 +162,11 @@ class Worker:
         self.report(channel)
         if self.memory_split and self.prefill_rate.value:
             self.memory_split.decide(self.case.cache_config.page_size / self.prefill_rate.value)
+        pause_s = self.case.serve_config.prefill_pause_ms / 1000
         return Tick(
-            self.steps, 0, self.mixed_tokens(), self.memory_split.expert_pages if self.memory_split else 0, events
-        )
+            self.steps, 0, self.mixed_tokens(), self.memory_split.expert_pages if self.memory_split else 0, events,
+            self.disk.decide(self.prefill_rate.value, pause_s) if self.disk else 0,
+        )  # fmt: skip
 
     def check(self, tick: Tick, own: int) -> None:
         """Raises unless this rank, whose digest is `own`, does what rank 0 does."""
@@ -170,6 +180,8 @@ class Worker:
         """Bookkeeping of what has come since the last step, on every rank alike."""
         scheduler = self.loop.scheduler
         scheduler.mixed_tokens, scheduler.expert_pages = tick.mixed_tokens, tick.expert_pages
+        if self.disk:
+            self.disk.most = tick.restored
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
@@ -186,7 +198,10 @@ class Worker:
 
     def step(self, step: Step | None) -> None:
         """Runs a step of the engine, if there is something to do."""
-        start, timings = time.perf_counter(), self.loop.timings
+        begun, timings = time.perf_counter(), self.loop.timings
+        if self.disk:
+            step = self.disk.restore(step)
+        start = time.perf_counter()
         before, decoded = timings.prefill_tokens, timings.decode_tokens
         drafted, accepted = timings.drafted_tokens, timings.accepted_tokens
         amounts = amounts_of(step.sequences if step else ())
@@ -209,7 +224,10 @@ class Worker:
         if tokens + decoded:
             self._step_tokens.append(tokens + decoded)
         if self.channel:
-            self.tell(self.channel, events, start)
+            self.tell(self.channel, events, begun)
+        if self.disk:
+            self.disk.ended([s for s in step.sequences if s.finish_reason] if step else [])
+            self.disk.copy(COPY_BYTES if self.loop.idle else 1)
 
     def tell(self, channel: FrontEnd, events: ListOf[Event], start: float) -> None:
         """Sends the front the rows of a step that began at `start`."""
@@ -220,8 +238,8 @@ class Worker:
         for event in events:
             queued_s = self._queued_s.pop(event.id, 0.0)
             if event.finish_reason != "abort":
-                id, tokens, finish, cached_tokens, logprobs, prompt_logprobs, drafted = event
-                given = logprobs, prompt_logprobs, drafted, queued_s
+                id, tokens, finish, cached_tokens, logprobs, prompt_logprobs, drafted, restored = event
+                given = logprobs, prompt_logprobs, drafted, queued_s, restored
                 rows.append(Row(id, list(tokens), finish, cached_tokens, *given))
         if rows:
             channel.send(Out(self.steps, rows))
@@ -298,6 +316,11 @@ class Worker:
             self.experts.restart()
             if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
                 self.runner.planned.begin(self.experts.shadows, ())
+
+    def open_disk(self) -> None:
+        """Finds the prefixes that earlier servers have left."""
+        if self.case.cache_config.disk_path:
+            self.disk = DiskPrefixes(self.engine, self.loop.scheduler, self.runner.ranks.local_world_size)
 
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]

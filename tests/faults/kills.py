@@ -30,7 +30,7 @@ from tests.faults.forks import Fork, forked
 from tests.faults.preload import LIBRARY, Faults, unsynced, with_faults
 
 SIZES = (1 << 20, 300_000, 70)  # bytes of the packed storages; the last one is small
-PAGE = 200_000
+PAGE = 1 << 20
 
 
 class Storages(Layer):

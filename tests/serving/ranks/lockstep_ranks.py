@@ -14,10 +14,12 @@ import torch
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine import states
+from executor.engine import disk_prefixes, states
+from executor.engine.disk_prefixes import DiskPrefixes
 from executor.engine.drafts import Drafts
 from executor.engine.loop import Loop
 from executor.engine.memory_split import MemorySplit
+from executor.engine.page_store import PageStore
 from executor.engine.request import SamplingParams
 from executor.engine.scheduler import Step
 from executor.launch.rank import run_rank
@@ -28,12 +30,28 @@ from tests.fakes.shadow_experts import any_swaps
 
 VOCABULARY = 96
 LONG = b"other" * 1000  # a salt that makes a tick longer than the broadcast that every step makes
+FORGET = 25  # steps after which memory loses all prefixes, so that they are read from disk
 CROWD = 60  # steps in which many requests come, and then few
 
 
 def any_share(self: MemorySplit, prefill_s: float) -> None:
     if random.random() < 0.1:
         self.expert_pages = random.randrange(self.pages + 1)
+
+
+def any_number(self: DiskPrefixes, prefill_rate: float, pause_s: float) -> int:
+    return random.choice((0, 1, 3, 1000))
+
+
+def any_fault(read: Callable[[PageStore, bytes, memoryview], bool]) -> Callable[[PageStore, bytes, memoryview], bool]:
+    """`read`, to which now and then a file of this rank is wrong."""
+
+    def tried(self: PageStore, name: bytes, into: memoryview) -> bool:
+        if random.random() < 0.03:
+            self.index.pop(name, None)
+        return read(self, name, into)
+
+    return tried
 
 
 class Traffic:
@@ -92,10 +110,11 @@ class Traffic:
             got = [token for row in self.rows.get(id, []) for token in row.tokens]
             assert got == (tokens if id in ended else tokens[: len(got)]), id
         hits = sum(rows[0].cached_tokens > 0 for rows in self.rows.values())
+        restored = sum(rows[0].restored_tokens > 0 for rows in self.rows.values())
         whole = len([id for id, _ in alone if id in ended])
         return dict(
             submitted=len(self.submitted), ended=len(ended), hits=hits, refused=self.refused, aborted=self.aborted,
-            alone=len(alone), whole=whole,
+            alone=len(alone), whole=whole, restored=restored,
         )  # fmt: skip
 
 
@@ -106,12 +125,16 @@ def any_cost(took: Callable[[Drafts, int, float], None]) -> Callable[[Drafts, in
 
 
 class Watched(Worker):
-    """Counts how often an expert of this rank has come or gone."""
+    """Counts how often an expert of this rank has come or gone, and forgets prefixes."""
 
     moved = 0
 
     def step(self, step: Step | None) -> None:
         assert self.engine.shadows
+        if self.disk and self.steps % FORGET == 0:
+            self.disk.copy(1 << 30)
+            for cache in self.loop.scheduler.caches:
+                cache.trim(0)
         before = self.engine.shadows.published.copy()
         super().step(step)
         self.moved += int((self.engine.shadows.published != before).sum())
@@ -139,7 +162,9 @@ def main() -> None:
         if runner.engine.shadows:
             runner.engine.shadows.residency.swaps = any_swaps  # type: ignore[method-assign]
         MemorySplit.decide = any_share  # type: ignore[method-assign]
-        states.INTERVAL = 8
+        states.INTERVAL = disk_prefixes.DEEP = 8
+        DiskPrefixes.decide = any_number  # type: ignore[method-assign]
+        PageStore.read = any_fault(PageStore.read)  # type: ignore[method-assign,assignment]
         Drafts.took = any_cost(Drafts.took)  # type: ignore[method-assign,assignment]
         traffic = Traffic(int(steps), 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)

@@ -1,0 +1,166 @@
+"""Prefixes on disk: after a restart a request finds what an earlier server has computed, and gets the tokens and
+log-probabilities, to the last bit, that it gets without."""
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.model_runner import ModelRunner
+from serving.ranks.messages import Submit
+from serving.ranks.worker import Worker
+from tests.fakes.scripted import Server
+from tests.mtp import Oracle
+from tests.ranks import run_ranks
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case, write_case
+from tests.variants import thorough_but
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8": {"cache_config": {"kv_dtype": "int8"}, "quantization": {"method": "q4", "group_size": 32}},
+    "arena": {"offload_config": {"mode": "elastic", "arena_mb": 3, "max_swaps": 4, "measure_s": 0.01}},
+    "states": {"model_name": "qwen3_next"},
+    "windows": {"model_name": "gpt_oss"},
+    "latents": {"model_name": "deepseek_v3", "cache_config": {"kv_dtype": "int8"}},
+    "guesses": {"model_name": "glm4_moe", "draft_config": {"method": "mtp"}},
+}
+LENGTH, TOKENS = 600, 12
+draw = random.Random(3)
+PROMPT = [draw.randrange(96) for _ in range(LENGTH)]
+
+
+def model_of(folder: Path, kind: str) -> Path:
+    family = KINDS[kind].get("model_name")
+    if kind == "guesses":
+        Oracle(folder, "glm4_moe", max_position_embeddings=1024)
+    elif family:
+        widths = dict(kv_lora_rank=16, intermediate_size=64) if kind == "latents" else {}  # no prompt is expanded
+        save_tiny_of(folder, family, num_hidden_layers=4, max_position_embeddings=1024, **widths)
+    else:
+        save_tiny(folder, max_position_embeddings=1024, num_key_value_heads=8, moe_intermediate_size=32)
+    return folder
+
+
+def runner_of(folder: Path, model: Path, kind: str) -> ModelRunner:
+    options = dict(KINDS[kind])
+    cache = {"disk_path": str(folder / "pages"), "page_size": 16} | options.pop("cache_config", {})
+    data = {"input_max_len": 700, "max_new_tokens": 40, "batch_size": 2, "chunked_prefill_size": 256}
+    return make_runner(
+        tiny_case(folder, model, exe_mode="graph", threads=1, data_config=data, cache_config=cache, **options), folder
+    )
+
+
+class Restarted(Server):
+    """A server whose ranks begin without pages in memory; `most` records of a prompt are read in a step."""
+
+    def __init__(self, runner: ModelRunner, most: int = 0, disk: bool = True):
+        super().__init__(runner)
+        if disk:
+            self.worker.open_disk()
+        if (found := self.worker.disk) and found.store:
+            found.behind.flush(60)
+            found.decide = lambda prefill_rate, pause_s: most or 1000  # type: ignore[method-assign]
+
+    def ask(self, ids: list[int], salt: bytes = b"") -> tuple[Any, int]:
+        """-> tokens with their log-probabilities, and how many of the prompt were read from disk"""
+        submit, id = Submit, len(self.script.sent) + 1
+        self.submit(id, ids, TOKENS, logprobs=2)
+        self.script.messages[-1] = submit(id, ids, self.script.messages[-1].sampling, salt=salt)
+        self.finish()
+        rows = self.script.rows(id)
+        assert rows[0].cached_tokens >= rows[0].restored_tokens
+        return [one for row in rows for one in zip(row.tokens, row.logprobs, strict=True)], rows[0].restored_tokens
+
+    def end(self) -> None:
+        worker: Worker = self.worker
+        if worker.disk:
+            worker.disk.finish(60)
+        for cache in worker.loop.scheduler.caches:
+            cache.trim(0)
+            assert cache.held == cache.kept == cache.sets == 0
+
+
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "plain", "states", "windows"))
+def test_restored_prefixes_change_no_bit(tmp_path: Path, kind: str) -> None:
+    runner = runner_of(tmp_path, model_of(tmp_path / "model", kind), kind)
+    plain, short = Restarted(runner, disk=False), PROMPT[:40]
+    further = [PROMPT + [5] * 20, PROMPT[:330] + [7] * 50]
+    first, expected = plain.ask(PROMPT)[0], [plain.ask(ids)[0] for ids in further]
+    few = plain.ask(short)[0]
+    plain.end()
+    server = Restarted(runner)
+    assert server.ask(PROMPT) == (first, 0)
+    assert server.ask(short)[1] == 0
+    server.end()
+    for most in (1000, 7, 1):
+        server = Restarted(runner, most)
+        assert server.ask(short, b"other") == (few, 0)
+        found = [server.ask(further[0])]
+        server.end()
+        server = Restarted(runner, most)
+        found.append(server.ask(further[1]))
+        server.end()
+        assert [answer for answer, _ in found] == expected
+        assert found[0][1] >= 16 * (LENGTH // 16 - 1)
+        assert found[1][1] >= (320 if kind != "states" else 0)
+
+
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "plain", "states", "windows"))
+def test_wrong_files_are_computed_again(tmp_path: Path, kind: str) -> None:
+    runner = runner_of(tmp_path, model_of(tmp_path / "model", kind), kind)
+    plain = Restarted(runner, disk=False)
+    expected = plain.ask(PROMPT)[0]
+    plain.end()
+    chance, restored = random.Random(2), []
+    for turn in range(12):
+        server = Restarted(runner, most=chance.choice((1000, 5)))
+        for path in (tmp_path / "pages").rglob("*.pages") if turn in (2, 3, 5) else ():
+            data = bytearray(path.read_bytes())
+            for _ in range(3):
+                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            path.write_bytes(data)
+        answer, read = server.ask(PROMPT)
+        assert answer == expected
+        restored.append(read)
+        server.end()
+    assert restored[0] == 0 < restored[1]
+    assert restored[-1] >= 16 * (LENGTH // 16 - 1)
+    (tmp_path / "pages/rank0").chmod(0o777)
+    server = Restarted(runner)
+    assert server.ask(PROMPT) == (expected, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.beside
+@pytest.mark.parametrize(("attn_tp_size", "loses"), [(2, 1), (1, 0)])
+def test_two_ranks_restore_what_both_have(tmp_path: Path, attn_tp_size: int, loses: int) -> None:
+    """Ranks that share heads, and two data-parallel groups; then the rank `loses` has lost a part."""
+    save_tiny_of(tmp_path / "model", "qwen3_next", num_hidden_layers=4, max_position_embeddings=1024, eos_token_id=None)
+    (tmp_path / "prompts").write_text(json.dumps([PROMPT, PROMPT[:330] + [7] * 250, PROMPT + [5] * 9]))
+    found = []
+    for disk in ("", "pages", "pages", "pages"):
+        case = write_case(
+            tmp_path / "case.yaml", tmp_path / "model", exe_mode="graph", world_size=2,
+            parallel_config={"attn_tp_size": attn_tp_size},
+            data_config={"input_max_len": 700, "max_new_tokens": 8, "batch_size": 2}, model_name="qwen3_next",
+            cache_config={"disk_path": disk and str(tmp_path / disk)},
+        )  # fmt: skip
+        program = [
+            "tests/serving/ranks/restarted_ranks.py",
+            str(case),
+            str(tmp_path / "prompts"),
+            str(tmp_path / "out"),
+        ]
+        done = run_ranks(tmp_path, 2, program, 300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads((tmp_path / "out").read_text()))
+        if len(found) == 3:
+            for path in (tmp_path / f"pages/rank{loses}").rglob("*.pages"):
+                os.truncate(path, path.stat().st_size // 2)
+    assert all(answers == found[0][0] for answers, _ in found)
+    assert found[0][1][0] == found[1][1][0] == 0
+    assert found[2][1][0] >= 16 * (LENGTH // 16 - 1)
+    assert found[3][1][0] < found[2][1][0]
