@@ -38,6 +38,7 @@ from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_eager import golden
 from tests.ascend.test_hccl import SPLITS
+from tests.ascend.test_recurrent import ATTENTION, BLOCK
 from tests.ascend.workers import close_nodes
 from tests.fakes.drafts import FreeDrafts
 from tests.mtp import KINDS, Oracle
@@ -163,7 +164,7 @@ def kernels(lines: list[str]) -> list[str]:
     return [name.removeprefix("aclnn") for name in found if name.startswith("aclnn")]
 
 
-@pytest.mark.parametrize("family", [GLM, *thorough_but([V3])], ids=str)
+@pytest.mark.parametrize("family", [GLM, HYBRID, *thorough_but([V3])], ids=str)
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_nothing_waits_between_guesses(tmp_path: Path, mode: str, family: Family) -> None:
     """Each guess is copies that do not wait, those of hidden states and guessed tokens on the device, and a replay."""
@@ -178,13 +179,19 @@ def test_nothing_waits_between_guesses(tmp_path: Path, mode: str, family: Family
         [line for line in part.splitlines() if line.startswith("captured acl")]
         for part in "\n".join(log.lines).split("capture end")[:6]
     )
-    norm, *layer = (line.split()[0].removeprefix("aclnn") for line in golden("fusion_v2", family))
-    layer = " ".join(layer).replace("AddRmsNorm InplaceCopy", "AddRmsNormCast").split()
-    tables = ["Embedding"] * 3
-    assert kernels(verify) == [*tables, "RmsNorm", *layer, norm, "MatmulWeightNz"]
-    both = [*tables, "RmsNorm", "RmsNorm", "Cat", "MatmulWeightNz", "RmsNorm", *layer, norm, "MatmulWeightNz", "ArgMax"]
+    if family is HYBRID:
+        layer, after = [*ATTENTION, *BLOCK], "InplaceAdd"
+    else:
+        norm, *layer = (line.split()[0].removeprefix("aclnn") for line in golden("fusion_v2", family))
+        after = "AddRmsNormCast"
+        layer = [*" ".join(layer).replace("AddRmsNorm InplaceCopy", after).split(), norm]
+    tables, head = ["Embedding"] * 3, "MatmulWeightNz"
+    checked = kernels(verify)
+    assert (checked[:4], checked[-len(layer) - 1 :]) == ([*tables, "RmsNorm"], [*layer, head])
+    assert len(checked) == 5 + len(layer) or family is HYBRID  # of which it is the last one of two layers
+    both = [*tables, "RmsNorm", "RmsNorm", "Cat", "MatmulWeightNz", "RmsNorm", *layer, head, "ArgMax"]
     assert kernels(further) == both
-    at = both.index("AddRmsNormCast")
+    at = both.index(after)
     assert kernels(first) == [*both[:at], "IndexSelect", "IndexSelect", *both[at:]]
     with device_log() as log:
         runner.loop.step()
