@@ -57,11 +57,13 @@ class NpuLink(Link):
         self.stream = torch_npu.npu.Stream()
         self.stream.wait_stream(torch_npu.npu.current_stream())
         self.copied, self.released = ([torch_npu.npu.Event() for _ in range(GROUPS)] for _ in range(2))
-        self.filling: dict[int, int] = {}  # group -> number of the layer whose experts are copied to it
+        self.numbers = [-1] * GROUPS  # of the layer whose experts a group has
+        self.awaited: set[int] = set()  # groups that the main stream may be waiting for
 
     def begin(self, group: int, layer: int, experts: Sequence[int]) -> None:
         source, to = self.layers[layer], self.banks[group].planes
-        self.filling[group] = source.number
+        self.numbers[group] = source.number
+        self.awaited.discard(group)
         try:
             with torch_npu.npu.stream(self.stream):
                 self.released[group].wait()
@@ -73,6 +75,7 @@ class NpuLink(Link):
             raise BridgeError(f"{self._where(group)}: a copy of its experts: {error}") from None
 
     def ready(self, group: int) -> None:
+        self.awaited.add(group)
         self.copied[group].wait()
 
     def release(self, group: int) -> None:
@@ -85,12 +88,12 @@ class NpuLink(Link):
             return
 
     def late(self) -> str | None:
-        """The first group whose copies are not done."""
-        late = [group for group in self.filling if not happened(self.copied[group])]
+        """The first group whose copies the main stream waits for."""
+        late = [group for group in self.awaited if not happened(self.copied[group])]
         return f"{self._where(late[0])}: copies of its experts were not done" if late else None
 
     def _where(self, group: int) -> str:
-        return f"layer {self.filling[group]}, step {self.nodes.step}"
+        return f"layer {self.numbers[group]}, step {self.nodes.step}"
 
 
 class LongSteps:
@@ -126,7 +129,6 @@ class LongSteps:
         return sum(plane.nbytes for bank in self.link.banks for plane in bank.planes.values())
 
     def begin(self, tokens: int) -> None:
-        self.link.filling.clear()
         self.ring.begin(tokens, np.stack([layer.table != 0 for layer in self.layers]))
 
     def end(self) -> None:

@@ -21,6 +21,12 @@ from umbra.errors import REFUSED_STATUS, UserError, refusal, run_main
             ),
             "the NPU failed: NPU function error: aclrtMemcpy, error code is 507000; EZ9999: x (",
         ),
+        (
+            RuntimeError(
+                "layer 1, step 7: a copy of its experts: f():x.cpp:26 NPU function error: f, error code is 5\ny"
+            ),
+            "the NPU failed: layer 1, step 7: a copy of its experts: NPU function error: f, error code is 5 (",
+        ),
         (ConnectionError("the other\x1b[2J end is gone"), "the other [2J end is gone"),
     ],
 )

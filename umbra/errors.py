@@ -16,7 +16,8 @@ REFUSED_STATUS = 1
 NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|^std::bad_alloc$")
 NO_NPU_MEMORY = re.compile(r"NPU out of memory\. Tried to allocate (\S+ \S+)")
 # What torch_npu says if CANN refuses a call or a kernel fails; lost connections (ERR02 DIST) are another matter.
-NPU = re.compile(r"ERR\d{5} (PTA|OPS|GRAPH)|NPU function error|ACL \w+ synchronize failed|^aclrt\w+: error \d+$")
+NPU = re.compile(r"ERR\d{5} (PTA|OPS|GRAPH)|NPU function error|ACL \w+ synchronize failed|\baclrt\w+: error \d+$")
+OF_EXPERTS = re.compile(r"^layer \d+, step \d+: [^:]+: ")  # what a step with shadow experts says first
 NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable$")  # Python's text; C++'s
 LONGEST = 2000  # characters of an error
 YOUNG = 50_000  # new objects between two looks for garbage
@@ -54,7 +55,10 @@ def refusal(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and NPU.search(str(error)):
         # The first line is torch_npu's, the first one after its code is CANN's.
         said, _, cann = str(error).partition("[ERROR]")
-        said = said[max(said.find("NPU function error"), 0) :]  # which follows a place in torch_npu's sources
+        where = "".join(OF_EXPERTS.findall(said))
+        said = (
+            where + said[max(said.find("NPU function error"), len(where)) :]
+        )  # without a place in torch_npu's sources
         reasons = [said.strip().partition("\n")[0], *cann.strip().split("\n")[1:2]]
         why = "; ".join(reason[:500] for reason in reasons if reason)
         return one_line(f"the NPU failed: {why} (the rank's log has the stack, ~/ascend/log what the device did)")

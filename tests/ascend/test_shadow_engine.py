@@ -234,6 +234,16 @@ def test_a_stopped_pool_is_an_error_that_names_layer_and_step(tmp_path: Path, mo
         runner.loop.step()
 
 
+def test_a_stopped_pool_ends_a_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread_evenly(monkeypatch)
+    runner = runner_of(tmp_path, "exe_mode=eager", "slots=5")
+    value_copies(runner, 99)
+    shadows, _ = parts(runner)
+    shadows.pool.stop()
+    with pytest.raises(BridgeError, match=f"layer 0, step {int(shadows.pool.step) + 1}: the shadow pool failed"):
+        prefilled(runner)
+
+
 def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(tmp_path, "exe_mode=eager", "slots=5", "max_swaps=-1")
     shadows, _ = parts(runner)
