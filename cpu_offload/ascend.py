@@ -106,6 +106,7 @@ class NpuExperts(PinnedExperts):
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         if self.device.long and len(x) > self.device.most:
+            self.long_ids = ids
             return self.device.long.mixture(self, x, weights, ids, first_expert)
         nodes = self.device.nodes.number
         sums = torch.ops.umbra.shadow_submit(x, ids, weights, self.number, nodes)

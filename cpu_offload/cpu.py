@@ -51,6 +51,7 @@ class CpuExperts(ShadowedExperts):
         device, layer, start = self.device, self.layer, time.perf_counter()
         if not device.streams and len(x) <= device.decode_tokens:
             return self._by_both(x, weights, ids)
+        self.long_ids = ids
         before, resident, streamed = layer.counts.clone(), layer.device != 0, 0
         if not device.streams:
             out = self._by_both(x, weights, ids)

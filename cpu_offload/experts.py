@@ -36,6 +36,8 @@ class ShadowedExperts(ABC):
             self.store.handles,
         )  # fmt: skip
         self.table = resident.numpy()  # a view; writing single elements is faster than through torch
+        self.first_expert = here.start
+        self.long_ids: Tensor | None = None  # (T, k): the routing of a long step, until the manager takes it
 
     def share(self, counts: Tensor, times: Tensor) -> None:
         """Makes steps write their routing counts (experts) and times (4) to these tensors. To be called before any
@@ -45,6 +47,12 @@ class ShadowedExperts(ABC):
     def set_address(self, expert: int, address: int) -> None:
         """Sets the address of the expert on the device; 0: not resident. To be called between two steps."""
         self.table[expert] = address
+
+    def take_long(self) -> Tensor | None:
+        """The routing of the last step (T, k) if it was a long one, in numbers of this rank's experts; others lie
+        outside."""
+        ids, self.long_ids = self.long_ids, None
+        return None if ids is None else ids.to("cpu", INT) - self.first_expert
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ steps read the tables at fixed addresses and stay valid."""
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -105,7 +105,8 @@ class ShadowExperts:
         self.arena = arena
         self.device.open(memory, arena.frames * arena.frame_bytes, lambda layer: self.history.long.append(layer))
         experts = self.layers[0].count
-        self.residency = Residency(len(self.layers), experts, ResidencySettings(max_swaps=self.settings.max_swaps))
+        chosen = ResidencySettings(max_swaps=self.settings.max_swaps, interval=self.settings.interval)
+        self.residency = Residency(len(self.layers), experts, chosen)
         self.balance = Balance(arena, LOW, LOW + arena.extent_frames, PATIENCE, self.make_room, gather)
         self.slots: dict[ExpertId, int] = {}  # of resident experts and of those whose copy is in flight
         self.copies: dict[ExpertId, Copy] = {}  # copies in flight, in order of their start
@@ -131,28 +132,47 @@ class ShadowExperts:
         for copy in [copy for copy in self.copies.values() if self.device.done(copy.ticket)]:
             self._publish(copy)
 
-    def started(self, tokens: Sequence[int], live: Sequence[int]) -> None:
-        """To be called before the step's ops run. `tokens` and `live` have the number of tokens of each data-parallel
-        group: `tokens` with padding, `live` without."""
-        self.device.begin(self.step, tokens, live)
+    def started(self, tokens: Sequence[int], lengths: Sequence[Sequence[int]]) -> None:
+        """To be called before the step's ops run. `tokens` has the number of tokens of each data-parallel group, with
+        padding, and `lengths` those of each of its sequences."""
+        self.tokens, self.lengths = tokens, lengths
+        self.device.begin(self.step, tokens, [sum(of) for of in lengths])
         self.started_at = time.monotonic_ns()
 
-    def end(self, decode: bool) -> None:
-        """To be called after a step. Records a decode step, and after every `interval` of them decides which experts
-        are to be resident."""
+    def end(self, decode: bool, coming: Sequence[int] = ()) -> None:
+        """To be called after a step; `coming` are the tokens that sequences take in the next one. Records a decode
+        step, and decides which experts are to be resident after every `interval` of these and after a long step."""
         self.device.finish()
         seen = self.counts - self.seen
         self.seen += seen
         if not decode:
+            self._learn_long(coming)
             return
         self._record(seen)
         self.step_number += 1
         self.routed += seen
         if self.step_number % self.settings.interval or self.settings.mode == "resident":
             return
-        self.residency.observe(self.routed)
+        self.residency.observe(self.routed, coming)
         self.routed[:] = 0
-        for swap in self.residency.swaps(self.in_slot, self._free_slots()):
+        self._swap(self._free_slots())
+
+    def _learn_long(self, coming: Sequence[int]) -> None:
+        """Learns from the routing of a long step, and moves experts for the requests that have begun."""
+        routed = [layer.take_long() for layer in self.layers]
+        long = [ids.numpy() for ids in routed if ids is not None]
+        if len(long) < len(routed) or self.settings.mode == "resident":
+            return
+        starts = np.cumsum([0, *self.tokens[:-1]])
+        rows = np.concatenate([start + np.arange(sum(of)) for start, of in zip(starts, self.lengths, strict=True)])
+        lengths = [length for of in self.lengths for length in of]
+        # The last layer may have routed the sequences' last tokens only, too few to learn from.
+        whole = [ids[rows] if len(ids) == sum(self.tokens) else None for ids in long]
+        self.residency.observe_long(whole, lengths, coming)
+        self._swap(0)  # no more memory for experts while prompts come
+
+    def _swap(self, free_slots: int) -> None:
+        for swap in self.residency.swaps(self.in_slot, free_slots):
             if swap.expert_out is not None:
                 if swap.expert_out not in self.slots:
                     continue
@@ -188,7 +208,7 @@ class ShadowExperts:
     def value_copies(self, swap_cost: float, max_swaps: int) -> None:
         """Sets the cost of a copy that the policy assumes, in misses that it must save, and the most copies at one
         decision."""
-        self.residency.settings = ResidencySettings(max_swaps=max_swaps, swap_cost=swap_cost)
+        self.residency.settings = replace(self.residency.settings, max_swaps=max_swaps, swap_cost=swap_cost)
 
     def forget(self) -> None:
         """Drops the history so far, such as that of a warm-up. The policy's forecasts are kept."""

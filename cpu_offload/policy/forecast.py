@@ -1,89 +1,155 @@
-"""Forecasts how often each expert will be used in the next interval, from the routing counts of past intervals.
+"""Forecasts how often each expert will be used in one of the next intervals, from the routing of steps so far.
 
-The forecast, in uses per interval, has three parts:
+The forecast, in uses per interval, combines exponentially decayed frequencies f1 .. f5 of growing half-lives:
 
-    lasting  = slow + a * (fast - slow)    two exponentially decayed frequencies, to follow traffic that shifts
-    forecast = lasting + b * hint          hint: what usually follows the experts that were used in the last interval
+    forecast = f5 + a1 (f1 - f5) + ... + a4 (f4 - f5) + a5 hint
 
-The hint is a linear model. Each expert of a few layers has a row of weights, one for every expert; the rows of the
-experts used in the last interval are added up, so that several sequences decoded together each contribute. Weights are
-updated by the delta rule (normalised LMS). A frequency alone is far from optimal on real text, where the next token,
-and so its experts, depends on the present one.
+A prompt's tokens count as so many decode steps of one of the sequences that run. So a long prompt replaces a sequence's
+share of the faster frequencies, its last tokens most of all, and no more however long it is: the other sequences keep
+their shares, and requests that have ended give way to those that begin.
 
-`a` and `b`, in 0..1, scale each correction by how much of the error it has explained so far: they are running
-least-squares slopes of error against correction. On traffic without structure both fall to 0, which leaves the slow
-frequency with its small noise, so that a policy does not follow noise. Forecasts of different layers are comparable.
+The hint is a linear model of what usually follows a token: each of the tokens that sequences take next has a row of
+weights, one for every expert. Rows are updated by the delta rule (normalised LMS); the tokens used last have rows.
+
+a1 .. a5 are running least-squares coefficients, drawn towards `BELIEVED` until there is evidence. On traffic without
+structure they fall to 0, which leaves the slow frequency with its small noise, so that a policy does not follow noise.
+Forecasts of different layers are comparable.
+
+The forecast is for the interval that is `ahead` intervals away, in which a copy that begins now has arrived.
 """
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.integer]
+Indices = npt.NDArray[np.int64]
 
-FAST, SLOW = 32, 512  # half-lives of the frequencies, in intervals
-PRIOR = 16  # weight, in intervals, of the initial guess that all experts are used equally often
-STEP = 0.03  # the part of an error that one update corrects
-SOURCES = 5  # layers whose experts have rows of weights: the last, and others evenly spread
-WEIGHTS = 1 << 17  # most weights that a hint adds up, most used experts first: bounds the time of a forecast
+HALF_LIVES = 2, 8, 32, 128, 1024  # of the frequencies, in intervals
+BELIEVED = 0.0, 0.0, 0.4, 0.6, 0.0  # the coefficients before any evidence
+PRIOR = 16  # weight, in intervals, of these and of the initial guess that all experts are used equally often
+MEMORY = 512  # half-life of what the coefficients are computed from, in intervals
+STEP = 0.1  # the part of an error that one update of the hint corrects
+HINTS = 1 << 26  # most bytes of weights
+
+
+@dataclass(frozen=True)
+class Made:
+    """A forecast, to be compared with what happens."""
+
+    slow: Floats
+    corrections: Floats  # (5, layers * experts): what a1 .. a5 multiply
+    rows: list[int]  # of the tokens that gave the hint
+    result: Floats
 
 
 class Forecast:
-    def __init__(self, layers: int, experts: int):
-        size = layers * experts
-        self.intervals = 0
-        self._slow, self._fast = np.zeros(size, np.float32), np.zeros(size, np.float32)
-        self._sources = np.unique(np.linspace(layers - 1, 0, min(layers, SOURCES)).round().astype(np.int64))
-        self._weights = np.zeros((len(self._sources) * experts, size), np.float32)
-        self._most_rows = max(1, WEIGHTS // size)
-        self._rows = np.zeros(0, np.int64)  # rows of the experts that were used in the last interval
-        self._uses = np.zeros(0, np.float32)  # how often each of these experts was used
-        self._hint = np.zeros(size, np.float32)
-        self._trend_slope, self._hint_slope = Slope(), Slope()
-        self.lasting = self._slow.copy()  # (layers * experts)
+    def __init__(self, layers: int, experts: int, ahead: int = 1):
+        self.experts, size = experts, layers * experts
+        self.intervals = self.decoded = 0  # of all steps, and of decode steps
+        self._frequencies = np.zeros((len(HALF_LIVES), size), np.float32)
+        self._rows: OrderedDict[int, int] = OrderedDict()  # token: its row of weights, in order of last use
+        self._weights = np.zeros((max(1, HINTS // (4 * size)), size), np.float32)
+        self._fit = Fit(BELIEVED)
+        made = Made(self._frequencies[-1], np.zeros((len(BELIEVED), size), np.float32), [], self._frequencies[-1])
+        self._made = deque([made] * ahead, ahead)  # for the coming intervals, in their order
 
     @property
-    def next(self) -> Floats:
-        """The forecast number of uses in the next interval. (layers * experts)"""
-        return self.lasting + self._hint_slope.value * self._hint
+    def arriving(self) -> Floats:
+        """The forecast number of uses in the interval `ahead` intervals from now. (layers * experts)"""
+        return self._made[-1].result
 
-    def learn(self, counts: Counts) -> None:
-        """Updates the forecast with one interval's routing counts. (layers, experts)"""
-        seen = counts.reshape(-1).astype(np.float32)
+    @property
+    def before(self) -> Floats | float:
+        """The forecast number of uses in all intervals before that one."""
+        return sum(made.result for made in list(self._made)[:-1])
+
+    @property
+    def lasting(self) -> Floats:
+        """The forecast number of uses in any later interval, regardless of the hint and the last few steps."""
+        made = self._made[-1]
+        return made.slow + self._fit.values[1:-1] @ made.corrections[1:-1]
+
+    def learn(self, counts: Counts, tokens: Sequence[int] = ()) -> None:
+        """Learns an interval of decode steps with these routing counts (layers, experts). `tokens` are those that the
+        sequences take next."""
+        seen, made = counts.reshape(-1).astype(np.float32), self._made[0]
         if not self.intervals:
-            self._slow[:] = self._fast[:] = self.lasting = np.full_like(seen, seen.mean())
-        self._trend_slope.learn(seen - self._slow, self._fast - self._slow)
-        error = seen - self.lasting
-        if len(self._rows):
-            self._hint_slope.learn(error, self._hint)
-            step = STEP / float(self._uses.dot(self._uses)) * (error - self._hint)
-            for uses in set(self._uses.tolist()):  # with few sequences there are few different values
-                self._weights[self._rows[self._uses == uses]] += uses * step
-        self.intervals += 1
-        for frequency, half_life in ((self._slow, SLOW), (self._fast, FAST)):
-            frequency += max(1 - 0.5 ** (1 / half_life), 1 / (self.intervals + PRIOR)) * (seen - frequency)
-        self.lasting = self._slow + self._trend_slope.value * (self._fast - self._slow)
-        context = counts[self._sources].reshape(-1)
-        self._rows = np.flatnonzero(context)
-        if len(self._rows) > self._most_rows:
-            self._rows = self._rows[np.argsort(-context[self._rows], kind="stable")[: self._most_rows]]
-        self._uses = context[self._rows].astype(np.float32)
-        self._hint = np.zeros_like(seen)
-        for uses in set(self._uses.tolist()):
-            self._hint += uses * self._weights.take(self._rows[self._uses == uses], axis=0).sum(axis=0)
+            self._frequencies[:] = seen.mean()
+        error = seen - made.slow
+        self._fit.learn(made.corrections, error)
+        if made.rows:
+            self._weights[made.rows] += STEP / len(made.rows) * (error - made.corrections[-1])
+        self._frequencies += self._rates(1)[:, None] * (seen - self._frequencies)
+        self.intervals, self.decoded = self.intervals + 1, self.decoded + 1
+        self._made.append(self._make(tokens))
+
+    def learn_long(
+        self, routed: Sequence[Indices | None], lengths: Sequence[int], interval: int, tokens: Sequence[int] = ()
+    ) -> None:
+        """Learns a step with prompts. `routed` has each layer's ids (rows, k), of which those that are no experts do
+        not count, of sequences with `lengths` tokens each; None: not known. `interval` steps are an interval; `tokens`
+        as of `learn`."""
+        most, bins = max(lengths) / interval, self.experts + 1  # the last one for what does not count
+        left = (1 - self._rates(most)) ** (1 / interval)  # what a token leaves of each frequency of its sequence
+        # Tokens are counted in blocks by their distance from the last one of their sequence: 0, 1-2, 3-6, ...
+        distance = np.concatenate([np.arange(length, 0, -1) for length in lengths])
+        block = np.frexp(distance)[1].astype(np.int64) - 1
+        ends = 2 ** np.arange(int(block.max()) + 2) - 1
+        weights = np.diff(-(left[:, None] ** ends), axis=1) / np.diff(ends)  # of a token in each block
+        kept = 1 - weights @ np.bincount(block) / len(lengths)
+        frequencies = self._frequencies.reshape(len(HALF_LIVES), -1, self.experts)
+        for layer, ids in enumerate(routed):
+            if ids is not None:
+                places = bins * block[:, None] + np.where((ids >= 0) & (ids < self.experts), ids, self.experts)
+                counts = np.bincount(places.ravel(), minlength=bins * len(weights[0])).reshape(-1, bins)[:, :-1]
+                if not self.intervals:
+                    frequencies[:, layer] = interval * len(lengths) * counts.sum() / len(block) / self.experts
+                frequencies[:, layer] *= kept[:, None]
+                frequencies[:, layer] += interval * weights @ counts
+        self.intervals += round(most)
+        self._made.extend([self._make(tokens)] * len(self._made))
+
+    def _rates(self, intervals: float) -> Floats:
+        """The part of each frequency that one of so many new intervals replaces."""
+        rates = np.array([1 - 0.5 ** (1 / life) for life in HALF_LIVES], np.float32)
+        rates[-1] = max(rates[-1], 1 / (self.intervals + intervals + PRIOR))
+        return rates
+
+    def _make(self, tokens: Sequence[int]) -> Made:
+        slow, rows = self._frequencies[-1].copy(), [self._row(token) for token in dict.fromkeys(tokens)]
+        corrections = np.vstack([self._frequencies[:-1] - slow, self._weights[rows].sum(axis=0)])
+        return Made(slow, corrections, rows, slow + self._fit.values @ corrections)
+
+    def _row(self, token: int) -> int:
+        """The row of weights of a token, one of zeros if it has none yet."""
+        if token not in self._rows:
+            if len(self._rows) == len(self._weights):
+                self._rows[token] = self._rows.popitem(last=False)[1]
+                self._weights[self._rows[token]] = 0
+            else:
+                self._rows[token] = len(self._rows)
+        self._rows.move_to_end(token)
+        return self._rows[token]
 
 
-class Slope:
-    """The part of a correction to apply: a least-squares slope through 0, in which the past decays."""
+class Fit:
+    """Running least squares: the coefficients of corrections, with which they explain most of an error. They are drawn
+    towards those believed as by `PRIOR` intervals in which those were right; the past decays."""
 
-    def __init__(self) -> None:
-        self.value = 0.0  # 0..1
-        self._product, self._square = 0.0, 0.0
+    def __init__(self, believed: tuple[float, ...]):
+        self.values = self._believed = np.array(believed, np.float32)
+        self._products, self._squares, self._weight = np.zeros(len(believed)), np.zeros((len(believed),) * 2), 0.0
 
-    def learn(self, error: Floats, correction: Floats) -> None:
-        """Updates the slope with one interval; `error` is what the correction should have been."""
-        decay = 0.5 ** (1 / SLOW)
-        self._product = decay * self._product + float(error.dot(correction))
-        self._square = decay * self._square + float(correction.dot(correction))
-        if self._square:
-            self.value = min(max(self._product / self._square, 0.0), 1.0)
+    def learn(self, corrections: Floats, error: Floats) -> None:
+        decay = 0.5 ** (1 / MEMORY)
+        self._products = decay * self._products + corrections @ error
+        self._squares = decay * self._squares + corrections @ corrections.T
+        self._weight = decay * self._weight + 1
+        prior = PRIOR / self._weight * self._squares.diagonal() + 1e-6
+        found = np.linalg.solve(self._squares + np.diag(prior), self._products + prior * self._believed)
+        self.values = found.astype(np.float32)

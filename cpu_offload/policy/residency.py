@@ -2,27 +2,28 @@
 
 Between two steps, after every interval of one or more steps, the caller runs
 
-    residency.observe(counts)                         # (layers, experts): the routing of the interval
+    residency.observe(counts, tokens)                 # (layers, experts): the routing of the interval
+    residency.observe_long(routed, lengths, tokens)   # in its place after a step with prompts
     for swap in residency.swaps(resident, free): ...  # at most max_swaps copies
 
-All layers share one pool of slots. An expert's worth is the number of misses it is forecast to save over the next
-`horizon` intervals: `forecast.next` for the first and `forecast.lasting` for each of the others. A swap's gain is the
-worth of the expert that comes minus that of the expert that goes. A swap is done if its gain times `trust` exceeds
-`swap_cost`, the cost of a copy in misses. This is also the hysteresis: two experts of similar worth are never swapped.
-If copies are expensive the horizon is long and residents change as slowly as the traffic. If they are nearly free
-(0.02) it is one interval, and experts are fetched ahead by the forecast of the next step alone.
+All layers share one pool of slots. An expert's worth is the number of misses it is forecast to save over `horizon`
+intervals, beginning with the one in which a copy that begins now has arrived. A swap's gain is the worth of the expert
+that comes minus that of the expert that goes, which would have saved misses in the `delay` intervals before as well. A
+swap is done if its gain times `trust` exceeds `swap_cost`, the cost of a copy in misses. This is also the hysteresis:
+two experts of similar worth are never swapped. If copies are expensive the horizon is long and residents change as
+slowly as the traffic. If they are nearly free (0.02) it is one interval, or three if copies arrive one late.
 
 Trust. Routing counts have the use of every expert, resident or not, so a proposal can be judged whether it was done or
 not. One batch of proposals at a time, those whose gain exceeds the cost, is kept on paper. After `horizon` intervals,
 the uses of the experts that would have come, minus those of the experts that would have gone, are added to `seen`, and
-the gains to `predicted`; `trust` = (seen - 2 standard errors) / predicted, within 0..1, with the past decayed. It
-starts at 0, so nothing is swapped before proposals have proved right; it falls to 0 on traffic that cannot be
-predicted, and rises again without any copy once there is something to gain. Free slots are filled whatever the trust:
-an empty slot saves nothing.
+the gains to `predicted`; `trust` = (seen - its standard error) / predicted, within 0..1, with the past decayed. It
+starts at 1, for as little as `BELIEVED` misses; it falls to 0 on traffic that cannot be predicted, and rises again
+without any copy once there is something to gain. Free slots are filled whatever the trust: an empty slot saves nothing.
 
 The result depends on the calls alone: the same calls give the same swaps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,8 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]  # layer * experts + expert
 
 PAYBACK = 24  # intervals in which a swap that costs one miss must have saved it
-ERRORS = 2  # standard errors that are subtracted from what was seen, since that may be chance
+STAYS = 2  # further intervals in which it must have saved what it loses in each interval of its delay
+BELIEVED = 16.0  # misses that proposals are believed to have saved at the start
 JUDGED = 64  # batches of proposals: half-life of what `trust` is computed from
 
 
@@ -42,15 +44,17 @@ JUDGED = 64  # batches of proposals: half-life of what `trust` is computed from
 class ResidencySettings:
     max_swaps: int = 32  # most copies at one decision, including those into free slots
     swap_cost: float = 0.02  # what one copy costs, in misses that it must save
+    interval: int = 1  # decode steps between two decisions
+    delay: int = 1  # whole intervals that pass until a copy has arrived
 
     def __post_init__(self) -> None:
-        if self.max_swaps < 0 or self.swap_cost < 0:
-            raise ValueError(f"{self}: neither may be negative")
+        if self.max_swaps < 0 or self.swap_cost < 0 or self.delay < 0:
+            raise ValueError(f"{self}: none may be negative")
 
     @property
     def horizon(self) -> int:
         """Intervals in which a swap has to save what it costs."""
-        return max(1, round(PAYBACK * self.swap_cost))
+        return max(1 + STAYS * self.delay, round(PAYBACK * self.swap_cost))
 
 
 @dataclass(frozen=True)
@@ -64,29 +68,39 @@ class Swap:
 class Proposals:
     """Swaps that are recorded, whether they were done or not, and judged later."""
 
-    due: int  # the interval after which they are judged
+    arrival: int  # the interval after which copies have arrived
     come: Indices
     go: Indices
     gains: Floats
-    uses_before: npt.NDArray[np.int64]  # uses so far of each expert that comes, minus those of the one that goes
+    uses: npt.NDArray[np.int64]  # uses of each expert that comes until copies arrive, minus those that go until now
 
 
 class Residency:
     def __init__(self, layers: int, experts: int, settings: ResidencySettings = ResidencySettings()):
         self.experts, self.settings = experts, settings
-        self.forecast = Forecast(layers, experts)
-        self.trust = 0.0  # 0..1: the part of a predicted gain to count on
+        self.forecast = Forecast(layers, experts, settings.delay + 1)
+        self.trust = 1.0  # 0..1: the part of a predicted gain to count on
         self._uses = np.zeros(layers * experts, np.int64)
         self._paper: Proposals | None = None
-        self._seen, self._predicted, self._variance = 0.0, 0.0, 0.0
+        self._seen, self._predicted, self._variance = BELIEVED, BELIEVED, 0.0
 
-    def observe(self, counts: Counts) -> None:
-        """Learns from the routing counts of an interval of decode steps. (layers, experts)"""
-        self.forecast.learn(counts)
+    def observe(self, counts: Counts, tokens: Sequence[int] = ()) -> None:
+        """Learns from the routing counts of an interval of decode steps (layers, experts). `tokens` are those that the
+        sequences take next."""
+        self.forecast.learn(counts, tokens)
         self._uses += counts.reshape(-1)
-        if self._paper and self.forecast.intervals >= self._paper.due:
-            self._judge(self._paper)
-            self._paper = None
+        if paper := self._paper:
+            if self.forecast.decoded == paper.arrival:
+                paper.uses[:] += self._uses[paper.come]
+            if self.forecast.decoded >= paper.arrival + self.settings.horizon:
+                self._judge(paper)
+                self._paper = None
+
+    def observe_long(
+        self, routed: Sequence[Indices | None], lengths: Sequence[int], tokens: Sequence[int] = ()
+    ) -> None:
+        """Learns from the routing of a step with prompts, as of `Forecast.learn_long`."""
+        self.forecast.learn_long(routed, lengths, self.settings.interval, tokens)
 
     def swaps(self, resident: Bools, free_slots: int) -> list[Swap]:
         """The copies to begin before the next interval. `resident` (layers, experts) counts copies in flight as done.
@@ -94,17 +108,18 @@ class Residency:
         Experts for free slots come first, in order of worth, then swaps, in order of gain.
         """
         worth, here = self._worth(), resident.reshape(-1)
+        staying = worth + self.forecast.before
         inside, outside = np.flatnonzero(here), np.flatnonzero(~here)
         if not free_slots:
-            inside, outside = self._worth_swapping(worth, inside, outside)
+            inside, outside = self._worth_swapping(worth, staying, inside, outside)
             if not len(inside):
                 return []
         come = highest(worth, outside, self.settings.max_swaps)
         filling = come[:free_slots][worth[come[:free_slots]] > 0]
         come = come[free_slots:]
-        go = highest(-worth, inside, len(come))
+        go = highest(-staying, inside, len(come))
         come = come[: len(go)]
-        gains = worth[come] - worth[go]
+        gains = worth[come] - staying[go]
         if self._paper is None:
             self._propose(come, go, gains)
         done = self.trust * gains > self.settings.swap_cost
@@ -114,17 +129,21 @@ class Residency:
 
     def coldest(self, resident: Bools, n: int) -> list[tuple[int, int]]:
         """(layer, expert) of the n resident experts of least worth, in order of worth: to be evicted for memory."""
-        return [self._place(i) for i in highest(-self._worth(), np.flatnonzero(resident), n).tolist()]
+        return [
+            self._place(i) for i in highest(-self._worth() - self.forecast.before, np.flatnonzero(resident), n).tolist()
+        ]
 
     def _worth(self) -> Floats:
-        """Number of misses that each expert would save over the horizon. (layers * experts)"""
-        return self.forecast.next + (self.settings.horizon - 1) * self.forecast.lasting
+        """Number of misses that each expert would save over the horizon, once it has arrived. (layers * experts)"""
+        return self.forecast.arriving + (self.settings.horizon - 1) * self.forecast.lasting
 
-    def _worth_swapping(self, worth: Floats, inside: Indices, outside: Indices) -> tuple[Indices, Indices]:
+    def _worth_swapping(
+        self, worth: Floats, staying: Floats, inside: Indices, outside: Indices
+    ) -> tuple[Indices, Indices]:
         """The experts of `inside` and `outside` that can be part of a swap that is done or recorded; they are few."""
         if not len(inside) or not len(outside):
             return inside[:0], outside[:0]
-        kept, others, cost = worth[inside], worth[outside], self.settings.swap_cost
+        kept, others, cost = staying[inside], worth[outside], self.settings.swap_cost
         least, most = kept.min(), others.max()
         if self._paper and self.trust * (most - least) <= cost:
             return inside[:0], outside[:0]
@@ -134,17 +153,18 @@ class Residency:
         """Records the swaps whose gain exceeds the cost, to judge them after the horizon."""
         kept = gains > self.settings.swap_cost
         if kept.any():
-            come, go, due = come[kept], go[kept], self.forecast.intervals + self.settings.horizon
-            self._paper = Proposals(due, come, go, gains[kept], self._uses[come] - self._uses[go])
+            come, go, arrival = come[kept], go[kept], self.forecast.decoded + self.settings.delay
+            uses = -self._uses[go] if self.settings.delay else self._uses[come] - self._uses[go]
+            self._paper = Proposals(arrival, come, go, gains[kept], uses)
 
     def _judge(self, paper: Proposals) -> None:
         """Updates `trust` by what the recorded swaps would have saved."""
-        seen = self._uses[paper.come] - self._uses[paper.go] - paper.uses_before
+        seen = self._uses[paper.come] - self._uses[paper.go] - paper.uses
         decay = 0.5 ** (1 / JUDGED)
         self._seen = decay * self._seen + float(seen.sum())
         self._predicted = decay * self._predicted + float(paper.gains.sum())
         self._variance = decay * self._variance + float(np.square(seen).sum())
-        self.trust = min(max((self._seen - ERRORS * self._variance**0.5) / self._predicted, 0.0), 1.0)
+        self.trust = min(max((self._seen - self._variance**0.5) / self._predicted, 0.0), 1.0)
 
     def _place(self, index: int) -> tuple[int, int]:
         layer, expert = divmod(index, self.experts)

@@ -81,6 +81,7 @@ class Engine:
             self.pages = PagePool(limits.pages, limits.page_size)
         balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None
+        self._packed: ListOf[ListOf[Sequence]] = ()  # the sequences of this step, of each group
         self.hidden: Tensor | None = None  # hidden states of the last step's rows, of a model that guesses tokens
         self.decode_step: ForwardStep = self.eager_step
         size = sum(layer.nbytes for _, layer in layers_of(self.model))
@@ -123,7 +124,8 @@ class Engine:
             state_layers=self.state_layers, aside=self.aside,
         )  # fmt: skip
         if self.shadows:
-            self.shadows.started(tokens, live)
+            self.shadows.started(tokens, [[s.new_tokens for s in of] for of in groups])
+            self._packed = groups
         return batch
 
     @torch.inference_mode()
@@ -171,6 +173,7 @@ class Engine:
             self.shadows.begin()
         yield
         if self.shadows:
-            self.shadows.end(decode)
+            running = (s for of in self._packed for s in of if s.decoding and not s.finish_reason)
+            self.shadows.end(decode, [s.ids[-1] for s in running])
         if self.rebalancing:
             self.rebalancing.end()

@@ -183,5 +183,5 @@ class SimulatedExperts:
             self.routed = 0
         shadows.times[:, 2] = 1
         shadows.times[:, 3] = 1 + round(exposed * 1e9 / self.sizes.layers)
-        shadows.started([tokens], [tokens])
+        shadows.started([tokens], [[tokens]])
         shadows.end(tokens > 0)

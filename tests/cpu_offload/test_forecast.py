@@ -1,78 +1,96 @@
-"""The forecast against its formulas, written out expert by expert, and what it learns of traffic with structure."""
+"""The forecast against its formulas, written out step by step, and what it learns of traffic with structure."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from cpu_offload.policy import forecast
-from cpu_offload.policy.forecast import FAST, PRIOR, SLOW, STEP, Forecast
+from cpu_offload.policy.forecast import BELIEVED, HALF_LIVES, MEMORY, PRIOR, STEP, Forecast
 
-LAYERS, EXPERTS = 7, 6
+LAYERS, EXPERTS, K = 3, 6, 2
 SIZE = LAYERS * EXPERTS
-SOURCES = (0, 2, 3, 4, 6)  # the last layer, the first one, and others evenly between; 1.5 and 4.5 round to even
 
 
 class Plain:
-    """The forecast in float64, with every weight of every source used in each interval."""
+    """The forecast in float64, with a row of weights for every token."""
 
-    def __init__(self) -> None:
-        self.intervals = 0
-        self.slow, self.fast, self.lasting = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
-        self.weights = np.zeros((len(SOURCES), EXPERTS, SIZE))
-        self.context, self.hint = np.zeros((len(SOURCES), EXPERTS)), np.zeros(SIZE)
-        self.slopes = {"trend": [0.0, 0.0], "hint": [0.0, 0.0]}
+    def __init__(self, ahead: int) -> None:
+        self.frequencies, self.weights = np.zeros((len(HALF_LIVES), SIZE)), np.zeros((9, SIZE))
+        self.values, self.steps, self.errors = np.array(BELIEVED), 0, list[tuple[np.ndarray, np.ndarray]]()
+        self.made = [(np.zeros(SIZE), np.zeros((len(BELIEVED), SIZE)), list[int]())] * ahead
 
-    def slope(self, name: str) -> float:
-        product, square = self.slopes[name]
-        return min(max(product / square, 0), 1) if square else 0
-
-    def judge(self, name: str, error: np.ndarray, correction: np.ndarray) -> None:
-        product, square = self.slopes[name]
-        decay = 0.5 ** (1 / SLOW)
-        self.slopes[name] = [decay * product + error @ correction, decay * square + correction @ correction]
-
-    def learn(self, counts: np.ndarray, most_rows: int) -> np.ndarray:
+    def learn(self, counts: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         seen = counts.reshape(-1).astype(float)
-        if not self.intervals:
-            self.slow, self.fast, self.lasting = (np.full(SIZE, seen.mean()) for _ in range(3))
-        self.judge("trend", seen - self.slow, self.fast - self.slow)
-        error = seen - self.lasting
-        if self.context.any():
-            self.judge("hint", error, self.hint)
-            power = (self.context**2).sum()
-            self.weights += STEP / power * self.context[..., None] * (error - self.hint)
-        self.intervals += 1
-        for frequency, half_life in ((self.slow, SLOW), (self.fast, FAST)):
-            frequency += max(1 - 0.5 ** (1 / half_life), 1 / (self.intervals + PRIOR)) * (seen - frequency)
-        self.lasting = self.slow + self.slope("trend") * (self.fast - self.slow)
-        self.context = counts[list(SOURCES)].astype(float)
-        most_used = np.argsort(-self.context.reshape(-1), kind="stable")[most_rows:]
-        self.context.reshape(-1)[most_used] = 0
-        self.hint = np.einsum("se,sek->k", self.context, self.weights)
-        return self.lasting + self.slope("hint") * self.hint
+        if not self.steps:
+            self.frequencies[:] = seen.mean()
+        slow, corrections, rows = self.made.pop(0)
+        self.errors.append((corrections, seen - slow))
+        age = 0.5 ** (np.arange(len(self.errors))[::-1] / MEMORY)
+        squares = sum(a * c @ c.T for a, (c, _) in zip(age, self.errors, strict=True))
+        products = sum(a * c @ e for a, (c, e) in zip(age, self.errors, strict=True))
+        prior = PRIOR / age.sum() * np.diag(squares) + 1e-6
+        self.values = np.linalg.solve(squares + np.diag(prior), products + prior * BELIEVED)
+        for token in set(rows):
+            self.weights[token] += STEP / len(set(rows)) * (seen - slow - corrections[-1])
+        self.steps += 1
+        for frequency, life in zip(self.frequencies, HALF_LIVES, strict=True):
+            least = 1 / (self.steps + PRIOR) if life == max(HALF_LIVES) else 0
+            frequency += max(1 - 0.5 ** (1 / life), least) * (seen - frequency)
+        slow = self.frequencies[-1].copy()
+        corrections = np.vstack([self.frequencies[:-1] - slow, self.weights[sorted(set(tokens))].sum(axis=0)])
+        self.made.append((slow, corrections, list(tokens)))
+        return slow + self.values @ corrections
 
 
-def traffic(seed: int) -> np.ndarray:
-    """Routing of intervals: two modes that take turns, with noise. (intervals, layers, experts)"""
+def traffic(seed: int, steps: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Routing (steps, layers, experts), by the token of the step with some noise, and those tokens."""
     draw = np.random.default_rng(seed)
-    modes = draw.integers(0, 3, (2, LAYERS, EXPERTS))
-    return np.stack([modes[step % 2] + (draw.random((LAYERS, EXPERTS)) < 0.2) for step in range(60)])
+    modes, tokens = draw.integers(0, 3, (9, LAYERS, EXPERTS)), draw.integers(0, 9, steps)
+    return modes[tokens] + (draw.random((steps, LAYERS, EXPERTS)) < 0.2), tokens
 
 
-@pytest.mark.parametrize("most_rows", [SIZE, 4])
-def test_the_forecast_is_its_formulas(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
-    monkeypatch.setattr(forecast, "WEIGHTS", most_rows * SIZE)
-    found, plain = Forecast(LAYERS, EXPERTS), Plain()
-    for counts in traffic(1):
-        found.learn(counts)
-        expected = plain.learn(counts, most_rows)
-        np.testing.assert_allclose(found.next, expected, atol=2e-4, rtol=2e-4)
-        np.testing.assert_allclose(found.lasting, plain.lasting, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_the_forecast_is_its_formulas(ahead: int) -> None:
+    found, plain = Forecast(LAYERS, EXPERTS, ahead), Plain(ahead)
+    counts, tokens = traffic(1)
+    for step in range(len(counts) - 1):
+        coming = [int(tokens[step + 1]), int(tokens[step])][: 1 + step % 2]
+        found.learn(counts[step], coming)
+        np.testing.assert_allclose(found.arriving, plain.learn(counts[step], coming), atol=2e-3, rtol=2e-3)
 
 
-def test_turns_are_foreseen_by_what_was_used_last() -> None:
-    found, hinted, lasting = Forecast(LAYERS, EXPERTS), [], []
-    for counts in np.concatenate([traffic(2)] * 6):
-        hinted.append(np.abs(found.next - counts.reshape(-1)).mean())
-        lasting.append(np.abs(found.lasting - counts.reshape(-1)).mean())
-        found.learn(counts)
-    assert np.mean(hinted[-60:]) < 0.6 * np.mean(lasting[-60:])
+def error(of: Forecast, hinted: bool) -> float:
+    counts, tokens = traffic(2, 400)
+    errors = []
+    for step, seen in enumerate(counts[:-1]):
+        errors.append(np.abs(of.arriving - seen.reshape(-1)).mean())
+        of.learn(seen, [int(tokens[step + 1])] if hinted else [])
+    return float(np.mean(errors[-100:]))
+
+
+def test_the_next_token_foretells_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = error(Forecast(LAYERS, EXPERTS), hinted=False)
+    assert error(Forecast(LAYERS, EXPERTS), hinted=True) < 0.5 * plain
+    monkeypatch.setattr(forecast, "HINTS", 4 * SIZE * 4)  # four of the nine tokens have rows
+    assert error(Forecast(LAYERS, EXPERTS), hinted=True) < 1.05 * plain
+
+
+def test_a_prompt_counts_as_decode_steps_of_one_sequence() -> None:
+    ids = np.random.default_rng(3).integers(-1, EXPERTS + 1, (LAYERS, 40, K))  # some are experts of other ranks
+    stepwise, at_once, shared = (Forecast(LAYERS, EXPERTS) for _ in range(3))
+    some = np.ones((LAYERS, EXPERTS), np.int64)
+    for each in (stepwise, at_once, shared):
+        each.learn(some)
+    first = [of[(of >= 0) & (of < EXPERTS)] for of in ids[:, 0]]
+    at_once.learn(np.array([np.bincount(of, minlength=EXPERTS) for of in first]))
+    stepwise.learn_long(list(ids[:, :1]), [1], 1)
+    np.testing.assert_allclose(at_once.lasting, stepwise.lasting, rtol=1e-3)
+    for row in range(1, 40):
+        stepwise.learn_long(list(ids[:, row : row + 1]), [1], 1)
+    at_once.learn_long(list(ids[:, 1:]), [39], 1)
+    np.testing.assert_allclose(at_once.lasting, stepwise.lasting, rtol=0.1)
+    before, idle = shared.lasting.copy(), np.full((LAYERS, 3, K), -1)
+    shared.learn_long(list(np.concatenate([np.zeros((LAYERS, 40, K), np.int64), idle], axis=1)), [40, 1, 1, 1], 1)
+    kept = shared.lasting.reshape(LAYERS, EXPERTS)[:, 1:] / before.reshape(LAYERS, EXPERTS)[:, 1:]
+    assert (kept > 0.7).all()  # three of four sequences remain

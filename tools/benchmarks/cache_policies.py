@@ -1,11 +1,11 @@
 """Cache policies for comparison. Each runs through a trace with a number of slots and returns its hits and copies.
 
-LRU, LFU and the optimum may copy at every miss, within a step, at no cost; the residency policy copies only between
-steps.
+LRU, LFU and the optimum may copy at every miss, within a step, at no cost, and LRU and LFU learn from each token of a
+prompt as from a decode step; the residency policy copies only between steps.
 """
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cpu_offload.policy.residency import Residency, ResidencySettings
-from tools.benchmarks.routing_traces import Trace
+from tools.benchmarks.routing_traces import Trace, pairs
+
+Bools = npt.NDArray[np.bool_]
 
 NEVER = 1 << 40
+STREAMED, TAIL = 512, 64  # tokens: the rival's shortest prompt that chooses experts, and its prompts' last ones
 LEARNING = 10  # the first 1 / LEARNING of a trace: `static` learns from it, and its hits are not counted
 
 
@@ -37,11 +40,25 @@ class Run:
 Policy = Callable[[Trace, int], Run]
 
 
-def by_step(trace: Trace, hits: list[bool], copies: list[bool]) -> Run:
+def by_step(trace: Trace, hits: Bools, copies: Bools) -> Run:
     """Sums up each step from what happened at each use."""
     keys, starts = trace.uses()
-    sums = [np.add.reduceat(np.array(a, np.int64), starts) for a in (hits, copies)]
+    sums = [np.add.reduceat(a.astype(np.int64), starts) for a in (hits, copies)]
     return Run(np.diff(np.r_[starts, len(keys)]), *sums)
+
+
+def with_prompts(trace: Trace) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    """Keys of all uses in order, and whether each is of a decode step rather than of a prompt."""
+    keys, starts = trace.uses()
+    parts, begin = [], 0
+    for prompt in trace.prompts:
+        end = starts[prompt.before]
+        parts += [(keys[begin:end], True), (pairs(prompt.ids, trace.experts).ravel(), False)]
+        begin = end
+    parts.append((keys[begin:], True))
+    return np.concatenate([of for of, _ in parts]).tolist(), np.repeat(
+        [d for _, d in parts], [len(of) for of, _ in parts]
+    )
 
 
 def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
@@ -49,14 +66,16 @@ def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
     most, each = slots // pools, trace.size // pools
     kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(pools)]
     hits = []
-    for key in trace.uses()[0].tolist():
+    keys, decoded = with_prompts(trace)
+    for key in keys:
         pool = kept[key // each]
         hits.append(key in pool)
         pool[key] = None
         pool.move_to_end(key)
         if len(pool) > most:
             pool.popitem(last=False)
-    return by_step(trace, hits, [not hit for hit in hits])
+    counted = np.array(hits)[decoded]
+    return by_step(trace, counted, ~counted)
 
 
 def lru_by_layer(trace: Trace, slots: int) -> Run:
@@ -69,7 +88,8 @@ def lfu(trace: Trace, slots: int) -> Run:
     kept: dict[int, tuple[int, int]] = {}  # key: (uses, last use)
     heap: list[tuple[int, int, int]] = []  # the same, with outdated entries
     hits = []
-    for now, key in enumerate(trace.uses()[0].tolist()):
+    keys, decoded = with_prompts(trace)
+    for now, key in enumerate(keys):
         hits.append(key in kept)
         if not hits[-1] and len(kept) == slots:
             while True:
@@ -80,7 +100,8 @@ def lfu(trace: Trace, slots: int) -> Run:
         times[key] += 1
         kept[key] = (times[key], now)
         heapq.heappush(heap, (times[key], now, key))
-    return by_step(trace, hits, [not hit for hit in hits])
+    counted = np.array(hits)[decoded]
+    return by_step(trace, counted, ~counted)
 
 
 def static(trace: Trace, slots: int) -> Run:
@@ -89,7 +110,44 @@ def static(trace: Trace, slots: int) -> Run:
     counts = np.bincount(keys[: starts[len(starts) // LEARNING]], minlength=trace.size)
     kept = np.zeros(trace.size, bool)
     kept[np.argsort(-counts, kind="stable")[:slots]] = True
-    return by_step(trace, kept[keys].tolist(), [False] * len(keys))
+    return by_step(trace, kept[keys], np.zeros(len(keys), bool))
+
+
+def by_prompt(trace: Trace, slots: int, last: int = 0) -> Run:
+    """The rule of cann-recipes-infer: each prompt of at least `STREAMED` tokens chooses the same number of experts in
+    each layer, those most used by its `last` tokens or, if 0, by all; decoding changes nothing. At first these are the
+    first experts."""
+    each = slots // trace.layers
+    kept = np.zeros((trace.layers, trace.experts), bool)
+    kept[:, :each] = True
+    uses, hits, copies, begin = [], [], [], 0
+    changes = [prompt for prompt in trace.prompts if len(prompt.ids) >= STREAMED]
+    keys = trace.places()
+    for prompt in [*changes, None]:
+        for step in keys[begin : prompt.before if prompt else len(keys)]:
+            used = np.unique(step)
+            uses.append(len(used))
+            hits.append(np.count_nonzero(kept.reshape(-1)[used]))
+            copies.append(0)
+        if prompt:
+            begin, counted = prompt.before, pairs(prompt.ids[-last:], trace.experts).ravel()
+            counts = np.bincount(counted, minlength=trace.size).reshape(kept.shape)
+            kept = np.zeros_like(kept)
+            np.put_along_axis(kept, np.argsort(-counts, axis=1, kind="stable")[:, :each], True, axis=1)
+    return Run(np.array(uses), np.array(hits), np.array(copies))
+
+
+def by_tail(trace: Trace, slots: int) -> Run:
+    return by_prompt(trace, slots, TAIL)
+
+
+def known(trace: Trace, slots: int) -> Run:
+    """Knows the probability of every expert in the next step, but not what is drawn. No policy that does not know the
+    future can do better on a trace whose draws are independent."""
+    here = slots // trace.layers
+    hits = trace.ranks < here if trace.ranks is not None else np.zeros_like(trace.ids, bool)
+    by_step = hits.reshape(len(hits), -1).sum(axis=1)
+    return Run(np.full(len(hits), hits[0].size), by_step, np.zeros_like(by_step))
 
 
 def optimum(trace: Trace, slots: int) -> Run:
@@ -118,28 +176,45 @@ def optimum(trace: Trace, slots: int) -> Run:
             copies[-1] = True
         kept[key] = next_use
         heapq.heappush(heap, (-next_use, key))
-    return by_step(trace, hits, copies)
+    return by_step(trace, np.array(hits), np.array(copies))
 
 
-def residency(settings: ResidencySettings) -> Policy:
-    """Umbra's policy, which decides after every step."""
+def residency(settings: ResidencySettings, warm: bool = True) -> Policy:
+    """Umbra's policy, which decides after every step. Not `warm`: it does not learn from prompts."""
 
     def run(trace: Trace, slots: int) -> Run:
-        policy, resident, free = Residency(trace.layers, trace.experts, settings), np.zeros(trace.size, bool), slots
-        uses, hits, copies = [], [], [0]
-        for keys in trace.places():
+        policy = Residency(trace.layers, trace.experts, settings)
+        here, ready = (np.zeros(trace.size, bool) for _ in range(2))  # residents, with and without copies under way
+        uses, hits, copies = [], [], []
+        prompts = deque(trace.prompts if warm else ())
+        under_way: deque[list[int]] = deque(
+            ([] for _ in range(settings.delay + 1)), settings.delay + 1
+        )  # copies of the last steps
+
+        def decide() -> list[int]:
+            swaps = policy.swaps(here.reshape(trace.layers, trace.experts), slots - int(here.sum()))
+            for swap in swaps:
+                if swap.expert_out is not None:
+                    out = swap.expert_out[0] * trace.experts + swap.expert_out[1]
+                    here[out] = ready[out] = False
+                here[swap.layer * trace.experts + swap.expert_in] = True
+            return [swap.layer * trace.experts + swap.expert_in for swap in swaps]
+
+        for step, keys in enumerate(trace.places()):
+            while prompts and prompts[0].before == step:
+                ids = prompts.popleft().ids.astype(np.int64)
+                others = np.full((trace.sequences - 1, *ids.shape[1:]), -1)  # they decode in the same step
+                routed = list(np.concatenate([ids, others]).transpose(1, 0, 2))
+                policy.observe_long(routed, [len(ids), *[1] * len(others)], trace.tokens_of(step))
+                under_way[-1].extend(decide())
+            arrived = [key for key in under_way[0] if here[key]]
+            ready[arrived] = True
             counts = np.bincount(keys, minlength=trace.size)
             uses.append(np.count_nonzero(counts))
-            hits.append(np.count_nonzero(counts[resident]))
-            policy.observe(counts.reshape(trace.layers, trace.experts))
-            swaps = policy.swaps(resident.reshape(trace.layers, trace.experts), free)
-            for swap in swaps:
-                if swap.expert_out is None:
-                    free -= 1
-                else:
-                    resident[swap.expert_out[0] * trace.experts + swap.expert_out[1]] = False
-                resident[swap.layer * trace.experts + swap.expert_in] = True
-            copies.append(len(swaps))
-        return Run(np.array(uses), np.array(hits), np.array(copies[:-1]))
+            hits.append(np.count_nonzero(counts[ready]))
+            policy.observe(counts.reshape(trace.layers, trace.experts), trace.tokens_of(step + 1))
+            under_way.append(decide())
+            copies.append(len(under_way[-1]))
+        return Run(np.array(uses), np.array(hits), np.array(copies))
 
     return run

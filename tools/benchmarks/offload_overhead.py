@@ -12,6 +12,7 @@ Columns, keys of `rows` in the JSON file:
   hit_rate, copies          of the whole run; a change that only makes it faster does not change them
 """
 
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -77,11 +78,11 @@ def measure(layers: int, experts: int, top_k: int, sequences: int, swap_cost: fl
             pass  # every copy is complete before the next step on any machine, so that runs can be compared
         OTHERS.sum()
         begin()
-        started((sequences,), (sequences,))
+        started((sequences,), [[1] * sequences])
         counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
         for layer, routed in zip(shadows.layers, counts, strict=True):
             layer.layer.counts.add_(torch.from_numpy(routed))
-        end(True)
+        end(True, [random.randrange(4096) for _ in range(sequences)])
     report = shadows.history.report()
     medians = {part: 1e6 * statistics.median(times[part][steps // 10 :]) for part in PARTS}
     row = {"shape": f"{layers} x {experts}", "top_k": top_k, "sequences": sequences, "swap_cost": swap_cost}
