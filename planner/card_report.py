@@ -10,12 +10,14 @@ from planner.card import Decoded, decoded, prefill, resident_share
 from planner.cluster import Cluster
 from planner.machine import Hardware, read_hardware
 from planner.served import Served, served
+from planner.streams import CPU, DEVICE, LINK_IN
 from umbra.errors import UserError
 from umbra.files import write_json
 
+SIDES = {"device": DEVICE, "link": LINK_IN, "host": CPU}
 ASSUMED = (
     "Assumed: hit rates by the named curve (cpu_offload/planner/hits.py), prompts use experts evenly, one copy of the",
-    "experts on the host, copies at full rate beside the host's kernels. Nothing here was measured.",
+    "experts on the host, whose kernels get what copies leave of its memory's rate. Nothing here was measured.",
 )
 
 
@@ -55,9 +57,11 @@ def row_of(model: Served, cluster: Cluster, hardware: Hardware) -> dict[str, Any
         for prompt in card.prompts:
             resident = resident_share(model, linked, 1, prompt + load.output_tokens)
             if resident is not None:
-                parts = prefill(model, linked, prompt, cluster.search.chunk, resident)
-                row = {"gbps": link, "prompt": prompt, "resident": resident, "longest": parts.longest}
-                prompts.append({**row, **dataclasses.asdict(parts)})
+                trace = prefill(model, linked, prompt, cluster.search.chunk, resident)
+                busy = {name: trace.busy(what) for name, what in SIDES.items()}
+                longest = max(busy, key=lambda name: busy[name])
+                row = {"gbps": link, "prompt": prompt, "resident": resident, "longest": longest, "total": trace.seconds}
+                prompts.append({**row, **busy})
     m, some_missing = model.mixtures, any(one["resident"] < 1 for one in (*steps, *prompts))
     sizes = {"host_bytes": m.nbytes * some_missing, **dataclasses.asdict(m)}
     return {"model": model.name, **sizes, "decode": steps, "prefill": prompts}

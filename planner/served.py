@@ -45,6 +45,7 @@ class Mixtures:
 class Served(Protocol):
     name: str
     mixtures: Mixtures
+    hidden: int  # width of a row
 
     @property
     def guesses(self) -> bool:
@@ -73,6 +74,7 @@ class CountedModel:
         config, layers = self.counted.config, self.counted.expert_layers
         each = self.counted.memory.experts / (layers * config.expert_count)
         macs = next(one.macs for one in self.counted.decode(1, 1).done if one.mixture) / config.experts_per_token
+        self.hidden = config.hidden_size
         self.mixtures = Mixtures(layers, config.expert_count, config.experts_per_token, each, macs)
 
     @cached_property
@@ -132,7 +134,7 @@ class NumberedModel:
     """A model of planner/models/."""
 
     def __init__(self, name: str, numbers: Numbers, hardware: Hardware):
-        self.name, self.numbers, self.hardware = name, numbers, hardware
+        self.name, self.numbers, self.hardware, self.hidden = name, numbers, hardware, numbers.hidden
         macs = 3.0 * numbers.hidden * numbers.inner
         self.mixtures = Mixtures(numbers.layers, numbers.experts, numbers.top_k, numbers.expert_mb * 1e6, macs)
 

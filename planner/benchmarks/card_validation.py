@@ -132,7 +132,7 @@ def beside(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
                    "note": f"  hit rate .262; {step.hit:.2f} by {curve}"}  # fmt: skip
     for tokens, seconds in PREFILLS.items():
         found = [
-            prefill(flash, linked, tokens, 1 << 16, resident_share(flash, linked, 1, tokens) or 0.0).total
+            prefill(flash, linked, tokens, 1 << 16, resident_share(flash, linked, 1, tokens) or 0.0).seconds
             for gbps in (27.0, 110.0)
             for linked in (hardware.with_link(gbps),)
         ]

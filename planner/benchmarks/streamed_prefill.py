@@ -3,7 +3,7 @@
     .venv/bin/python -m planner.benchmarks.streamed_prefill [--chunk N] [--warm N] [--json FILE]
 
 Which experts are copied, when, and which the CPU computes is decided by the code of a run (cpu_offload/expert_ring.py);
-link, device and CPU only take time (planner/simulation/prefill.py), at the rates of hardware single_card_a3. Tokens
+link, device and CPU only take time (planner/streamed_prefill.py), at the rates of hardware single_card_a3. Tokens
 choose experts at random. A ring has seen `--warm` prompts of the same length before. Beside it are the figures that
 cann-recipes-infer publishes for the same model and machine, which were measured.
 
@@ -23,9 +23,8 @@ from planner.benchmarks.card_validation import PREFILLS
 from planner.card import resident_share
 from planner.machine import Hardware, read_hardware
 from planner.served import NumberedModel, named
-from planner.simulation.prefill import CpuRates, SimulatedPrefill
-from planner.simulation.streams import CPU, DEVICE, LINK_IN
-from planner.times import GIGA, TERA
+from planner.streamed_prefill import CpuRates, SimulatedPrefill, cpu_rates
+from planner.streams import CPU, DEVICE, LINK_IN
 from tools.benchmarks.output import Columns, Row, flags, printed, write_rows
 from umbra.errors import run_main
 
@@ -43,10 +42,7 @@ def rates(kernels: str, model: NumberedModel, hardware: Hardware) -> CpuRates:
         return CpuRates(1e6, 1e6)
     if kernels == "pairs":
         return CpuRates(0.0, PAIR_S)
-    # The link takes its share of the host's memory.
-    read = min(hardware.need("host.read_gbps"), hardware.need("host.memory_gbps") - hardware.need("host.copy_gbps"))
-    m = model.mixtures
-    return CpuRates(m.expert_bytes / (read * GIGA), 2 * m.macs / (hardware.need("host.tflops") * TERA))
+    return cpu_rates(model, hardware)
 
 
 def row(tokens: int, hardware: Hardware, share: float, kernels: str, chunk: int, warm: int) -> Row:

@@ -1,5 +1,5 @@
 """The fake device's clock: when each task that streams were given would begin and end, by rates of its link, its memory
-and its products (planner/simulation/streams.py). The fake device itself runs tasks at once; times follow from its log.
+and its products (planner.streams.py). The fake device itself runs tasks at once; times follow from its log.
 
     with device_log() as log:
         step()
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.simulation.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
+from planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
 
 Ranges = list[tuple[int, int]]  # first byte, end
 

@@ -18,7 +18,7 @@ from models.layers.base import layers_of
 from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps
-from planner.simulation.streams import CPU
+from planner.streams import CPU
 from tests.ascend.clock import Rates, races, timed
 from tests.ascend.engine import CAPTURE_MODES, PROMPTS, ascend_case, ascend_runner, generate, prefilled, value_copies
 from tests.ascend.extension import load_extension

@@ -1,22 +1,18 @@
 """One device beside its host: the published formula of a token, sides of a prefill that end together, hit rates."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
-from cpu_offload.costs import Costs, Line
 from cpu_offload.planner.hits import CURVES, curve_of, hit_rate
 from planner.benchmarks.card_validation import beside, rows
 from planner.card import prefill, resident_share
 from planner.cluster import Cluster, read_cluster
 from planner.machine import read_hardware
 from planner.plan import make_cluster_plan, show_cluster_plan
-from planner.ring_clock import Sides, clocked
 from planner.served import named, served
 from umbra.errors import UserError
 
@@ -42,32 +38,15 @@ def test_residents_take_what_the_rest_leaves() -> None:
     assert resident_share(small, HARDWARE, 1, 1024) == 1.0
 
 
-def test_link_device_and_host_end_a_prefill_together() -> None:
-    def linked(gbps: float, prompt: int, resident: float = 0.0, chunk: int = 1 << 20) -> Any:
-        return prefill(FLASH, HARDWARE.with_link(gbps), prompt, chunk, resident)
+def test_a_prefill_takes_longer_in_chunks_and_less_with_residents() -> None:
+    def seconds(prompt: int, resident: float = 0.0, chunk: int = 1 << 20, gbps: float = 27.0) -> float:
+        return prefill(FLASH, HARDWARE.with_link(gbps), prompt, chunk, resident).seconds
 
-    long, short = linked(27, 8192), linked(27, 16)
-    for found in (long, short):  # the host begins after the other work of a layer, so it does less
-        assert found.host == pytest.approx(found.link, rel=0.2)
-        assert max(found.link, found.host) <= found.total < 1.1 * max(found.link, found.host)
-    assert long.total < FLASH.mixtures.nbytes / 27e9
-    assert short.total < linked(27, 128).total < long.total < linked(27, 8192, chunk=4096).total
-    assert linked(27, 8192, 0.28).link == pytest.approx(0.72 * long.link, rel=0.02)
-    assert linked(27, 8192, 1.0).link == 0.0
-    assert linked(1e6, 128).total > 0.9 * FLASH.mixtures.used(128) * 43 * FLASH.mixtures.expert_bytes / 155e9
-
-
-def test_the_clock_of_a_ring_that_holds_a_layer() -> None:
-    """Four experts, each with a token; a copy takes 3 s, the device 1 s, the host 100 s an expert. All are copied, the
-    first layer's after its routing, since so few tokens run nothing ahead."""
-    costs = Costs(0.0, Line(0, 1.0, 0), Line(0, 100.0, 0), 0.0, 3.0, 0, (0, 0), 0.0)
-    pairs, none = np.ones((2, 4), np.int64), np.zeros((2, 4), np.bool_)
-    assert clocked(pairs, none, costs, 1 << 30, other=5.0) == Sides(2 * (5 + 12 + 4), 24, 2 * (5 + 4), 0)
-    assert clocked(pairs, ~none, costs, 1 << 30, other=5.0) == Sides(2 * (5 + 4), 0, 2 * (5 + 4), 0)
-    slow = dataclasses.replace(costs, copy=1000.0)
-    assert clocked(pairs, none, slow, 1 << 30, other=5.0) == Sides(2 * (5 + 400), 0, 2 * 5, 800)
-    ahead = clocked(10 * pairs, none, costs, 1 << 30, other=50.0)  # the copies end before the first routing
-    assert ahead == Sides(2 * (50 + 4), 24, 2 * (50 + 4), 0)
+    assert seconds(16) < seconds(128) < seconds(2048) < seconds(2048, chunk=1024)
+    assert seconds(2048) > seconds(2048, 0.28) > seconds(2048, 0.28, gbps=110.0) > seconds(2048, 1.0)
+    assert seconds(2048, 1.0) == sum(FLASH.prefill(2048, 0))
+    with pytest.raises(UserError, match=r"host\.memory_gbps: 155 must be above host\.copy_gbps: 200"):
+        seconds(16, gbps=200.0)
 
 
 def test_published_figures_are_near_the_model() -> None:

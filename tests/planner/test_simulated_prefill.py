@@ -4,7 +4,7 @@ import pytest
 
 from planner.machine import read_hardware
 from planner.served import named
-from planner.simulation.prefill import CpuRates, SimulatedPrefill
+from planner.streamed_prefill import CpuRates, SimulatedPrefill
 
 A3 = read_hardware("single_card_a3")
 RIVALS = CpuRates(0.0, 0.128e-3)  # which reads an expert again for each of its pairs

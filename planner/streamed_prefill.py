@@ -17,9 +17,10 @@ from cpu_offload.costs import Costs, Line
 from cpu_offload.expert_ring import GROUPS, ExpertRing, Link, group_size
 from ops.ascend.bridge import JOB_ROWS
 from planner.machine import Hardware
-from planner.served import NumberedModel
-from planner.simulation.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
+from planner.served import Served
+from planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
 from planner.times import GIGA, TERA, US
+from umbra.errors import UserError
 
 CALL_S = 10e-6  # of the host for a call to the device, an assumption: torch_npu's eager ops
 PLANES = 4  # of an expert, each copied by a call
@@ -34,6 +35,19 @@ class CpuRates:
 
     expert: float
     pair: float
+
+
+def cpu_rates(model: Served, hardware: Hardware) -> CpuRates:
+    """Those of kernels that read an expert once for all its pairs, while copies take the link's share of the host's
+    memory."""
+    need, m = hardware.need, model.mixtures
+    read = min(need("host.read_gbps"), need("host.memory_gbps") - need("host.copy_gbps"))
+    if read <= 0:
+        raise UserError(
+            f"hardware {hardware.name}: host.memory_gbps: {need('host.memory_gbps'):g} must be above host.copy_gbps: "
+            f"{need('host.copy_gbps'):g}"
+        )
+    return CpuRates(m.expert_bytes / (read * GIGA), 2 * m.macs / (need("host.tflops") * TERA))
 
 
 class SimulatedLink(Link):
@@ -61,7 +75,7 @@ class SimulatedLink(Link):
 class SimulatedPrefill:
     """Prefills of one model by one ring, which learns from each."""
 
-    def __init__(self, model: NumberedModel, hardware: Hardware, resident: float, cpu: CpuRates):
+    def __init__(self, model: Served, hardware: Hardware, resident: float, cpu: CpuRates):
         self.model, self.hardware, self.cpu = model, hardware, cpu
         m, need = model.mixtures, hardware.need
         self.read = need("device.read_gbps") * need("device.read_fraction") * GIGA
@@ -98,7 +112,7 @@ class SimulatedPrefill:
         return simulation.run()
 
     def _layer(self, simulation: Simulation, layer: int, tokens: int, pairs: NDArray[np.int64], others: float) -> None:
-        m, width, link = self.model.mixtures, self.model.numbers.hidden * TOKEN_BYTES, self.link
+        m, width, link = self.model.mixtures, self.model.hidden * TOKEN_BYTES, self.link
         row_s = width / self.read
 
         def device(what: str, seconds: float, calls: int, after: Sequence[int] = ()) -> int:
