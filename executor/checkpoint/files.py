@@ -54,7 +54,7 @@ class CheckpointFiles:
         self._names: dict[str, str] = {}  # the name that each tensor has there
         path = weights_in(folder)
         if path is None:
-            raise UserError(f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read)")
+            raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}: other formats are not read")
         if path.suffix == ".json":
             self._open_indexed(path)
         else:

@@ -157,7 +157,12 @@ def load_model_config(case: Case) -> ModelConfig:
 
 def draft_folder(case: Case) -> Path:
     """The folder of the case's head for drafts."""
-    return ROOT / Path(case.draft_config.model_path).expanduser()
+    folder = ROOT / Path(case.draft_config.model_path).expanduser()
+    if not folder.is_dir():
+        raise UserError(
+            f"draft_config.model_path: {folder} is not a folder: give a head for the model, or its name on a hub"
+        )
+    return folder
 
 
 def load_draft_config(case: Case, model: ModelConfig) -> Eagle3Config | None:

@@ -144,7 +144,7 @@ def _followed(case: Case, data: Mapping[str, Any]) -> Case:
 def case_of_checkpoint(
     checkpoint: Path, purpose: Purpose, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None
 ) -> tuple[Case, dict[str, Any]]:
-    """Chooses a case that runs `checkpoint`, a folder or a GGUF file, and prints what was chosen in two lines. The
+    """Chooses a case that runs `checkpoint`, a folder or a GGUF file, and prints what was chosen in few lines. The
     user's settings override it. -> the case, and the keys of a case file that says the same"""
     folder = checkpoint_folder(checkpoint)
     asked: dict[str, Any] = {}
@@ -186,6 +186,8 @@ def case_of_checkpoint(
         "case to edit",
         flush=True,
     )
+    if counted.holds_mtp and purpose.samples and case.draft_config.method == "none":
+        print("it has a layer that guesses tokens, which may be faster: --set draft_config.method=mtp", flush=True)
     return case, data
 
 
@@ -197,6 +199,7 @@ class Counted:
     page: float  # of the KV cache
     set_pages: int  # that a set of recurrent states takes
     config: ModelConfig
+    holds_mtp: bool
 
     def cache(self, case: Case) -> float:
         return self._limits(case).pages * self.page
@@ -227,7 +230,7 @@ def _fitting(
         sketch = sketch_of(case)
         cache = cache_of(sketch).nbytes
         weights = sum(part.nbytes for part in weights_of(sketch.model))
-        counted = Counted(weights, cache / (sketch.pages + 1), sketch.limits.set_pages, sketch.config)
+        counted = Counted(weights, cache / (sketch.pages + 1), sketch.limits.set_pages, sketch.config, sketch.holds_mtp)
         room = _room(case)
         if room >= counted.weights + counted.least(case):
             break

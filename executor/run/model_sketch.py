@@ -57,6 +57,11 @@ class Sketch:
         """KV pages that sequences may hold."""
         return self.limits.pages
 
+    @property
+    def holds_mtp(self) -> bool:
+        """Whether the checkpoint has a layer that predicts further tokens."""
+        return bool(self.model.mtp_sign) and self.build.holds(self.model.mtp_sign)
+
 
 def sketch_of(
     case: Case, shadows: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None,

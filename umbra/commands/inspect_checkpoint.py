@@ -83,9 +83,8 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
     folder = checkpoint_folder(checkpoint)
     case = plain_case(folder)
     sketch, scheme = sketch_of(case), read_scheme(folder)
-    predicts = bool(sketch.model.mtp_sign) and scheme.holds(sketch.model.mtp_sign)
-    lacking = sketch.model.mtp_layers[0].rstrip(".") if sketch.model.mtp_layers and not predicts else ""
-    if predicts:
+    lacking = sketch.model.mtp_layers[0].rstrip(".") if sketch.model.mtp_layers and not sketch.holds_mtp else ""
+    if sketch.holds_mtp:
         sketch = sketch_of(dataclasses.replace(case, draft_config=DraftSettings(method="mtp")))
     wanted, files = wanted_by(sketch.model), open_files(folder, scheme)
     stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
