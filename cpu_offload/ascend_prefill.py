@@ -160,7 +160,8 @@ class LongSteps:
         )
 
         rows, out = x.index_select(0, tokens), x.new_empty(len(order), x.shape[1])
-        out[used:] = 0  # experts elsewhere: rows without weight
+        if used < len(order):
+            out[used:] = 0  # experts elsewhere: rows without weight
         if computed:
             torch.ops.umbra.shadow_rows(rows[shared:], chosen, out[shared:used], experts.number, self.nodes.number)
         slices = map(slice, [0, *ends], ends)

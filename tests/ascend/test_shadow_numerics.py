@@ -142,6 +142,7 @@ def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: Famil
     expected = collect_logits(runner_of(tmp_path, "model", gemv_tokens, **sections), IDS, steps=5)
     CALLS.clear()
     runner = runner_of(tmp_path, "model", gemv_tokens, **sections, offload_config=FIVE)
+    value_copies(runner, 0)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
         if not name.startswith("ids") and array.size:
@@ -162,6 +163,7 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_
     ranks = gloo_ranks(rank, port, 2)
     sections: dict[str, Any] = dict(world_size=2, parallel_config=split, offload_config=FIVE)
     runner = runner_of(folder, "quantised" if gemv_tokens else "model", gemv_tokens, ranks, **sections)
+    value_copies(runner, 0)
     arrays: dict[str, Any] = collect_logits(runner, IDS, steps=5)
     np.savez(folder / f"rank{rank}.npz", used=used(runner), calls=CALLS["fused_moe_slots_w4a16"], **arrays)
     torch.distributed.destroy_process_group()
