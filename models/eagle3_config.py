@@ -8,7 +8,7 @@ from models.config import ModelConfig, check_even_split, check_heads, check_kv_s
 from models.hf_config import HfConfig, read_hf_config
 from models.rope import RopeConfig, read_rope
 
-ALIASES = {"midlayer": "layers.0"}  # parts of tensors' names that files have, each with the head's
+ALIASES = {"midlayer": "layers.0", "model": ""}  # parts of tensors' names that files have, each with the head's
 TAPS = 3
 
 
@@ -26,6 +26,10 @@ class Eagle3Config:
     target_hidden_size: int
     taps: tuple[int, ...]  # it reads the model's hidden states before these layers, of which one may be after the last
     norm_before_residual: bool  # whether its layer adds to the normalised state
+    # Of EAGLE3.1: whether it normalises the three hidden states, together or each, and goes on from normalised states.
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
     own_embedding: bool = False  # whether it has an embedding of its own, in place of the model's
     mapped: bool = False  # whether it says which tokens it can guess; else they are the first ones
 
@@ -38,12 +42,16 @@ class Eagle3Config:
         inner.refuse("hidden_act", "silu")
         for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
             inner.refuse(name, False)
-        for name in ("norm_before_fc", "fc_norm", "norm_output"):  # EAGLE3.1's
-            hf.refuse(name, False)
         inner.refuse("num_hidden_layers", 1)
         hf.refuse("quantization_config")
         eagle = hf.inner("eagle_config") if hf.value("eagle_config") is not None else HfConfig({}, hf.where)
-        eagle.refuse("use_aux_hidden_state", True)
+        for name in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
+            eagle.refuse(name, True)
+        eagle.refuse("use_mtp_layernorm", False)
+        eagle.refuse("parallel_draft_step", 1)
+        norms = {name: hf.flag(name, eagle.flag(name, False)) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+        if norms["norm_before_fc"] and norms["fc_norm"]:
+            raise hf.error("fc_norm", "with norm_before_fc is not implemented")
         hidden, heads = inner.size("hidden_size"), inner.size("num_attention_heads")
         vocabulary = inner.size("vocab_size")
         head_dim = inner.size("head_dim", default=max(hidden // heads, 1))
@@ -54,12 +62,18 @@ class Eagle3Config:
             num_key_value_heads=inner.size("num_key_value_heads", default=heads),
             head_dim=head_dim,
             rms_norm_eps=inner.number("rms_norm_eps", default=1e-6),
-            rope=read_rope(inner, head_dim, inner.size("max_position_embeddings", default=2048)),
+            rope=read_rope(
+                inner,
+                head_dim,
+                inner.size("max_position_embeddings", default=2048),
+                kinds=("default", "yarn", "llama3"),
+            ),
             vocab_size=vocabulary,
             draft_vocab_size=hf.size("draft_vocab_size", default=vocabulary, maximum=vocabulary),
             target_hidden_size=hf.size("target_hidden_size", default=hidden),
             taps=_taps(hf if hf.value("eagle_aux_hidden_state_layer_ids") is not None else eagle, model),
             norm_before_residual=hf.flag("norm_before_residual", False),
+            **norms,
         )
         check_heads(inner, heads, config.num_key_value_heads)
         if vocabulary != model.vocab_size:

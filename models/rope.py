@@ -1,4 +1,5 @@
-"""Settings of rotary position embedding: plain, or YaRN (arXiv 2309.00071), which extends the trained length."""
+"""Settings of rotary position embedding: plain, or YaRN (arXiv 2309.00071) or Llama 3's, which extend the trained
+length."""
 
 import math
 from dataclasses import dataclass
@@ -19,10 +20,19 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class Llama3Config:
+    factor: float
+    original_length: int
+    low_freq_factor: float  # full rotations within the original length, of pairs that begin to be slow
+    high_freq_factor: float  # of pairs that are fast
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     theta: float
     dim: int  # columns of a head that rotate, the first ones; the others stay as they are
     yarn: YarnConfig | None
+    llama3: Llama3Config | None = None
 
     @property
     def softmax_factor(self) -> float:
@@ -33,6 +43,11 @@ class RopeConfig:
     def inverse_frequencies(self) -> list[float]:
         """The angle per position of each of the dim / 2 pairs of columns."""
         plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
+        if own := self.llama3:
+            low, width = own.low_freq_factor, own.high_freq_factor - own.low_freq_factor
+            turns = (own.original_length * f / (2 * math.pi) for f in plain)
+            fast = [min(max((n - low) / width, 0.0), 1.0) for n in turns]
+            return [f * s + f / own.factor * (1 - s) for f, s in zip(plain, fast, strict=True)]
         if self.yarn is None:
             return plain
         yarn = self.yarn
@@ -70,7 +85,12 @@ def read_rope(
     original = inner.size("original_max_position_embeddings", default=max_positions)
     factor = inner.number("factor", default=max_positions / original)
     if theta <= 1 or factor < 1:
-        raise UserError(f"{inner.where}: yarn needs rope_theta above 1 and factor of at least 1")
+        raise UserError(f"{inner.where}: {kind} needs rope_theta above 1 and factor of at least 1")
+    if kind == "llama3":
+        low, high = (inner.number(f"{name}_freq_factor", default=d) for name, d in (("low", 1.0), ("high", 4.0)))
+        if low >= high:
+            raise inner.error("low_freq_factor", f"must be below high_freq_factor: {high}")
+        return RopeConfig(theta, dim, None, Llama3Config(factor, original, low, high))
     yarn = YarnConfig(
         factor=factor,
         original_length=original,

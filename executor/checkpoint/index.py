@@ -71,9 +71,9 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def renamed(name: str, parts: Iterable[tuple[str, str]]) -> str:
-    """`name` with others in place of some parts, of which one may consist of several words."""
+    """`name` with others in place of some parts, of which one may consist of several words, or of none."""
     for old, new in parts:
-        name = f".{name}.".replace(f".{old}.", f".{new}.")[1:-1]
+        name = f".{name}.".replace(f".{old}.", f".{new}." if new else ".")[1:-1]
     return name
 
 

@@ -77,9 +77,12 @@ class Eagle3Head(Separate):
         super().__init__()
         self.config, self.parallel, self.ops, hidden = config, build.parallel, build.ops, config.hidden_size
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, hidden) if config.own_embedding else None
-        self.fc = MergedLinear(build, TAPS * config.target_hidden_size, [Source("fc", hidden, slice(0, hidden))])
+        target, eps = config.target_hidden_size, config.rms_norm_eps
+        self.fc = MergedLinear(build, TAPS * target, [Source("fc", hidden, slice(0, hidden))])
+        self.input_norm = RMSNorm(build, TAPS * target, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList([RMSNorm(build, target, eps) for _ in range(TAPS if config.fc_norm else 0)])
         self.layers = nn.ModuleList([HeadLayer(config, build)])
-        self.norm = RMSNorm(build, hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(build, hidden, eps)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.lm_head = LMHead(build, config.draft_vocab_size, hidden, HEAD)
         if config.mapped:
@@ -87,7 +90,12 @@ class Eagle3Head(Separate):
 
     def fused(self, tapped: Sequence[Tensor], batch: Batch) -> Tensor:
         """The states of all rows of the group that guesses begin with; `tapped` are this rank's rows of the model's."""
-        return batch.rows(self.parallel).gather(self.fc.of_all_rows(torch.cat(tuple(tapped), -1)))
+        if self.fc_norm:
+            tapped = [norm(x) for norm, x in zip(self.fc_norm, tapped, strict=True)]
+        states = torch.cat(tuple(tapped), -1)
+        if self.input_norm:
+            states = self.input_norm(states)
+        return batch.rows(self.parallel).gather(self.fc.of_all_rows(states))
 
     def forward(self, model_embedding: VocabEmbedding, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `CausalLM.guess`; `hidden` has the states of all rows of the group."""
@@ -95,6 +103,8 @@ class Eagle3Head(Separate):
         embedded, (cos, sin) = rows.own(embedding(batch.token_ids)), self.rotary(batch.positions)
         x, residual = self.layers[0](embedded, rows.own(hidden), cos, sin, batch)
         normed, state = (batch.picked(rows.gather(of)) for of in self.norm.add(x, residual))
+        if self.config.norm_output:
+            state = normed
         places = self.ops.argmax(self.lm_head(normed))
         return self.d2t(places) if self.config.mapped else places, state
 

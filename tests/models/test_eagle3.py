@@ -10,21 +10,31 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.models.guesses import compare_guesses
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
 from umbra.errors import UserError
 
 EPS, THETA, GUESSED = 1e-5, 5000.0, 40
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 
 class Head:
     """A random head for `main`, which is saved to `folder` and computes guesses over whole sequences. `hidden`: it has
-    an embedding and a width of its own, and the layout of speculators."""
+    an embedding and a width of its own, and the layout of speculators. `newer`: it has the norms of EAGLE3.1, or
+    NVIDIA's norm and rotation."""
 
-    def __init__(self, folder: Path, main: PreTrainedModel, layers: list[int], taps: tuple[int, ...], hidden: int = 0):
+    def __init__(
+        self, folder: Path, main: PreTrainedModel, layers: list[int], taps: tuple[int, ...], hidden: int = 0,
+        newer: bool = False,
+    ):  # fmt: skip
         torch.manual_seed(3)
+        self.newer = newer
         self.main, self.taps, self.own = main, taps, hidden > 0
         target, vocabulary = main.config.hidden_size, main.config.vocab_size
         size, self.heads, self.kv_heads, self.dim = hidden or target, 4, 1 if hidden else 4, main.config.head_dim
@@ -38,6 +48,11 @@ class Head:
         names = {f"layers.0.{name}.weight": shape for name, shape in shapes.items()}
         names |= {"fc.weight": (size, 3 * target), "norm.weight": (size,), "lm_head.weight": (GUESSED, size)}
         names |= {"embed_tokens.weight": (vocabulary, size)} if hidden else {}
+        if newer:
+            norms = (
+                {f"fc_norm.{i}.weight": (target,) for i in range(3)} if hidden else {"input_norm.weight": (3 * target,)}
+            )
+            names |= norms
         self.weights = {name: torch.randn(shape) * 0.2 + (len(shape) == 1) for name, shape in names.items()}
         self.tokens = torch.randperm(vocabulary)[:GUESSED].sort().values
         plain = {
@@ -48,12 +63,19 @@ class Head:
         config: dict[str, Any] = {"draft_vocab_size": GUESSED}
         if hidden:
             config |= {"transformer_layer_config": plain, "target_hidden_size": target, "norm_before_residual": True}
-            config |= {"eagle_aux_hidden_state_layer_ids": layers}
+            config |= {"eagle_aux_hidden_state_layer_ids": layers, "fc_norm": newer, "norm_output": newer}
         else:
             config |= plain | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers or None}}
+            config["eagle_config"] |= {"norm_before_fc": newer, "use_last_layernorm": True, "parallel_draft_step": 1}
+            config |= {"rope_scaling": LLAMA3} if newer else {}
+        rotary = LlamaConfig(hidden_size=self.dim, num_attention_heads=1, rope_parameters={
+            "rope_theta": THETA, **(LLAMA3 if newer and not hidden else {"rope_type": "default"}),
+        })  # fmt: skip
+        self.rates = LlamaRotaryEmbedding(rotary).inv_freq.repeat(2)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
-        stored = self.weights if hidden else {k.replace("layers.0", "midlayer"): v for k, v in self.weights.items()}
+        theirs = {True: ("layers.0", "model.layers.0"), False: ("layers.0", "midlayer")}[newer and not hidden]
+        stored = self.weights if hidden else {k.replace(*theirs): v for k, v in self.weights.items()}
         maps = {"d2t": self.tokens - torch.arange(GUESSED), "t2d": torch.zeros(vocabulary, dtype=torch.bool)}
         save_file(stored | maps, folder / "model.safetensors")
 
@@ -63,16 +85,27 @@ class Head:
     def logits(self, state: Tensor) -> Tensor:
         return self.norm("norm", state) @ self.weights["lm_head.weight"].T
 
+    def logits_of_left(self, state: Tensor) -> Tensor:
+        """Of a state that a guess leaves."""
+        return state @ self.weights["lm_head.weight"].T if self.newer and self.own else self.logits(state)
+
     @torch.no_grad()
     def guesses(self, ids: list[int], depth: int) -> list[tuple[Tensor, int]]:
         hidden = self.main.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-        states = torch.cat([hidden[tap][0] for tap in self.taps], -1) @ self.weights["fc.weight"].T
+        tapped = [hidden[tap][0] for tap in self.taps]
+        if self.newer and self.own:
+            tapped = [self.norm(f"fc_norm.{i}", x) for i, x in enumerate(tapped)]
+        states = torch.cat(tapped, -1)
+        if self.newer and not self.own:
+            states = self.norm("input_norm", states)
+        states = states @ self.weights["fc.weight"].T
         found, known = list[tuple[Tensor, int]](), ids[1:]
         for _ in range(depth):
             last = self._layer(torch.tensor(known), states)[-1:]
             logits = self.logits(last[0])
             found.append((logits, int(self.tokens[logits.argmax()])))
-            states, known = torch.cat((states, last)), [*known, found[-1][1]]
+            state = self.norm("norm", last) if self.newer and self.own else last
+            states, known = torch.cat((states, state)), [*known, found[-1][1]]
         return found
 
     def _layer(self, known: Tensor, states: Tensor) -> Tensor:
@@ -83,7 +116,7 @@ class Head:
             (both @ self.weights[f"{at}.{name}_proj.weight"].T).unflatten(-1, (-1, self.dim)).transpose(0, 1)
             for name in "qkv"
         )
-        angles = torch.arange(len(known))[:, None] * THETA ** (-torch.arange(0, self.dim, 2) / self.dim).repeat(2)
+        angles = torch.arange(len(known))[:, None] * self.rates
         q, k = (
             x * angles.cos() + torch.cat((-x[..., self.dim // 2 :], x[..., : self.dim // 2]), -1) * angles.sin()
             for x in (q, k)
@@ -102,18 +135,18 @@ def drafted(folder: Path, family: str, **sections: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
-def test_guesses_are_those_of_the_reference(tmp_path: Path, family: str, arena: bool) -> None:
-    """With an arena the head's pages lie beside it."""
+def test_guesses_are_those_of_the_reference(tmp_path: Path, family: str, newer: bool) -> None:
+    """Of older ones also with an arena, beside which the head's pages lie."""
     if family == "qwen3_moe":
         main: PreTrainedModel = save_tiny(tmp_path / "model", num_hidden_layers=8, eos_token_id=None)
-        head = Head(tmp_path / "head", main, [], (2, 4, 5))
+        head = Head(tmp_path / "head", main, [], (2, 4, 5), newer=newer)
     else:
         main = save_tiny_m2(tmp_path / "model", **TINY_AS_M2 | {"num_hidden_layers": 6})
-        head = Head(tmp_path / "head", main, [1, 2, 4], (2, 3, 5), hidden=48)
-    case = drafted(tmp_path, family, **({"offload_config": {"mode": "resident"}} if arena else {}))
-    compare_guesses(make_runner(case, tmp_path).loop, head.guesses, head.logits)
+        head = Head(tmp_path / "head", main, [1, 2, 4], (2, 3, 5), hidden=48, newer=newer)
+    case = drafted(tmp_path, family, **({"offload_config": {"mode": "resident"}} if not newer else {}))
+    compare_guesses(make_runner(case, tmp_path).loop, head.guesses, head.logits_of_left)
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -131,7 +164,9 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     assert "vocab_size: 97 is not the model's: 96" in refusal({"vocab_size": 97})
     assert "hidden_size: 64 is not the model's: 32" in refusal({"hidden_size": 64})
-    assert "norm_before_fc: True is not implemented" in refusal({"norm_before_fc": True})
+    assert "1 tensors missing: input_norm.weight" in refusal({"norm_before_fc": True})
+    assert "fc_norm: True with norm_before_fc is not" in refusal({"norm_before_fc": True, "fc_norm": True})
+    assert "use_last_layernorm: False is not" in refusal({"eagle_config": {"use_last_layernorm": False}})
     for layers in ([2, 4], [2, 4, 9], [4, 2, 5], [0, 2, 4]):
         assert "must be 3 different layers" in refusal({"eagle_aux_hidden_state_layer_ids": layers})
     assert "d2t: names token 96, outside" in refusal({}, {"d2t": torch.full([GUESSED], 96 - GUESSED + 1)})
