@@ -149,16 +149,15 @@ def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) ->
     sizes = sorted({*sizes, longest})
     if longest <= decode:
         return Choice(0, f"no prefill has more than {decode} tokens")
-    if planner.costs.whole:
-        return Choice(decode + 1, "the device computes in place what it misses, with the threads of both pools")
     found = 0
     for tokens in reversed(sizes):
         if planner.stream_ms(tokens, hit) >= GAIN * planner.layer_ms(tokens, hit):
             break
         found = tokens
     shown = found or longest
+    how = "in place with the threads of both pools" if planner.costs.whole else "streamed"
     why = (
-        f"a layer of {shown} tokens at {hit:.0%} hits takes {planner.stream_ms(shown, hit):.3f} ms streamed, "
+        f"a layer of {shown} tokens at {hit:.0%} hits takes {planner.stream_ms(shown, hit):.3f} ms {how}, "
         f"{planner.layer_ms(shown, hit):.3f} if not"
     )
     return Choice(found, why)

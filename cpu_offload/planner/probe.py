@@ -18,6 +18,7 @@ from ops.cpu.engine import Tape, native
 from ops.cpu.shadow import (  # fmt: skip
     Copier,
     ExpertBlocks,
+    Job,
     ShadowLayer,
     ShadowPool,
     in_place,
@@ -48,36 +49,46 @@ class Probe:
     """One layer's mixture of `tokens` tokens; each call takes its experts from the next blocks of `made`. Where these
     are fewer than the experts, several experts share a block."""
 
-    def __init__(self, pool: ShadowPool, blocks: ExpertBlocks, made: Tensor, shape: Shape, tokens: int):
+    def __init__(
+        self, pool: ShadowPool, blocks: ExpertBlocks, made: Tensor, shape: Shape, tokens: int, eager: bool = False
+    ):
+        """`eager`: op by op, as in a long step."""
         self.pool, self.top_k, count = pool, shape.top_k, shape.experts
         self.addresses = torch.tensor([block.data_ptr() for block in made])
         here, device, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 4))
         self.layer = ShadowLayer(0, blocks, here, device, counts, times, made)
         self.ids = torch.full((tokens, self.top_k), count)  # an id beyond the last expert: routed to no expert
         x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, self.top_k), 1 / self.top_k)
-        self.tape, self.turn = Tape(), 0
-        with self.tape.capture():
-            job = submit(pool, self.layer, x, self.ids)
-            resident_rows(job)
-            out = join(job, weights)
-        self.kept = x, weights, job, out  # kept alive, since the tape uses their addresses
+        self.x, self.weights, self.turn = x, weights, 0
+        self.tape = None if eager else Tape()
+        if self.tape:
+            with self.tape.capture():
+                self.kept = self.by_both()  # what the tape has the addresses of
+
+    def by_both(self) -> tuple[Job, Tensor]:
+        job = submit(self.pool, self.layer, self.x, self.ids)
+        resident_rows(job)
+        return job, join(job, self.weights)
 
     def pairs(self, experts: int) -> int:
         """Number of (token, expert) pairs if `experts` experts are used."""
         return len(self.ids) * min(self.top_k, experts)
 
     def __call__(self, resident: int, missing: int) -> float:
-        """Milliseconds of a replay that uses `resident` resident experts and `missing` missing ones."""
+        """Milliseconds of a layer that uses `resident` resident experts and `missing` missing ones."""
         self._route(resident, missing)
         start = time.perf_counter()
-        self.tape.replay()
+        if self.tape:
+            self.tape.replay()
+        else:
+            self.by_both()
         return 1e3 * (time.perf_counter() - start)
 
     def whole(self, used: int) -> float:
         """Milliseconds of the mixture that uses `used` experts, in place."""
         self._route(0, used)
         start = time.perf_counter()
-        in_place(self.layer, self.kept[0], self.kept[1], self.ids)
+        in_place(self.layer, self.x, self.weights, self.ids)
         return 1e3 * (time.perf_counter() - start)
 
     def _route(self, resident: int, missing: int) -> None:
@@ -117,7 +128,7 @@ def measure(
         if 0 < experts <= shape.experts
     ]
     budget = Budget(seconds, 3 * len(kinds) + 2 * len(numbers) + 1)
-    probes = {tokens: Probe(pool, blocks, made, shape, tokens) for tokens in numbers}
+    probes = {tokens: Probe(pool, blocks, made, shape, tokens, tokens > most) for tokens in numbers}
     base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
     sides: list[list[Sample]] = [[], []]
     for tokens, experts in kinds:

@@ -79,7 +79,7 @@ def case_of(model: Path, folder: Path, family: str = "qwen3_moe", arena_kb: int 
         ({"mode": "resident"}, [
             "slots             all 16",
             "max_swaps         0: all experts stay",
-            "stream_tokens     5: the device computes in place",
+            "stream_tokens     ",
             "249 frames",
             "the longest        56 pages,     16 slots: 100%",
         ]),

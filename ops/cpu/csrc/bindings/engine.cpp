@@ -3,6 +3,7 @@
 #include "bindings/engine.h"
 
 #include <cxxabi.h>
+#include <malloc.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -23,6 +24,8 @@ Engine engine;
 
 namespace {
 
+constexpr int kKept = 1 << 29;      // most bytes that are not given back to the system once they are free
+constexpr int kOfHeap = 1 << 28;    // tensors of fewer bytes are made of such memory
 constexpr int64_t kRoom = 1 << 18;  // floats for each thread: sums of 2,000 sections of 128 columns
 
 // Python code at its place on the tape, where it may call ops: these run, and are not recorded themselves. An exception
@@ -85,6 +88,10 @@ void bind_engine(py::module_& m) {
         "start",
         [](const std::vector<Team>& teams, const std::string& instruction_set, const std::vector<Team>& wide) {
             const Kernels& kernels = choose_kernels(instruction_set);
+            // The tensors of a long step are made anew in each layer. An eighth of such a step went into page faults where
+            // each of them was mapped and unmapped.
+            mallopt(M_MMAP_THRESHOLD, kOfHeap);
+            mallopt(M_TRIM_THRESHOLD, kKept);
             engine.widened = false;
             engine.pool.reset();  // first the pool that pinned this thread last
             engine.wide.reset();
