@@ -54,7 +54,7 @@ def runner_of(
 
 MODES: list[dict[str, Any]] = [
     {"mode": "resident"},
-    {"mode": "fixed", "arena_mb": 150 / 1024, "platform": CopyingPlatform},
+    {"mode": "fixed", "arena_mb": 150 / 1024, "stream_tokens": 20, "platform": CopyingPlatform},
     {"mode": "fixed", "slots": 5, "max_swaps": -1, "stream_tokens": -1},
     {"mode": "elastic", "arena_mb": MB, "interval": 3, "max_swaps": 8},
     {"mode": "elastic", "arena_mb": MB, "start_layer": 1, "stream_tokens": 20, "platform": CopyingPlatform},
@@ -70,7 +70,8 @@ def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mo
         runner = runner_of(model, tmp_path, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
         assert runner.engine.shadows
-        assert (runner.engine.shadows.history.streamed()["layers"] > 0) == ("platform" in offload)
+        streamed = runner.engine.shadows.history.streamed()["layers"] > 0
+        assert streamed == ("platform" in offload and "start_layer" not in offload)  # else the last layer has few rows
         found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
