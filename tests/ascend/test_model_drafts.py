@@ -18,7 +18,6 @@ from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.loop import Loop
 from executor.engine.request import Grammar, Request, SamplingParams
-from executor.engine.sequence import Sequence
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.environment import ascend_environment
 from tests.ascend.engine import (
@@ -40,7 +39,7 @@ from tests.ascend.test_eager import golden
 from tests.ascend.test_hccl import SPLITS
 from tests.ascend.test_recurrent import ATTENTION, BLOCK
 from tests.ascend.workers import close_nodes
-from tests.fakes.drafts import FreeDrafts
+from tests.fakes.drafts import FreeDrafts, HalfRight
 from tests.mtp import KINDS, Oracle
 from tests.tiny import write_case
 from tests.variants import thorough_but
@@ -58,22 +57,6 @@ def with_layer(family: Family) -> Family:
     """The same with a layer that guesses tokens."""
     layers = {"layer_types": KINDS, "num_hidden_layers": 3} if family.name == HYBRID.name else {"num_hidden_layers": 2}
     return dataclasses.replace(family, save=partial(Oracle, family=family.name), sizes=family.sizes | layers)
-
-
-class HalfRight(FreeDrafts):
-    """Right ones in place of half of the guesses, which random weights seldom make; `seen` are those that were made."""
-
-    def __init__(self, texts: ListOf[list[int]]):
-        super().__init__(3)
-        self.texts, self.seen = texts, dict[tuple[int, ...], list[int]]()
-
-    def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
-        for s in sequences:
-            self.seen[tuple(s.ids)] = s.guesses.tolist()
-            if len(s.ids) % 2:
-                text = next(text for text in self.texts if text[: len(s.ids)] == s.ids.tolist())
-                s.guesses = s.guesses[:0] + type(s.guesses)("q", text[len(s.ids) :][: len(s.guesses)])
-        super().propose(sequences, room)
 
 
 def answers(

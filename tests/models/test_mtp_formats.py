@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from executor.checkpoint.formats.detect import read_scheme
+from executor.config.load import load_case
 from executor.engine.request import Request, SamplingParams
 from models.batch import Batch
 from models.gguf import folder as unpacked
+from tests.executor.engine.drafts_ranks import answers
 from tests.fakes.drafts import FreeDrafts
 from tests.gguf_models import save_gguf
 from tests.models.guesses import PROMPTS, finish
@@ -22,7 +24,8 @@ from tests.models.test_mtp import FAMILIES
 from tests.modelslim import modelslim_tiny
 from tests.mtp import Oracle
 from tests.quantised import is_quantised, quantise_tiny
-from tests.tiny import LATENT, make_runner, tiny_case
+from tests.ranks import run_ranks
+from tests.tiny import LATENT, make_runner, tiny_case, write_case
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import convert
 from umbra.commands.quantize.fp8 import Fp8Target
@@ -166,3 +169,28 @@ def test_a_checkpoint_may_lack_the_layer(tmp_path: Path, family: str) -> None:
         guesses(tmp_path, tmp_path / "model", family)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config.get("mtp_num_hidden_layers", config.get("num_nextn_predict_layers")) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_draft_like_one(tmp_path: Path) -> None:
+    """In FP8 the layer is quantised, beside W8A8 it is in floats; experts are divided, or whole on a rank."""
+    Oracle(tmp_path / "model", "qwen3_next", **sizes_of("qwen3_next"))
+    stacked(tmp_path / "model")
+    source, jobs = Source(tmp_path / "model"), []
+    for name, target in (("fp8", Fp8Target(source, ())), ("w8a8", W8a8Target(source, ()))):
+        convert(tmp_path / name, target)
+        mtp = {"method": "mtp", "tokens": 3}
+        case = write_case(
+            tmp_path / f"{name}.yaml", tmp_path / name, model_name="qwen3_next", exe_mode="graph", draft_config=mtp,
+            data_config={"max_new_tokens": 24},
+        )  # fmt: skip
+        texts, accepted = answers(make_runner(load_case(str(case)), tmp_path), PROMPTS)
+        assert accepted == 0
+        jobs += [(f"{name}-{tp}", str(case), ["world_size=2", f"moe_tp_size={tp}"], texts) for tp in (1, 2)]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    done = run_ranks(tmp_path, 2, ["tests/executor/engine/drafts_ranks.py", str(tmp_path / "jobs.json")])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, _, _, texts in jobs:
+        found, accepted = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found == texts
+        assert accepted > 8

@@ -5,7 +5,6 @@ placed anew, `name`.json says what became of it.
 """
 
 import argparse
-import functools
 import json
 import sys
 from pathlib import Path
@@ -13,13 +12,13 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
-from torch import distributed
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.teacher_forcing import ForcedRun
 from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
+from tests.ranks import join_once
 from umbra.commands.logits import collect_logits, sized_for
 
 
@@ -32,12 +31,7 @@ def main() -> None:
     jobs = json.loads(args.jobs.read_text())
 
     def body(results: Path, ranks: RankEnv) -> None:
-        distributed.init_process_group("gloo")
-        # All cases join once, and groups of the same ranks are made once: 16 ranks have 120 connections in each.
-        distributed.init_process_group = lambda *_, **__: None
-        new_group = distributed.new_group
-        made = functools.cache(lambda *ids: new_group(list(ids)))
-        distributed.new_group = lambda ids, **_: made(*ids)
+        join_once()
         for name, case_name, overrides, ids in jobs:
             case = sized_for(load_case(case_name, overrides), ids, args.steps)
             runner = make_runner(case, results, ranks)
