@@ -66,10 +66,11 @@ class DiskPrefixes:
                     f"cache_config.disk_gb: {settings.disk_gb} is too little for records of {largest} bytes"
                 )
             folder = ROOT / Path(settings.disk_path).expanduser() / f"rank{world.rank}"
-            self.store = PageStore(folder, fingerprint(engine), limit, self._bytes_of)
-            self.behind = WriteBehind(self.store, WAITING_BYTES)
-            print(f"prefixes on disk: in {self.store.home}, at most {limit / 1e9:g} GB")
-        except UserError as error:
+            store = PageStore(folder, fingerprint(engine), limit, self._bytes_of)
+            self.behind = WriteBehind(store, WAITING_BYTES)
+            self.store = store
+            print(f"prefixes on disk: in {store.home}, at most {limit / 1e9:g} GB")
+        except (UserError, OSError, RuntimeError) as error:  # the last one if the system refuses a thread
             print(f"prefixes on disk: {error}: none are kept or found")
 
     def _bytes_of(self, name: bytes) -> int | None:

@@ -27,8 +27,8 @@ def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> PageM
     """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
     places = []
     for layers in sharing(model):
-        places.append(caches := _caches(_alike(layers, case), case, build, pages + 1))
-        for number, layer in enumerate(layers):
+        places.append(caches := _caches(_alike([*layers.values()], case), case, build, pages + 1))
+        for number, layer in layers.items():
             layer.bind(*map(apart, caches), layers=number)
     aside = bind_aside(model, case, build, pages + 1)
     states = torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device)
@@ -82,11 +82,14 @@ def sets_of(model: nn.Module) -> tuple[LayerSet, ...]:
     return layer_sets([layer.window for layer in attentions(model)])
 
 
-def sharing(model: nn.Module) -> list[list[PagedCache]]:
-    """The layers that share a cache, by their place in their sets: the first one of each set, and so on."""
+def sharing(model: nn.Module) -> list[dict[int, PagedCache]]:
+    """The layers that share a cache, by the numbers of their sets: the first one of each set, and so on."""
     layers, sets = attentions(model), sets_of(model)
     places = max(len(of.layers) for of in sets)
-    return [[layers[of.layers[place]] for of in sets if place < len(of.layers)] for place in range(places)]
+    return [
+        {number: layers[of.layers[place]] for number, of in enumerate(sets) if place < len(of.layers)}
+        for place in range(places)
+    ]
 
 
 def frame_of(model: nn.Module, case: Case, build: Build, windows: Sequence[int | None] | None = None) -> Frame:
@@ -120,7 +123,7 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
         starts, end = [*range(each * index, each * (index + 1))], (frames - 1) * units + 1
         caches = [buffers[0][begin : begin + end] for begin in starts]
         caches += [buffer[starts[0] : starts[0] + end] for buffer in buffers[1:]]
-        for number, layer in enumerate(layers):
+        for number, layer in layers.items():
             layer.bind(*map(apart, caches), layers=number)
     if recurrent(model):
         _bind_states(model, buffers[0].view(len(buffers[0]), -1).view(torch.float32))

@@ -18,6 +18,7 @@ Segments of other fingerprints, those of another model or an older version, coun
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import math
 import os
@@ -282,8 +283,17 @@ class WriteBehind:
         with self._idle:
             self._idle.wait_for(lambda: self.scanned and not self.waiting, seconds)
 
+    def _try(self, work: Callable[[], None]) -> None:
+        if self.broken:
+            return
+        try:
+            work()
+        except OSError as error:
+            self.broken = True
+            print(f"prefixes on disk: {self.store.folder}: {error.strerror}: no more are kept")
+
     def _run(self) -> None:
-        self.store.scan()
+        self._try(self.store.scan)
         with self._idle:
             self.scanned = True
             self._idle.notify_all()
@@ -291,12 +301,7 @@ class WriteBehind:
             records = [self._queue.get()]
             while sum(len(record.data) for record in records) < self.most_bytes // 4 and not self._queue.empty():
                 records.append(self._queue.get())
-            try:
-                if not self.broken:
-                    self.store.write(records)
-            except OSError as error:
-                self.broken = True
-                print(f"prefixes on disk: {self.store.folder}: {error.strerror}: no more are kept")
+            self._try(functools.partial(self.store.write, records))
             for record in records:
                 self._names.discard(record.name)
             with self._idle:

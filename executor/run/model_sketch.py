@@ -111,7 +111,7 @@ def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
 
 def cache_of(sketch: Sketch) -> Part:
     """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
-    caches: list[Tensor] = [cache for layer, *_ in sharing(sketch.model) for cache in layer.caches]
+    caches: list[Tensor] = [cache for layers in sharing(sketch.model) for cache in next(iter(layers.values())).caches]
     aside = sum(cache.nbytes for layer in attentions(sketch.model, aside=True) for cache in layer.caches)
     pages, limits = len(caches[0]), sketch.limits
     kinds = Counter(cache[0].numel() // limits.page_size for cache in caches)

@@ -20,6 +20,7 @@ from executor import model_runner as runner
 from executor.checkpoint.packed import PackedCache
 from executor.config.load import load_case
 from executor.config.resolved import write_resolved
+from executor.engine import disk_prefixes
 from executor.engine.request import SamplingParams
 from executor.launch import results
 from serving.ranks import worker
@@ -33,7 +34,7 @@ from umbra.errors import run_main
 from umbra.files import ROOT
 
 LIMIT_S = 60.0  # on a machine that is busy; most take less than a second
-CACHE = "packed"
+CACHE, PAGES = "packed", "pages"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Scenario(ABC):
         """A digest of the files that a start reads."""
         digest = hashlib.sha256()
         for path in self.left():
-            if path.is_file() and path.is_relative_to(self.root / CACHE):
+            if path.is_file() and path.relative_to(self.root).parts[0] in (CACHE, PAGES):
                 digest.update(f"{path.relative_to(self.root)} {path.stat().st_size} ".encode() + path.read_bytes())
         return digest.hexdigest()
 
@@ -146,7 +147,9 @@ class Rank(Scenario):
     name, shares = "rank", False
     jump_s = 0  # by which the wall clock jumps when the rank is ready
     kinds = (*Scenario.kinds, "send")
-    sections: ClassVar[dict[str, object]] = {"offload_config": {"mode": "elastic", "arena_mb": 1}}
+    sections: ClassVar[dict[str, object]] = {
+        "offload_config": {"mode": "elastic", "arena_mb": 1}, "cache_config": {"page_size": 4, "disk_path": PAGES},
+    }  # fmt: skip
 
     def run(self) -> Outcome:
         path, launched = self.root / "tmp" / "engine", self.root / "results" / "tiny" / "20260101-000000"
@@ -171,6 +174,7 @@ class Rank(Scenario):
 
     def program(self) -> None:
         os.environ[SOCKET] = str(self.root / "tmp" / "engine")
+        disk_prefixes.ROOT, disk_prefixes.DEEP = self.root, 1  # type: ignore[attr-defined]
         run_main(worker.main)
 
 
