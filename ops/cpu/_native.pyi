@@ -81,6 +81,8 @@ class Buffer:
     def __init__(self, bytes: int, team: int) -> None: ...
     @overload
     def __init__(self, bytes: int, team: Team) -> None: ...
+    @overload
+    def __init__(self, bytes: int, teams: Sequence[Team]) -> None: ...
     def __len__(self) -> int: ...
     @property
     def address(self) -> int: ...
@@ -310,6 +312,27 @@ def moe(
     address: int,
 ) -> None: ...
 
+class SlotMatrix:
+    def __init__(
+        self,
+        format: int,
+        type: int,
+        of_bias: int,
+        n: int,
+        k: int,
+        group: int,
+        groups: int,
+        lanes: int,
+        unit: int,
+        data: int,
+        scales: int,
+        offsets: int,
+        bias: int,
+    ) -> None: ...
+
+class SlotExperts:
+    def __init__(self, w13: SlotMatrix, w2: SlotMatrix, order: Sequence[int]) -> None: ...
+
 class MoeRows:
     def __init__(
         self,
@@ -330,6 +353,7 @@ class MoeRows:
         limit: float,
         alpha: float,
     ) -> None: ...
+    def in_slots(self, slots: SlotExperts) -> MoeRows: ...
 
 def moe_rows(rows: MoeRows) -> None: ...
 

@@ -60,7 +60,7 @@ def parity(*command: str) -> str:
     return lines[0].removeprefix("kernels ")
 
 
-PACKING = ("runtime/pool", "kernels/attention", "kernels/delta", "kernels/generic", "kernels/pack")
+PACKING = ("runtime/pool", "kernels/attention", "kernels/delta", "kernels/generic", "kernels/pack", "kernels/slots")
 
 
 def packing(compiler: str, machine: str, *flags: str) -> str:

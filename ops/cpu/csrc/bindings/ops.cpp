@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "bindings/engine.h"
+#include "kernels/slots.h"
 
 namespace py = pybind11;
 
@@ -315,6 +316,33 @@ void bind_ops(py::module_& m) {
         py::arg("w13"), py::arg("w2"), py::arg("x"), py::arg("weights"), py::arg("ids"), py::arg("out"),
         py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("first_expert"),
         py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"), py::arg("address"));
+    py::class_<SlotMatrix>(m, "SlotMatrix")
+        .def(py::init([](int format, int type, int of_bias, int64_t n, int64_t k, int32_t group, int32_t groups,
+                         int32_t lanes, int32_t unit, uintptr_t data, uintptr_t scales, uintptr_t offsets,
+                         uintptr_t bias) {
+                 return SlotMatrix{static_cast<Format>(format),
+                                   static_cast<Type>(type),
+                                   static_cast<Type>(of_bias),
+                                   group,
+                                   n,
+                                   k,
+                                   groups,
+                                   lanes,
+                                   unit,
+                                   at<const uint8_t>(data),
+                                   at<const uint8_t>(scales),
+                                   at<const uint8_t>(offsets),
+                                   at<const uint8_t>(bias)};
+             }),
+             py::arg("format"), py::arg("type"), py::arg("of_bias"), py::arg("n"), py::arg("k"), py::arg("group"),
+             py::arg("groups"), py::arg("lanes"), py::arg("unit"), py::arg("data"), py::arg("scales"),
+             py::arg("offsets"), py::arg("bias"),
+             "The planes' places in an expert's block; 0 for those that it lacks.");
+    py::class_<SlotExperts, std::shared_ptr<SlotExperts>>(m, "SlotExperts")
+        .def(py::init([](const SlotMatrix& w13, const SlotMatrix& w2, std::vector<int32_t> order) {
+                 return SlotExperts{w13, w2, std::move(order)};
+             }),
+             py::arg("w13"), py::arg("w2"), py::arg("order"));
     py::class_<MoeRows>(m, "MoeRows")
         .def(py::init([](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t address, uintptr_t elsewhere,
                          uintptr_t x, uintptr_t ids, uintptr_t rows, uintptr_t scratch, int64_t tokens, int64_t k,
@@ -334,15 +362,23 @@ void bind_ops(py::module_& m) {
                                 first_expert,
                                 hidden,
                                 inner,
-                                {limit, alpha}};
+                                {limit, alpha},
+                                nullptr};
              }),
              py::arg("w13"), py::arg("w2"), py::arg("address"), py::arg("elsewhere"), py::arg("x"), py::arg("ids"),
              py::arg("rows"), py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"),
-             py::arg("first_expert"), py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"));
+             py::arg("first_expert"), py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"))
+        .def(
+            "in_slots",
+            [](MoeRows rows, std::shared_ptr<const SlotExperts> slots) {
+                rows.slots = std::move(slots);
+                return rows;
+            },
+            py::arg("slots"), "The same of experts that lie as a device's slots hold them.");
     m.def(
         "moe_rows",
         [](const MoeRows& rows) {
-            fitting(rows.w13), fitting(rows.w2);
+            if (!rows.slots) fitting(rows.w13), fitting(rows.w2);
             submit(rows);
         },
         py::arg("rows"));

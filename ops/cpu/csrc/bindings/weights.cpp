@@ -109,6 +109,12 @@ void bind_weights(py::module_& m) {
                  return buffer.release();
              }),
              py::arg("bytes"), py::arg("team"), "Memory near a team of another pool.")
+        .def(py::init([](int64_t bytes, const std::vector<Team>& teams) {
+                 std::vector<int> memory;
+                 for (const Team& team : teams) memory.push_back(team.memory);
+                 return new Buffer(bytes, memory);
+             }),
+             py::arg("bytes"), py::arg("teams"), "Memory whose pages lie near the teams of a pool in turn.")
         .def("__len__", &Buffer::size)
         .def_property_readonly("address", &Buffer::address)
         .def_property_readonly("bound", &Buffer::bound)

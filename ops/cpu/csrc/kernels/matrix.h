@@ -255,6 +255,10 @@ void attend_latents_i8(const Attention&, const Span&);
 struct ExpandedSteps;
 extern const ExpandedSteps expanded_f32, expanded_bf16, expanded_f16, expanded_i8;
 
+// What products of matrices in slots need besides (slots.h).
+struct SlotKernels;
+extern const SlotKernels slots_generic, slots_avx2, slots_avx512, slots_neon;
+
 // The gated delta rule of one sequence and value head, in a slab of columns from `column` on (delta.h).
 struct GatedDelta;
 using Delta = void (*)(const GatedDelta&, int64_t sequence, int64_t head, int64_t column);
@@ -269,6 +273,7 @@ struct Kernels {
     Attend latents[4] = {attend_latents_f32, attend_latents_bf16, attend_latents_f16, attend_latents_i8};
     const ExpandedSteps* expanded[4] = {&expanded_f32, &expanded_bf16, &expanded_f16, &expanded_i8};
     Delta delta = delta_of_four;
+    const SlotKernels* slots = &slots_generic;
     Order order = Order::fours;  // of the matrices that `product` reads
 };
 

@@ -6,6 +6,7 @@
 
 #include "kernels/elementwise.h"
 #include "kernels/products.h"
+#include "kernels/slots.h"
 
 namespace umbra {
 
@@ -56,6 +57,7 @@ public:
         start_of_ = pair_of_ + assignments;
         hits_ = start_of_ + m_.experts + 1;
         hit_ = hits_ + 1;
+        both_ = reinterpret_cast<float*>(aligned(reinterpret_cast<uint8_t*>(hit_ + m_.experts)));
         xs_ = x_scratch.split(m_.x);
         hs_ = h_scratch.split(h_);
     }
@@ -95,7 +97,79 @@ public:
         });
     }
 
+    // The same of experts in slots, whose columns of gate and up may be far apart: all products first, then h.
+    void slot_phases(Context& context, const SlotExperts& slots) {
+        const SlotMatrix &w13 = slots.w13, &w2 = slots.w2;
+        if (w13.quantised()) {
+            quantise_rows(context, m_.tokens, m_.hidden, xs_);
+            halve(w13, xs_, m_.tokens);
+        }
+        const int64_t inner = m_.inner, wide = 2 * inner;
+        slot_rows(
+            context, w13,
+            [&](int start, int count, int64_t first, int64_t width, const float* y) {
+                for (int t = 0; t < count; t++)
+                    std::copy_n(y + t * kSlotWindow, width, both_ + (start + t) * wide + first);
+            },
+            xs_, token_of_);
+        each_row(context, start_of_[m_.experts], [&](int64_t a) {
+            float *both = both_ + a * wide, *h = h_ + a * inner;
+            if (slots.order.empty()) {
+                gate(both, both + inner, h, inner);
+            } else {
+                for (int64_t i = 0; i < inner; i += kRows) gate(both + 2 * i, both + 2 * i + kRows, both + i, kRows);
+                for (int64_t i = 0; i < inner; i++) h[slots.order[i]] = both[i];
+            }
+            if (!w2.quantised()) return;
+            const Rows row = hs_.from(a, inner);
+            context.kernels.quantise(row.x, static_cast<int>(groups_), const_cast<Block*>(row.blocks));
+            halve(w2, row, 1);
+        });
+        slot_rows(
+            context, w2,
+            [&](int start, int count, int64_t first, int64_t width, const float* y) {
+                for (int t = 0; t < count; t++)
+                    put(m_, token_of_[start + t], pair_of_[start + t], first, y + t * kSlotWindow, width);
+            },
+            hs_, nullptr);
+    }
+
 private:
+    // Calls put(first assignment, count, first output, outputs, y) with the products of all experts' assignments, whose
+    // rows have the numbers in `index`, or their own.
+    template <class Put>
+    void slot_rows(Context& context, const SlotMatrix& w, Put&& put, const Rows& rows, const int32_t* index) {
+        const int64_t tiles = (w.n + kSlotTile - 1) / kSlotTile;
+        Pool& pool = context.pool;
+        const int all = static_cast<int>(*hits_ * tiles);
+        const auto window = [&](int64_t task, int64_t end) {  // of one expert
+            const auto of = [&](int64_t number) { return w.moved(m_.address[hit_[number / tiles]]); };
+            const SlotMatrix own = of(task);
+            const int64_t first = task % tiles * kSlotTile;
+            const int64_t stop = std::min(w.n, first + (end - task) * kSlotTile);
+            const uint8_t* next = end < all ? of(end).data : nullptr;
+            if (next && end % tiles) next += end % tiles * kSlotTile * (w.in_planes() ? w.lanes * 4 : w.bits()) / 8;
+            const int start_of = start_of_[hit_[task / tiles]], end_of = start_of_[hit_[task / tiles] + 1];
+            for (int start = start_of; start < end_of; start += kSlotRows) {
+                float y[kSlotRows * kSlotWindow];
+                const int count = std::min(kSlotRows, end_of - start);
+                const Rows from = index ? rows : rows.from(start, w.k);
+                slot_products(
+                    {context.kernels, own, first, stop, from, index ? index + start : nullptr, count, y, next});
+                for (int t = 0; t < count; t++) add_slot_bias(own, first, stop - first, y + t * kSlotWindow);
+                put(start, count, first, stop - first, y);
+            }
+        };
+        pool.on_nodes([&](int n) { return pool.first(all, n + 1) - pool.first(all, n); },
+                      [&](int n, int begin, int end, int) {
+                          const int64_t last = pool.first(all, n) + end;
+                          for (int64_t task = pool.first(all, n) + begin, stop; task < last; task = stop) {
+                              stop = std::min({last, (task / tiles + 1) * tiles, task + kSlotWindow / kSlotTile});
+                              window(task, stop);
+                          }
+                      });
+    }
+
     static constexpr int kGroup = kNear;  // blocks of w13 (gate, up, gate, up): one stream that yields 32 values of h
 
     // Calls f(first assignment, count) for the assignments of expert e, tile by tile.
@@ -122,8 +196,8 @@ private:
                     float* to = h_ + row * m_.inner + g * kBlock;
                     float* both = y + t * kWide;
                     if (w.bias) add_bias(w.bias + block * kRows, both, kWide);
-                    gate(both, both + kRows, to);
-                    gate(both + 2 * kRows, both + 3 * kRows, to + kRows);
+                    gate(both, both + kRows, to, kRows);
+                    gate(both + 2 * kRows, both + 3 * kRows, to + kRows, kRows);
                     if (m_.w2.like().quantised())
                         context.kernels.quantise(to, 1, const_cast<Block*>(hs_.blocks) + row * groups_ + g);
                 }
@@ -131,12 +205,12 @@ private:
         }
     }
 
-    void gate(const float* gates, const float* ups, float* to) const {
+    void gate(const float* gates, const float* ups, float* to, int64_t count) const {
         const Gating& gating = m_.gating;
         if (gating.limit != 0)
-            clipped_swiglu(gates, ups, gating.limit, gating.alpha, to, kRows);
+            clipped_swiglu(gates, ups, gating.limit, gating.alpha, to, count);
         else
-            silu_mul(gates, ups, to, kRows);
+            silu_mul(gates, ups, to, count);
     }
 
     // Phase 2, row blocks begin .. end - 1 of a node's part of the output: the products of all experts.
@@ -164,7 +238,7 @@ private:
 
     const Op& m_;
     const int64_t groups_;  // blocks of 32 in a row of h
-    float* h_;              // (assignments, inner)
+    float *h_, *both_;      // (assignments, inner), and twice as many of experts in slots
     int32_t *token_of_, *pair_of_, *start_of_, *hits_, *hit_;
     Rows xs_, hs_;
 };
@@ -198,7 +272,10 @@ void Moe::run(Context& context) const {
 
 bool MoeRows::sort() const { return MoeRun<MoeRows>(*this).sort(); }
 
-void MoeRows::compute(Context& context) const { MoeRun<MoeRows>(*this).phases(context); }
+void MoeRows::compute(Context& context) const {
+    MoeRun<MoeRows> run(*this);
+    slots ? run.slot_phases(context, *slots) : run.phases(context);
+}
 
 void AddRows::run(Context& context) const {
     const int64_t chunks = (hidden + kChunk - 1) / kChunk;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "kernels/matrix.h"
 #include "runtime/pool.h"
@@ -323,6 +324,8 @@ struct Moe {
     void run(Context&) const;
 };
 
+struct SlotExperts;  // slots.h
+
 // A mixture whose experts lie anywhere in memory, one block each, and are computed by different pools. It writes the
 // unweighted product rows that Moe adds up, each to its own place, so that the sum (AddRows) does not depend on which
 // pool computed which row. It computes the pairs (token, expert) whose expert has an address and is not `elsewhere`.
@@ -334,9 +337,10 @@ struct MoeRows {
     const float* x;
     const int64_t* ids;  // (T, k)
     float* rows;         // (T * k, hidden)
-    uint8_t* scratch;    // Moe::scratch_bytes
+    uint8_t* scratch;    // Moe::scratch_bytes; with `slots` twice `inner` floats more for each pair
     int64_t tokens, k, experts, first_expert, hidden, inner;
     Gating gating;
+    std::shared_ptr<const SlotExperts> slots;  // experts in a device's layout, in place of w13 and w2
 
     // `run` in two steps. `sort` selects the pairs, returns whether there are any, and is the only step that reads
     // `ids` and `elsewhere`; `compute` computes their products.

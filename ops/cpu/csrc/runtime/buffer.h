@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "runtime/pool.h"
 
@@ -25,14 +26,17 @@ class Buffer {
 public:
     // `memory` is a node's number, -1 for any. The node is preferred, not bound: if it is full the kernel takes the
     // next one, whereas bound memory that does not fit ends the process.
-    explicit Buffer(int64_t bytes, int memory = -1) : size_(bytes), bytes_(bytes + kHuge + kReadAhead) {
+    explicit Buffer(int64_t bytes, int memory = -1) : Buffer(bytes, std::vector<int>{memory}) {}
+    // The pages of memory of several nodes lie on them in turn.
+    Buffer(int64_t bytes, const std::vector<int>& memory) : size_(bytes), bytes_(bytes + kHuge + kReadAhead) {
         memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory_ == MAP_FAILED) throw std::bad_alloc();
         madvise(memory_, bytes_, MADV_HUGEPAGE);  // a refusal costs speed only
-        if (!(local_ = memory >= 0)) return;
         unsigned long mask[kMostCpus / 64] = {};
-        mask[memory / 64] = 1ul << memory % 64;
-        bound_ = syscall(SYS_mbind, memory_, bytes_, MPOL_PREFERRED, mask, kMostCpus, 0) == 0;
+        for (int node : memory)
+            if (node >= 0) local_ = true, mask[node / 64] |= 1ul << node % 64;
+        const int policy = memory.size() == 1 ? MPOL_PREFERRED : MPOL_INTERLEAVE;
+        bound_ = local_ && syscall(SYS_mbind, memory_, bytes_, policy, mask, kMostCpus, 0) == 0;
     }
     ~Buffer() { munmap(memory_, bytes_); }
     Buffer(const Buffer&) = delete;

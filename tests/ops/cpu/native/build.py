@@ -33,7 +33,7 @@ PRODUCTS = [
     "runtime/pool",
     *(
         f"kernels/{name}"
-        for name in ("pack", "panel", "blocks", "products", "moe", "elementwise", "attention", "delta", "generic")
+        for name in ("pack", "panel", "blocks", "products", "moe", "slots", "elementwise", "attention", "delta", "generic")
     ),
 ]
 SHADOW = [f"shadow/{name}" for name in ("shadow", "worker", "copier")]

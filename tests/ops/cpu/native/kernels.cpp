@@ -14,6 +14,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/pack.h"
 #include "runtime/probe.h"
+#include "slots.h"
 
 using namespace umbra;
 
@@ -460,6 +461,7 @@ void check_all(const Kernels& kernels) {
     check_delta(kernels, 2, 6, 24, 48);
     check_delta(kernels, 1, 2, 128, 64);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8}) check_attention(kernels, type, 6, 48, 10);
+    check_slots(kernels);
     std::puts("ok");
 }
 

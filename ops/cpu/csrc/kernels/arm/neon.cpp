@@ -212,6 +212,7 @@ const Kernels& kernels_neon() {
                      product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
                     quantise};
         all.order = Order::signed_fours;
+        all.slots = &slots_neon;
         return all;
     }();
     return kernels;

@@ -75,6 +75,7 @@ const Kernels& kernels_avx2() {
                      product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
                     kernels_generic().quantise};
         own.delta = delta;
+        own.slots = &slots_avx2;
         return own;
     }();
     return kernels;

@@ -358,6 +358,7 @@ const Kernels& kernels_avx512() {
                      several_quantised<Format::mx4>, several_quantised<Format::q4k>, several_quantised<Format::q5k>,
                      several_quantised<Format::q6k>, several_quantised<Format::iq4>, several_quantised<Format::w8a8>}};
         own.delta = delta;
+        own.slots = &slots_avx512;
         return own;
     }();
     return kernels;

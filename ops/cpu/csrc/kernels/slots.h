@@ -1,0 +1,112 @@
+// Experts as an NPU's slots hold them (ops/ascend/vector_core/blocks.py), multiplied by few rows on the CPU: so the host
+// keeps one copy, which it computes from and which goes to the device as plain bytes.
+//
+// w is (k inputs, n outputs), an output's weights a column, where blocks of matrix.h have them in rows:
+//
+//   floats     [k][n]                                      a line of 64 bytes is 16 to 32 outputs of one input
+//   w8a8       [k][n] int8                                 64 outputs;      scales [n], floats or bfloat16
+//   q4         [k][n / 2], two signed nibbles a byte,      128 outputs;     scales, offsets [k / group][n]
+//              the even output in the lower half
+//   q4 in      [section][plane][n][lanes / 2]: the input   128 inputs of    scales, offsets [section][n][kept]
+//   planes     of each lane as planes.py has it            one output
+//              w = (nibble + offset) * scale; offset = 8 - zero point, a whole number
+//
+// Lines of one input each are read by four, which is what a dot of int8 adds up. 32 inputs of a line:
+//
+//   lines     k0: o0 o1 | o2 o3 | ..     byte b: outputs 2b, 2b + 1
+//             k1: o0 o1 | o2 o3 | ..
+//   4 lines -> 8 byte shuffles -> 4 vectors, in which lane r (32 bits) has byte b of the four inputs
+//           -> 4 vectors of even outputs, 4 of odd ones -> dots with four activations, the same in all lanes
+//
+// Counted with vectors of 64 bytes and one row, for 2 KB: 32 loads, 64 shuffles, 96 logical operations, 64 dots and 24 to
+// scale; blocks of matrix.h take 32 loads, 96 logical operations, 64 dots and 24. More rows share what a line was
+// unpacked to. A window's lines are read in runs of up to 256 bytes, and those of the next 32 inputs are prefetched.
+//
+// In planes, neighbouring lanes belong to different groups, so a section of 16 outputs is regrouped into a block of
+// matrix.h, in memory that stays in L2, by 4 shuffles a line, and multiplied by the kernels that read blocks.
+//
+// A row's results do not depend on the other rows, nor on how outputs are divided into windows.
+#pragma once
+
+#include "kernels/ops.h"
+
+namespace umbra {
+
+// A matrix. That of any expert has the offsets of its planes in a block for pointers, and is `moved` to one.
+struct SlotMatrix {
+    Format format = Format::f32;
+    Type type = Type::f32;  // of scales and offsets, and of floats
+    Type of_bias = Type::f32;
+    int32_t group = 0;
+    int64_t n = 0, k = 0;
+    int32_t groups = 0, lanes = 0, unit = 0;  // in planes, else 0
+    const uint8_t *data = nullptr, *scales = nullptr, *offsets = nullptr, *bias = nullptr;
+
+    bool quantised() const { return format == Format::w8a8 || format == Format::q4; }
+    bool in_planes() const { return lanes != 0; }
+    int64_t sections() const { return k / group / groups; }
+    int64_t planes() const { return static_cast<int64_t>(group) * groups / lanes; }  // of a section
+    int64_t kept() const { return unit == 1 ? groups : (groups + 7) / 8 * 8; }
+    int64_t line_bytes() const { return n * bits() / 8; }  // of one input
+    int64_t bits() const {
+        return format == Format::q4 ? 4 : format == Format::w8a8 ? 8 : format == Format::f32 ? 32 : 16;
+    }
+    SlotMatrix moved(int64_t address) const;
+    float scale(int64_t output) const;  // of w8a8
+    // The section of planes that input c is in, from an output on.
+    const uint8_t* section(int64_t input, int64_t output) const {
+        return data + (input / group / groups * planes() * n + output) * (lanes / 2);
+    }
+};
+
+constexpr int64_t kSlotTile = 128, kSlotWindow = 512;  // outputs of a task, and the most that a window has
+constexpr int kSlotRows = 16;                          // rows of a window
+
+// The products of outputs first .. end - 1 with `count` rows, whose numbers in `rows` are in `index`; null means 0, 1, 2
+// ... They go to y[t * kSlotWindow + output - first]. `next`, or null, is read after it.
+struct SlotWindow {
+    const Kernels& kernels;
+    const SlotMatrix& w;
+    int64_t first, end;
+    const Rows& rows;
+    const int32_t* index;
+    int count;
+    float* y;
+    const uint8_t* next;
+};
+void slot_products(const SlotWindow& window);
+
+// Regroups a section of 16 outputs into a row block in an order of matrix.h, and prefetches the same from `next` on, if not
+// null. In blocks of matrices with units of 8, the even ones of 32 inputs come first.
+struct SlotSection {
+    const SlotMatrix& w;
+    const uint8_t* at;
+    Order order;
+    uint8_t* block;
+    const uint8_t* next;
+};
+
+struct SlotKernels {
+    void (*nibbles)(const SlotWindow&);  // of q4 that is not in planes, and of w8a8
+    void (*levels)(const SlotWindow&);
+    void (*floats)(const SlotWindow&);
+    void (*regroup)(const SlotSection&);
+    // The scales, as halves, of 16 outputs for the groups of the section that begins at `input`, and the zero points, or
+    // null: [group][16].
+    void (*regroup_scales)(const SlotMatrix& w, int64_t output, int64_t input, uint16_t* scales, uint8_t* zeros);
+};
+
+// Puts each 32 activations in the order of a matrix in planes with units of 8: the even ones, then the odd ones.
+void halve(const SlotMatrix& w, const Rows& rows, int64_t count);
+
+// Adds the bias of outputs `first` .. `first` + count - 1 to y.
+void add_slot_bias(const SlotMatrix& w, int64_t first, int64_t count, float* y);
+
+// A mixture's experts. In planes, w13 has 16 columns of gate and 16 of up in turns, in the order in which w2 has its
+// inputs; else all columns of gate, then all of up.
+struct SlotExperts {
+    SlotMatrix w13, w2;
+    std::vector<int32_t> order;  // in planes: the input of w2 that each pair of columns makes
+};
+
+}  // namespace umbra
