@@ -4,8 +4,8 @@ each resident expert.
     decode    shadow_submit | residents' sums, from their slots | shadow_join            ops/ascend/shadow.py
     prefill   residents, groups of experts that are copied from the host, the shadow pool       ascend_prefill.py
 
-The host keeps two copies of every expert: blocks for its own kernels and, in pinned memory, the device's layout, from
-which experts are copied to slots. Nothing here was run on an NPU.
+The host keeps one copy of every expert, in the device's layout, from which the shadow pool computes and slots are
+filled (slot_store.py). Its memory is registered with the device. Nothing here was run on an NPU.
 """
 
 import atexit
@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -21,27 +21,26 @@ import torch_npu
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from cpu_offload.ascend_prefill import LongSteps, PinnedExperts
+from cpu_offload.ascend_prefill import HostExperts, LongSteps
 from cpu_offload.costs import Costs
 from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
-from ops.ascend.host_memory import pinned
+from cpu_offload.slot_store import SlotStore
+from ops.ascend.host_memory import Registered, pinned, send
 from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes
 from ops.ascend.slots import ArenaSlots
 from ops.ascend.vector_core import calls
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
-from ops.ascend.weights import AscendExperts, Stored, in_levels
+from ops.ascend.vector_core.blocks import PLACE, parts_of
+from ops.ascend.weights import Stored
 from ops.cpu.shadow import ShadowPool, Worker
-from ops.format import Format, Quantised
+from ops.format import Format
 from ops.interface import ExpertKind, fixed
 
-HOST = torch.device("cpu")
 
-
-class NpuExperts(PinnedExperts):
+class NpuExperts(HostExperts):
     def __init__(
         self,
         device: "AscendDevice",
@@ -53,18 +52,13 @@ class NpuExperts(PinnedExperts):
         format: Format,
         kind: ExpertKind,
     ):
-        super().__init__(pool, number, here, inner, hidden, format, kind)
-        self.device, self.number, self.kind, self.index = device, number, kind, len(device.layers)
         plain = dataclasses.replace(format, tiled=False)  # slots hold no tiled matrices
-        room = partial(pinned, what=f"layer {number}")
-        in_planes = device.ops.in_planes
-        dtype = device.ops.dtype
-        self.image = AscendExperts(self.count, inner, hidden, plain, dtype, HOST, room, in_planes, kind=kind)
-        in_planes = self.image.w13.planes is not None
-        self.layout = BlockLayout.of(inner, hidden, format, dtype, in_planes, kind.biased)
+        ops = device.ops
+        self.store = SlotStore(here.stop - here.start, inner, hidden, plain, kind, ops.dtype, ops.in_planes, pool)
+        super().__init__(pool, number, here, self.store)
+        self.device, self.number, self.kind, self.index = device, number, kind, len(device.layers)
+        self.layout, self.format = self.store.layout, plain
         self.parts = parts_of(self.count, self.slot_bytes)
-        self.storages = [*self.storages, *self.image.storages]
-        self.format = plain
 
     @property
     def slot_bytes(self) -> int:
@@ -72,37 +66,15 @@ class NpuExperts(PinnedExperts):
 
     @property
     def w13(self) -> Stored:
-        return self.image.w13
+        return self.store.experts.w13
 
     @property
     def w2(self) -> Stored:
-        return self.image.w2
-
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
-        if self.format.quantised:  # once for both copies: each side has a rule of its own for rounding floats
-            part, kept = in_levels(part, self.format), (self.w2 if which == "down" else self.w13).scales
-            part = dataclasses.replace(part, scales=part.scales if kept is None else part.scales.to(kept.dtype))
-        self.image.fill(expert, which, part)
-        return super().fill(expert, which, part)
-
-    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
-        self.image.fill_bias(expert, which, part)
-        super().fill_bias(expert, which, part)
+        return self.store.experts.w2
 
     def planes(self, expert: int) -> dict[str, Tensor]:
-        """The planes of the expert's pinned copy, by their names in a block."""
-        w13, w2 = self.image.w13, self.image.w2
-        named = {
-            "w13": w13.data,
-            "s13": w13.scales,
-            "z13": w13.offsets,
-            "b13": w13.bias,
-            "w2": w2.data,
-            "s2": w2.scales,
-            "z2": w2.offsets,
-            "b2": w2.bias,
-        }
-        return {name: plane[expert] for name, plane in named.items() if plane is not None}
+        """The planes of the host's copy, by their names in a block."""
+        return self.store.planes(expert)
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         if self.device.long and len(x) > self.device.most:
@@ -170,7 +142,8 @@ class AscendDevice(Device):
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
-        self.slots = ArenaSlots(memory, end, first.layout, first.image)
+        self.registered = [Registered(layer.store.memory, f"layer {layer.number}") for layer in self.layers]
+        self.slots = ArenaSlots(memory, end, first.layout, first.store.experts)
         # Two tables of each expert's first row. An expert that is not resident has -1 in the first, for kernels that
         # skip it, and the row of the zeros in the second.
         self.on_host = pinned((2, len(self.layers), first.count), torch.int32, "table of experts")
@@ -208,8 +181,7 @@ class AscendDevice(Device):
         layer, ticket, event = self.layers[id[0]], next(self.tickets), torch_npu.npu.Event()
         slot = layer.layout.views(self.memory[start : start + layer.slot_bytes])
         with torch_npu.npu.stream(self.side):
-            for name, plane in layer.planes(id[1]).items():
-                slot[name].copy_(plane, non_blocking=True)
+            send((slot[name], plane) for name, plane in layer.planes(id[1]).items())
             event.record()
         self.under_way[ticket] = event
         return ticket
@@ -275,3 +247,5 @@ class AscendDevice(Device):
 
     def close(self) -> None:
         self.nodes.close()
+        for memory in self.registered:
+            memory.end()

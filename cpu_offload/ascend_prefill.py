@@ -26,7 +26,7 @@ from cpu_offload.expert_ring import GROUPS, ExpertRing, Link, group_size
 from cpu_offload.experts import ShadowedExperts
 from ops.ascend.bridge import JOB_ROWS, BridgeError
 from ops.ascend.grouped import COUNTS
-from ops.ascend.host_memory import pinned
+from ops.ascend.host_memory import pinned, send
 from ops.ascend.moe import check_ids, products, resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, happened
@@ -36,7 +36,7 @@ from ops.cpu.shadow import Worker
 Ints = npt.NDArray[np.integer]
 
 
-class PinnedExperts(ShadowedExperts):
+class HostExperts(ShadowedExperts):
     """Those of a layer of this number, which has the number `index` among the layers with shadows."""
 
     number: int
@@ -44,13 +44,13 @@ class PinnedExperts(ShadowedExperts):
 
     @abstractmethod
     def planes(self, expert: int) -> dict[str, Tensor]:
-        """The planes of the expert in pinned memory, by their names in a block."""
+        """The planes of the host's copy of the expert, by their names in a block."""
 
 
 class NpuLink(Link):
-    """Copies on a stream of its own from the host's pinned experts."""
+    """Copies on a stream of its own from the host's experts."""
 
-    def __init__(self, layers: Sequence[PinnedExperts], slots: ArenaSlots, nodes: ShadowNodes, each: int):
+    def __init__(self, layers: Sequence[HostExperts], slots: ArenaSlots, nodes: ShadowNodes, each: int):
         super().__init__(GROUPS, each)
         self.layers, self.nodes = layers, nodes
         self.banks = [slots.room(each) for _ in range(GROUPS)]
@@ -67,9 +67,11 @@ class NpuLink(Link):
         try:
             with torch_npu.npu.stream(self.stream):
                 self.released[group].wait()
-                for place, expert in enumerate(experts):
-                    for name, plane in source.planes(expert).items():
-                        to[name][place].copy_(plane, non_blocking=True)
+                send(
+                    (to[name][place], plane)
+                    for place, expert in enumerate(experts)
+                    for name, plane in source.planes(expert).items()
+                )
                 self.copied[group].record()
         except RuntimeError as error:
             raise BridgeError(f"{self._where(group)}: a copy of its experts: {error}") from None
@@ -100,7 +102,7 @@ class LongSteps:
     def __init__(
         self,
         ops: AscendOps,
-        layers: Sequence[PinnedExperts],
+        layers: Sequence[HostExperts],
         rows: Sequence[Tensor],
         slots: ArenaSlots,
         nodes: ShadowNodes,
@@ -135,7 +137,7 @@ class LongSteps:
         self.ring.end()
 
     def mixture(
-        self, experts: PinnedExperts, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None
+        self, experts: HostExperts, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None
     ) -> Tensor:
         count, first, each = experts.count, first_expert or 0, self.each
         local = self._on_host(ids, experts) - first
@@ -181,7 +183,7 @@ class LongSteps:
         x = x if order is None else x.index_select(1, order)
         out[part] = products(x, None, counts, COUNTS, bank, self.ops.can, x.dtype)
 
-    def _on_host(self, ids: Tensor, experts: PinnedExperts) -> Ints:
+    def _on_host(self, ids: Tensor, experts: HostExperts) -> Ints:
         check_ids(ids)
         host = pinned(tuple(ids.shape), ids.dtype, f"layer {experts.number}")
         host.copy_(ids, non_blocking=True)

@@ -25,6 +25,7 @@ from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from ops.cpu.engine import native
 from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, in_place, join, pairs_of, resident_rows, submit
+from ops.cpu.store import ExpertStore
 from ops.format import Format
 from ops.interface import ExpertKind
 
@@ -38,6 +39,10 @@ def expert_slot(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype
 
 
 class CpuExperts(ShadowedExperts):
+    def __init__(self, pool: ShadowPool, number: int, here: slice, blocks: ExpertBlocks):
+        self.store = ExpertStore(here.stop - here.start, blocks, pool)
+        super().__init__(pool, number, here, self.store)
+
     def open(self, device: "CpuDevice", index: int, note: Callable[[LongLayer], None]) -> None:
         """To be called before the first step. `index` is the layer's number among those with shadows; `note` is called
         with each layer of a long step, one that has more tokens than a decode step and is never captured."""
@@ -105,7 +110,7 @@ class CpuDevice(Device):
     def experts(
         self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
     ) -> ShadowedExperts:
-        self.layers.append(CpuExperts(pool, number, here, inner, hidden, format, kind))
+        self.layers.append(CpuExperts(pool, number, here, ExpertBlocks(inner, hidden, format, kind)))
         return self.layers[-1]
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:

@@ -6,35 +6,48 @@ expert has a copy of its weights in a slot on the device as well, and the device
 
 import dataclasses
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool
-from ops.cpu.store import ExpertStore
-from ops.format import Format, Quantised
-from ops.interface import ExpertKind
+from ops.cpu.shadow import Blocks, ShadowLayer, ShadowPool
+from ops.format import Quantised
+
+if TYPE_CHECKING:
+    from ops.cpu._native import SplitMatrix
 
 INT = torch.int64
+
+
+class Store(Protocol):
+    """One layer's experts in host memory."""
+
+    @property
+    def blocks(self) -> Blocks: ...
+    @property
+    def addresses(self) -> Tensor: ...
+    @property
+    def storages(self) -> list[Tensor]: ...
+    @property
+    def handles(self) -> "tuple[SplitMatrix, SplitMatrix] | None": ...
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool | None: ...
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None: ...
 
 
 class ShadowedExperts(ABC):
     """An `ops.interface.ExpertMatrices` that keeps the weights in the shadow store and computes the layer's mixture."""
 
-    def __init__(
-        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
-    ):
+    def __init__(self, pool: ShadowPool, number: int, here: slice, store: Store):
         """`number` is the number of the layer, for error messages; `here` is this rank's slice of the layer's
-        experts."""
+        experts, which are in `store`."""
         self.pool, self.count = pool, here.stop - here.start
-        self.blocks = ExpertBlocks(inner, hidden, format, kind)
-        self.store = ExpertStore(self.count, self.blocks, pool)
-        self.storages = self.store.storages
+        self.blocks, self.storages = store.blocks, store.storages
         resident, counts, times = (torch.zeros(size, dtype=INT) for size in (self.count, self.count, 4))
         self.layer = ShadowLayer(
-            number, self.blocks, self.store.addresses, resident, counts, times, self.store, here.start,
-            self.store.handles,
-        )  # fmt: skip
+            number, store.blocks, store.addresses, resident, counts, times, store, here.start, store.handles
+        )
+        self.fill, self.fill_bias = store.fill, store.fill_bias
         self.table = resident.numpy()  # a view; writing single elements is faster than through torch
         self.first_expert = here.start
         self.long_ids: Tensor | None = None  # (T, k): the routing of a long step, until the manager takes it
@@ -62,12 +75,6 @@ class ShadowedExperts(ABC):
     @abstractmethod
     def slot_bytes(self) -> int:
         """Bytes that one expert takes on the device."""
-
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
-        return self.store.fill(expert, which, part)
-
-    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
-        self.store.fill_bias(expert, which, part)
 
     @abstractmethod
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:

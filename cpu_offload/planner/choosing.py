@@ -29,7 +29,7 @@ from cpu_offload.planner.choices import (  # fmt: skip
 from cpu_offload.planner.model import Planner, Shape
 from cpu_offload.planner.probe import made_up, measure, read_ms
 from ops.cpu.engine import cores_of, native, shadow_teams, start
-from ops.cpu.shadow import ExpertBlocks, ShadowPool
+from ops.cpu.shadow import Blocks, ShadowPool
 from ops.format import Format
 from ops.interface import ExpertKind
 
@@ -79,7 +79,7 @@ class ShadowSizes:
     """The sizes of a case that the planner needs, for one rank."""
 
     shape: Shape
-    blocks: ExpertBlocks
+    blocks: Blocks
     slot_bytes: int  # bytes of one expert on the device
     alignment: int  # alignment of slots in bytes
     frame: Frame

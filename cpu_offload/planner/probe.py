@@ -16,8 +16,8 @@ from cpu_offload.costs import Costs, Line
 from cpu_offload.planner.model import Sample, Shape, fit, slip_of
 from ops.cpu.engine import Tape, native
 from ops.cpu.shadow import (  # fmt: skip
+    Blocks,
     Copier,
-    ExpertBlocks,
     Job,
     ShadowLayer,
     ShadowPool,
@@ -37,7 +37,7 @@ READ = 16 << 20  # bytes that each thread reads where its speed of reading is me
 LONG = 64  # tokens of the step that represents prefills
 
 
-def made_up(blocks: ExpertBlocks, experts: int) -> Tensor:
+def made_up(blocks: Blocks, experts: int) -> Tensor:
     """Returns as many of `experts` blocks as fit into MOST_BYTES bytes, at least QUEUED of them: (blocks, block
     bytes)."""
     count = min(experts, max(MOST_BYTES // blocks.block_bytes, QUEUED))
@@ -49,9 +49,7 @@ class Probe:
     """One layer's mixture of `tokens` tokens; each call takes its experts from the next blocks of `made`. Where these
     are fewer than the experts, several experts share a block."""
 
-    def __init__(
-        self, pool: ShadowPool, blocks: ExpertBlocks, made: Tensor, shape: Shape, tokens: int, eager: bool = False
-    ):
+    def __init__(self, pool: ShadowPool, blocks: Blocks, made: Tensor, shape: Shape, tokens: int, eager: bool = False):
         """`eager`: op by op, as in a long step."""
         self.pool, self.top_k, count = pool, shape.top_k, shape.experts
         self.addresses = torch.tensor([block.data_ptr() for block in made])
@@ -110,7 +108,7 @@ class Probe:
 def measure(
     pool: ShadowPool,
     threads: int,
-    blocks: ExpertBlocks,
+    blocks: Blocks,
     made: Tensor,
     shape: Shape,
     most: int,

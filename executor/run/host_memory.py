@@ -98,11 +98,11 @@ def lock_limit() -> float:
     return math.inf if own >> CAP_IPC_LOCK & 1 or soft == resource.RLIM_INFINITY else soft
 
 
-def too_much_here(held: int, registered: int, local_ranks: int) -> str | None:
-    """Why this machine's memory is not enough for `local_ranks` ranks, for each of which the host keeps `held` bytes of
-    experts, `registered` of them as memory that its device copies from by itself. None: it is enough."""
+def too_much_here(registered: int, local_ranks: int) -> str | None:
+    """Why this machine's memory is not enough for `local_ranks` ranks, for each of which the host keeps so many bytes
+    of experts as memory that its device copies from by itself. None: it is enough."""
     room, of = memory_limit()
-    if (total := local_ranks * (held + registered // PER_ENTRY)) <= room:
+    if (total := local_ranks * (registered + registered // PER_ENTRY)) <= room:
         return None
     return (
         f"{total / 1e9:.1f} GB of experts on the host do not fit into the {room / 1e9:.1f} GB of {of}: raise "

@@ -10,6 +10,7 @@ from cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, ch
 from cpu_offload.planner.hits import curve_of
 from cpu_offload.planner.model import Shape
 from cpu_offload.planner.planned_run import PlannedRun
+from cpu_offload.slot_store import npu_blocks
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
@@ -31,16 +32,14 @@ from umbra.errors import UserError
 def plan_run(case: Case, ranks: RankEnv, world: Group, platform: Platform) -> PlannedRun:
     """Measures and chooses for a run of `case` on `platform`, before weights are loaded."""
     local, sizes = (ranks.local_rank, ranks.local_world_size), sizes_of(case)
-    if not PLATFORMS[case.platform].is_host and (why := too_much_here(*host_bytes(sizes), ranks.local_world_size)):
+    if not PLATFORMS[case.platform].is_host and (why := too_much_here(host_bytes(sizes), ranks.local_world_size)):
         raise UserError(f"case {case.name}: {why}")
     return PlannedRun(wanted_of(case), sizes, local, world, platform.device, platform.copy_ms)
 
 
-def host_bytes(sizes: ShadowSizes) -> tuple[int, int]:
-    """Bytes of experts that the host keeps for a rank on a device of its own: blocks and, registered, the device's
-    layout. The second number is that of the registered ones."""
-    registered = sizes.split.experts * sizes.slot_bytes
-    return sizes.split.experts * sizes.blocks.block_bytes + registered, registered
+def host_bytes(sizes: ShadowSizes) -> int:
+    """Bytes of experts that the host keeps, registered, for a rank on a device of its own."""
+    return sizes.split.experts * sizes.blocks.block_bytes
 
 
 def wanted_of(case: Case) -> Wanted:
@@ -67,15 +66,16 @@ def wanted_of(case: Case) -> Wanted:
 def sizes_of(case: Case) -> ShadowSizes:
     found = ShadowedLayers(case.offload_config.start_layer)
     sketch = sketch_of(case, found)
-    sizes = {layer: ExpertBlocks(*layer[1:]).block_bytes for layer in found.layers}
-    count, inner, hidden, format, kind = largest_of(sizes, found.start_layer)
-    blocks = ExpertBlocks(inner, hidden, format, kind)
+    on_host, dtype = PLATFORMS[case.platform].is_host, sketch.build.dtype
+    kinds = {layer: ExpertBlocks(*layer[1:]) if on_host else npu_blocks(*layer[1:], dtype) for layer in found.layers}
+    largest = largest_of({layer: blocks.block_bytes for layer, blocks in kinds.items()}, found.start_layer)
+    (count, inner, hidden, format, kind), blocks = largest, kinds[largest]
     config = sketch.config
     # This rank has `count` of a layer's experts, and so on average the same share of the experts of a token.
     top_k = max(1, round(config.experts_per_token * count / config.expert_count))
     shape = Shape(len(found.layers), count, top_k)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
-    slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, kind, sketch.build.dtype)
+    slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, kind, dtype)
     experts = shape.layers * count
     states = state_sizes(sketch.model, frame.nbytes // frame.units)
     set_pages = set_pages_of(sketch.model, case, sketch.build, slot_bytes, alignment)
@@ -122,12 +122,12 @@ def show_offload_plan(case: Case) -> list[Part]:
 
 def host_lines(sizes: ShadowSizes, ranks: int) -> list[str]:
     """The lines that `--plan` prints about the host's memory where the device has its own."""
-    held, registered = host_bytes(sizes)
+    registered = host_bytes(sizes)
     lines = [
-        f"on the host, for each rank: {held / 1e9:.2f} GB of experts, of which {registered / 1e9:.2f} GB are "
-        f"registered with the device; page tables {registered / PER_ENTRY / 1e9:.2f} GB"
+        f"on the host, for each rank: {registered / 1e9:.2f} GB of experts, registered with the device; page tables "
+        f"{registered / PER_ENTRY / 1e9:.2f} GB"
     ]
-    if why := too_much_here(held, registered, ranks):
+    if why := too_much_here(registered, ranks):
         lines.append(f"  not on this machine: {why}")
     if registered > (limit := lock_limit()):
         lines.append(

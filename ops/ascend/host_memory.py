@@ -1,9 +1,21 @@
-"""Pinned memory of the host, which the NPU copies from and to while the host goes on."""
+"""Memory of the host that the NPU copies from and to while the host goes on: pinned when it is allocated, or registered
+later."""
+
+import ctypes
+import functools
+from collections.abc import Iterable
 
 import torch
+import torch_npu
 from torch import Tensor
 
 from umbra.errors import UserError
+
+# Bytes that are registered at once. On A3 copies from ranges below 128 MB reached 110 GB/s, from larger ones much less
+# (published: vllm-ascend 8851).
+MOST = 127 << 20
+PAGE = 4096
+TO_DEVICE = 1  # ACL_MEMCPY_HOST_TO_DEVICE
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
@@ -13,3 +25,53 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
     if made.numel() and not made.data_ptr():
         raise UserError(f"{what}: no pinned memory on the host for {dtype} {shape}")
     return made
+
+
+@functools.cache
+def _acl() -> ctypes.CDLL:
+    acl = ctypes.CDLL("libascendcl.so")
+    pointer, size = ctypes.c_void_p, ctypes.c_uint64
+    acl.aclrtHostRegister.argtypes = pointer, size, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p)
+    acl.aclrtHostUnregister.argtypes = (pointer,)
+    acl.aclrtMemcpyAsync.argtypes = pointer, ctypes.c_size_t, pointer, ctypes.c_size_t, ctypes.c_int, pointer
+    return acl
+
+
+class Registered:
+    """Memory (rows, bytes) that is registered with the current device until `end`, in slices of whole rows, so that a
+    copy of a row reads one range. Rows begin at pages. `what` begins the message of an error."""
+
+    def __init__(self, memory: Tensor, what: str):
+        self.memory, self.slices = memory, list[int]()
+        count, row = memory.shape
+        if memory.data_ptr() % PAGE or row % PAGE:
+            raise AssertionError(f"{what}: rows of {row} bytes at {memory.data_ptr():x} do not begin at pages")
+        for part in memory.split(max(MOST // row, 1)):
+            address, mapped = part.data_ptr(), ctypes.c_void_p()
+            if error := _acl().aclrtHostRegister(address, part.numel(), 0, ctypes.byref(mapped)):
+                done = len(self.slices)
+                self.end()
+                raise UserError(
+                    f"{what}: CANN registers no more of the host's memory (error {error}, after {done} "
+                    f"slices of {count * row >> 20} MB): raise `ulimit -l`, or offload_config.start_layer"
+                )
+            self.slices.append(address)
+
+    def end(self) -> None:
+        """To be called when nothing copies from it any more."""
+        for address in self.slices:
+            _acl().aclrtHostUnregister(address)
+        self.slices.clear()
+
+
+def send(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies (to, from) registered memory to the device, on the current stream. `copy_` would wait for each: torch_npu
+    2.13 takes for pinned only what it has allocated."""
+    stream = torch_npu.npu.current_stream().npu_stream  # what was launched before has reached the stream then
+    for to, source in copies:
+        if to.nbytes != source.nbytes:
+            raise RuntimeError(f"{source.nbytes} bytes for {to.nbytes}")
+        if error := _acl().aclrtMemcpyAsync(
+            to.data_ptr(), to.nbytes, source.data_ptr(), source.nbytes, TO_DEVICE, stream
+        ):
+            raise RuntimeError(f"aclrtMemcpyAsync returned {error}")

@@ -19,9 +19,12 @@ HUGE = 2 << 20
 _buffers: "WeakValueDictionary[int, Buffer]" = WeakValueDictionary()  # by address
 
 
-def allocate(nbytes: int, team: "int | Team") -> "Buffer":
-    """Zeroed memory near a team of the engine's pool, by its number, or near a team of another pool."""
-    buffer = native.Buffer(bytes=nbytes, team=team)
+def allocate(nbytes: int, team: "int | Team | list[Team]") -> "Buffer":
+    """Zeroed memory near a team of the engine's pool, by its number, or near a team of another pool, or with pages near
+    several teams in turn."""
+    buffer = (
+        native.Buffer(bytes=nbytes, teams=team) if isinstance(team, list) else native.Buffer(bytes=nbytes, team=team)
+    )
     if nbytes:
         _buffers[buffer.address] = buffer
     return buffer

@@ -12,7 +12,7 @@ Tables are written in place between steps, never while ops run. The caller calls
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ops.interface import SILU_EXPERTS, ExpertKind
 from umbra.errors import UserError
 
 if TYPE_CHECKING:
-    from ops.cpu._native import MoeRows, ShadowWork, SplitMatrix, Team
+    from ops.cpu._native import MoeRows, ShadowWork, SlotExperts, SplitMatrix, Team
 
 INT = torch.int64
 MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16
@@ -33,10 +33,25 @@ Piece = tuple[int, int, int]  # offset in the whole block, offset from a base ad
 UNITS = {"w13": 2 * BLOCK, "w2": ROWS}  # rows that stay on one NUMA node
 
 
+class Blocks(Protocol):
+    """The layout of an expert's block. `slots`: matrices as the slots of another device hold them, in place of those of
+    `handles`, which are w13 and w2 of a block at address 0 with rows divided over the teams of a pool."""
+
+    hidden: int
+    inner: int
+    kind: ExpertKind
+    block_bytes: int
+    slots: "SlotExperts | None"
+
+    def handles(self, split: Callable[[int], list[int]]) -> "tuple[SplitMatrix, SplitMatrix]": ...
+
+
 class ExpertBlocks:
     """The layout of an expert's block: the planes of w13 (quants, scales, zero points, bias), in NativeExperts' row
     order, then the planes of w2. Planes and blocks begin at multiples of 64 bytes; a block may be copied as plain
     bytes."""
+
+    slots: "SlotExperts | None" = None
 
     def __init__(self, inner: int, hidden: int, format: Format, kind: ExpertKind = SILU_EXPERTS):
         self.formats = {"w13": format, "w2": format.down or format}
@@ -135,7 +150,7 @@ class ShadowLayer:
     expert's block address."""
 
     number: int
-    blocks: ExpertBlocks
+    blocks: Blocks
     store: Tensor  # table of the blocks in the shadow store; never changes
     device: Tensor  # table of the resident experts' blocks; 0: not resident
     counts: Tensor  # (experts) int64: += 1 for each time that a token is routed to the expert
@@ -182,12 +197,13 @@ def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job
     def moe_rows(
         handles: "tuple[SplitMatrix, SplitMatrix]", address: int, elsewhere: int, scratch: Tensor
     ) -> "MoeRows":
-        return native.MoeRows(
+        rows_of = native.MoeRows(
             w13=handles[0], w2=handles[1], address=address, elsewhere=elsewhere, x=pointer(x), ids=pointer(ids, INT),
             rows=pointer(rows), scratch=pointer(scratch, torch.uint8), tokens=tokens, k=top_k, experts=experts,
             first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
             limit=blocks.kind.limit, alpha=blocks.kind.alpha,
         )  # fmt: skip
+        return rows_of.in_slots(slots=blocks.slots) if blocks.slots else rows_of
 
     resident = moe_rows(blocks.handles(native.split), device, 0, ours)
     shadow = moe_rows(layer.shadows(pool), pointer(layer.store, INT), device, theirs)
@@ -275,6 +291,7 @@ class Worker:
             first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
             limit=blocks.kind.limit, alpha=blocks.kind.alpha,
         )  # fmt: skip
+        work = work.in_slots(slots=blocks.slots) if blocks.slots else work
         live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))
         self.native.add(
             rows=work, layer=layer.number, type=TYPES[dtype], live=pointer(live, torch.uint8),
@@ -285,7 +302,8 @@ class Worker:
 def scratch_bytes_of(layer: ShadowLayer, tokens: int, top_k: int) -> int:
     """Bytes of scratch memory that a MoeRows of the layer needs."""
     blocks = layer.blocks
-    return native.moe_scratch(
+    of_both = 8 * tokens * top_k * blocks.inner + ALIGNMENT if blocks.slots else 0  # products of gate and up
+    return of_both + native.moe_scratch(
         tokens=tokens, k=top_k, experts=len(layer.store), hidden=blocks.hidden, inner=blocks.inner
     )
 

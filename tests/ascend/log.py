@@ -14,13 +14,16 @@ import torch
 _fake = ctypes.CDLL("libfake_cann.so")
 for _name in ("fake_log_take", "fake_ran_take", "fake_given_take", "fake_violations_take"):
     getattr(_fake, _name).restype = ctypes.c_char_p
-_fake.fake_most_pinned.argtypes = [ctypes.c_size_t]
+_fake.fake_most_pinned.argtypes = _fake.fake_most_registered.argtypes = [ctypes.c_size_t]
+_fake.fake_registered.restype = ctypes.c_size_t
 forget_streams = _fake.fake_streams_forget  # for tests that leave a stream waiting for ever
 _fake.fake_fail.argtypes = [ctypes.c_int64]
 _fake.fake_calls.restype = ctypes.c_int64
 fail_call = _fake.fake_fail  # the n-th call from now on that allocates, copies, launches or waits; 0: none
 device_calls = _fake.fake_calls  # such calls since then
 most_pinned = _fake.fake_most_pinned  # bytes that one allocation of pinned memory may have
+most_registered = _fake.fake_most_registered  # bytes of registered memory that there may be
+registered = _fake.fake_registered  # bytes that there are
 
 
 def violations() -> list[str]:

@@ -1,6 +1,7 @@
 """Experts on the CPU inside a step on the NPU: the real bridge and torch_npu on the fake device's streams."""
 
 import ctypes
+import mmap
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,8 +10,9 @@ import torch
 
 from ops.ascend import shadow
 from ops.ascend.bridge import Bridge, BridgeError
+from ops.ascend.host_memory import Registered
 from ops.ascend.shadow import ShadowNodes
-from tests.ascend.log import device_log, forget_streams, most_pinned, ran
+from tests.ascend.log import device_log, forget_streams, most_pinned, most_registered, ran, registered, violations
 from tests.ascend.workers import LAYERS, E, H, Inputs, K, T, Workers, until
 from umbra.errors import UserError
 
@@ -166,6 +168,23 @@ def test_no_pinned_memory(make: Callable[..., ShadowNodes]) -> None:
     finally:
         most_pinned(ctypes.c_size_t(-1).value)
     assert (100_000, 0) not in nodes.nodes
+
+
+def test_registered_memory() -> None:
+    """In slices of whole rows below 128 MB; what could not be registered whole is given back."""
+    before, row = registered(), 50 << 20
+    rows = torch.frombuffer(mmap.mmap(-1, 5 * row), dtype=torch.uint8).view(5, row)
+    memory = Registered(rows, "layer 3")
+    assert (registered() - before, len(memory.slices)) == (5 * row, 3)
+    memory.end()
+    most_registered(before + 3 * row)
+    try:
+        with pytest.raises(UserError, match=r"layer 3: CANN registers no more .* 1 slices of 250 MB\): raise `ulimit"):
+            Registered(rows, "layer 3")
+    finally:
+        most_registered(ctypes.c_size_t(-1).value)
+    assert registered() == before
+    assert not violations()
 
 
 def test_calls_that_are_refused(make: Callable[..., ShadowNodes]) -> None:

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -19,7 +20,9 @@ constexpr int64_t kCacheBytes = 192 << 20;
 thread_local int current = -1;
 std::mutex guard;
 std::map<uintptr_t, std::pair<size_t, aclrtMemLocationType>> blocks;
-size_t most_pinned = SIZE_MAX;  // most bytes of one allocation of pinned host memory
+size_t most_pinned = SIZE_MAX;      // most bytes of one allocation of pinned host memory
+size_t most_registered = SIZE_MAX;  // most bytes of registered host memory
+std::map<uintptr_t, size_t> registered;
 
 aclError allocate(void** p, size_t bytes, aclrtMemLocationType where) {
     if (fake::inside_callback()) return fake::forbid("allocation");
@@ -82,6 +85,13 @@ const char* fake::cann_version() {
 extern "C" {
 
 void fake_most_pinned(size_t bytes) { most_pinned = bytes; }
+void fake_most_registered(size_t bytes) { most_registered = bytes; }
+size_t fake_registered() {
+    std::lock_guard<std::mutex> lock(guard);
+    size_t all = 0;
+    for (const auto& [at, bytes] : registered) all += bytes;
+    return all;
+}
 
 // --- devices
 const char* aclrtGetSocName() { return fake::kSoc; }
@@ -144,6 +154,28 @@ aclError aclrtMallocHost(void** p, size_t bytes) { return allocate(p, bytes, ACL
 aclError aclrtMallocHostWithCfg(void** p, uint64_t bytes, aclrtMallocConfig*) { return aclrtMallocHost(p, bytes); }
 aclError aclrtFree(void* p) { return release(p); }
 aclError aclrtFreeHost(void* p) { return release(p); }
+// Whole pages, none of which is registered already; ranges of 128 MB and more are slow.
+aclError aclrtHostRegister(void* p, uint64_t bytes, aclrtHostRegisterType, void** device) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(p);
+    if (!bytes || at % 4096 || bytes % 4096) return fake::violation("a registered range that is not of whole pages");
+    if (bytes >= 128 << 20) return fake::violation("a registered range of 128 MB or more");
+    if (fake_registered() + bytes > most_registered) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    std::lock_guard<std::mutex> lock(guard);
+    const auto after = registered.lower_bound(at);
+    const bool before = after != registered.begin() && std::prev(after)->first + std::prev(after)->second > at;
+    if (before || (after != registered.end() && after->first < at + bytes))
+        return fake::violation("memory that is registered twice");
+    registered[at] = bytes;
+    blocks[at] = {bytes, ACL_MEM_LOCATION_TYPE_HOST};
+    return *device = p, ACL_SUCCESS;
+}
+aclError aclrtHostUnregister(void* p) {
+    std::lock_guard<std::mutex> lock(guard);
+    if (!registered.erase(reinterpret_cast<uintptr_t>(p)))
+        return fake::violation("memory that is unregistered without having been registered");
+    blocks.erase(reinterpret_cast<uintptr_t>(p));
+    return ACL_SUCCESS;
+}
 aclError aclrtPointerGetAttributes(const void* p, aclrtPtrAttributes* attributes) {
     *attributes = {};
     attributes->location.type = location(p);

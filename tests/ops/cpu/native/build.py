@@ -31,10 +31,8 @@ CACHE = ROOT / "build" / "test_native"
 # The sources of programs that run ops with the generic kernels, and of the pool of shadow experts.
 PRODUCTS = [
     "runtime/pool",
-    *(
-        f"kernels/{name}"
-        for name in ("pack", "panel", "blocks", "products", "moe", "slots", "elementwise", "attention", "delta", "generic")
-    ),
+    *(f"kernels/{name}" for name in ("pack", "panel", "blocks", "products", "moe", "slots", "elementwise")),
+    *(f"kernels/{name}" for name in ("attention", "delta", "generic")),
 ]
 SHADOW = [f"shadow/{name}" for name in ("shadow", "worker", "copier")]
 
