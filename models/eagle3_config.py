@@ -43,6 +43,7 @@ class Eagle3Config:
         for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
             inner.refuse(name, False)
         inner.refuse("num_hidden_layers", 1)
+        inner.refuse("layer_types", ["full_attention"])
         hf.refuse("quantization_config")
         eagle = hf.inner("eagle_config") if hf.value("eagle_config") is not None else HfConfig({}, hf.where)
         for name in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):

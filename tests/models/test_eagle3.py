@@ -164,6 +164,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     assert "vocab_size: 97 is not the model's: 96" in refusal({"vocab_size": 97})
     assert "hidden_size: 64 is not the model's: 32" in refusal({"hidden_size": 64})
+    assert "layer_types: ['sliding_attention'] is not" in refusal({"layer_types": ["sliding_attention"]})
     assert "1 tensors missing: input_norm.weight" in refusal({"norm_before_fc": True})
     assert "fc_norm: True with norm_before_fc is not" in refusal({"norm_before_fc": True, "fc_norm": True})
     assert "use_last_layernorm: False is not" in refusal({"eagle_config": {"use_last_layernorm": False}})
