@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.integer]
 Indices = npt.NDArray[np.int64]
 
-HALF_LIVES = 2, 8, 32, 128, 1024  # of the frequencies, in intervals
+HALF_LIVES = 0.2, 2, 16, 128, 1024  # of the frequencies, in intervals; the first is the last interval's use
 BELIEVED = 0.0, 0.0, 0.4, 0.6, 0.0  # the coefficients before any evidence
 PRIOR = 16  # weight, in intervals, of these and of the initial guess that all experts are used equally often
 MEMORY = 512  # half-life of what the coefficients are computed from, in intervals

@@ -12,6 +12,7 @@ from cpu_offload.policy.residency import Residency, ResidencySettings, Swap
 from tests.variants import thorough_but
 from tools.benchmarks import offload_policy
 from tools.benchmarks.cache_policies import Run, by_prompt, lfu, lru, lru_by_layer, optimum, residency, static
+from tools.benchmarks.published_traces import MODELS, statistics_of, trace_of
 from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up
 
 pytestmark = pytest.mark.slow
@@ -20,7 +21,7 @@ DEFAULT, DEAR = (
     ResidencySettings(),
     ResidencySettings(swap_cost=1.0),
 )  # copies that are nearly free, and that cost a miss
-# .venv/bin/python -m tools.benchmarks.offload_policy --demo-only --steps 16000 --record tests/data/demo_routing.npz
+# .venv/bin/python -m tools.benchmarks.offload_policy --only demo --steps 16000 --record tests/data/demo_routing.npz
 DEMO = Path(__file__).parents[1] / "data" / "demo_routing.npz"
 
 
@@ -92,7 +93,7 @@ def test_at_least_lru(kind: str, chosen: ResidencySettings) -> None:
 @pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
 def test_uniform_traffic_moves_nothing(chosen: ResidencySettings) -> None:
     runs = [residency(chosen)(small("uniform", 1500, seed), 64) for seed in range(3)]
-    assert sum(run.copies.sum() for run in runs) <= 3 * 64 + 90  # the slots are filled once; LRU copies 24 a step
+    assert sum(run.copies.sum() for run in runs) <= 3 * 64 + 120  # the slots are filled once; LRU copies 24 a step
     for run in runs:
         assert late(run)[0] == pytest.approx(0.25, abs=0.015)
 
@@ -181,3 +182,14 @@ def test_prompts_place_the_first_experts(sequences: int) -> None:
     warm, cold, rule = (p(trace, slots) for p in (residency(DEFAULT), residency(DEFAULT, warm=False), by_prompt))
     assert warm.hits[:100].sum() > 1.01 * cold.hits[:100].sum()
     assert warm.hits.sum() > max(0.999 * cold.hits.sum(), rule.hits.sum())
+
+
+def test_what_is_published_of_v4_flash_holds_and_its_rule_is_beaten() -> None:
+    model = MODELS[0]
+    trace = trace_of(model)
+    assert all(here == pytest.approx(value, abs=0.03) for *_, value, here in statistics_of(model, trace))
+    late, rule, frequent = (
+        p(trace, trace.size * 28 // 100) for p in (residency(ResidencySettings(15)), by_prompt, lfu)
+    )
+    assert offload_policy.speed(late.measured()[0]) > 24
+    assert late.measured()[0] > max(rule.measured()[0], frequent.measured()[0])

@@ -1,49 +1,76 @@
 """Hit rates and copies of Umbra's residency policy, compared with other policies and the offline optimum.
 
     .venv/bin/python -m tools.benchmarks.offload_policy [--steps N] [--trace FILE | --record FILE]
-        [--json FILE] [--plot FILE]
+        [--only demo|requests|made-up|published] [--json FILE] [--plot FILE]
 
-Traces (routing_traces.py): the demo model on its held-out text, one sequence and four at once; synthetic, 32
-layers x 128 experts, top 8. Slots, one pool for all layers, are a percentage of all experts and empty at the start. A
-use is an expert of a layer in a step; the first tenth of a trace, from which `static` learns, is not counted.
+Traces (routing_traces.py, published_traces.py): the demo model on its held-out text, one sequence and four at once; the
+same as requests with prompts of 512 tokens; synthetic, 32 layers x 128 experts, top 8; and requests with the published
+statistics of real models. Slots, one pool for all layers, are a percentage of all experts and empty at the start. A use
+is an expert of a layer in a step; the first tenth of a trace, from which `static` learns, is not counted.
 
 Columns of the tables, keys of `rows` in the JSON file, `hits_`, `copies_` and `saved_` before each:
-  ours      where copies run during the step and cost it nothing (swap_cost 0.02), up to 32 between two steps
-  few       the same, up to 4 between two steps
-  priced    where a copy costs 0.7 misses, as the planner measured for the demo on the CPU platform
+  ours      copies between two steps, at most 32, of published models 80 in 43 layers (27 GB/s), at a cost of 0.02
+  late      the same, but they run during a step and arrive after it, as in a run
+  cold      the same as late, without learning from prompts
+  priced    late, where a copy costs 0.7 misses, as the planner measured for the demo on the CPU platform
   lru       least recently used, one pool
-  lru_layer the same, an equal share of the slots for each layer
   lfu       least often used since the start
   static    those most used in the learning part
+  prompt    cann-recipes-infer: those that the last long prompt used most, the same number in each layer
+  tail      the same, by the prompt's last 64 tokens
+  known     knows every expert's probability, but not what is drawn: made-up traces only
   best      Belady's optimum, which knows the future
 LRU, LFU and the optimum copy at any miss, within a step and at no cost; ours copies only between two steps.
+
+Decode speed of V4-Flash at one request is that of cann-recipes-infer's formula, with 4-bit experts at 28 % of slots.
 """
 
-import statistics
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
-from cpu_offload.policy.residency import Residency, ResidencySettings
-from tools.benchmarks.cache_policies import Policy, lfu, lru, lru_by_layer, optimum, residency, static
+from cpu_offload.policy.residency import ResidencySettings
+from tools.benchmarks.cache_policies import (
+    Policy,
+    by_prompt,
+    by_tail,
+    known,
+    lfu,
+    lru,
+    optimum,
+    residency,
+    static,
+)
 from tools.benchmarks.output import Row, flags, plot, printed, write_rows
+from tools.benchmarks.published_traces import MODELS, statistics_of, trace_of
 from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, record_demo, save_trace
 from umbra.errors import run_main
 
 BUDGETS = (12.5, 25, 50, 75)  # percent of all experts
-POLICIES: dict[str, Policy] = {
-    "ours": residency(ResidencySettings()),
-    "few": residency(ResidencySettings(max_swaps=4)),
-    "priced": residency(ResidencySettings(swap_cost=0.7)),
-    "lru": lru,
-    "lru_layer": lru_by_layer,
-    "lfu": lfu,
-    "static": static,
-    "best": optimum,
-}
+OF_PUBLISHED = (12.5, 28, 50)
+LINK = 80 / 43  # copies of V4-Flash's 4-bit experts a layer in a step of 40 ms at 27 GB/s
+KINDS_OF_TRACE = ("demo", "requests", "made-up", "published")
+
+
+def policies(most: int) -> dict[str, Policy]:
+    late = ResidencySettings(most)
+    return {
+        "ours": residency(replace(late, delay=0)),
+        "late": residency(late),
+        "cold": residency(late, warm=False),
+        "priced": residency(replace(late, swap_cost=0.7)),
+        "lru": lru,
+        "lfu": lfu,
+        "static": static,
+        "prompt": by_prompt,
+        "tail": by_tail,
+        "known": known,
+        "best": optimum,
+    }
+
+
+NAMES = tuple(policies(1))
 FIGURES = {"hits": ".3f", "copies": ".0f", "saved": ".2f"}
 TITLES = {
     "hits": "hit rate",
@@ -52,19 +79,25 @@ TITLES = {
 }
 
 
-def measure(traces: Iterator[Trace]) -> Iterator[Row]:
-    for trace in traces:
-        for budget in BUDGETS:
+def measure(traces: Iterator[tuple[Trace, int, tuple[float, ...]]]) -> Iterator[Row]:
+    for trace, most, budgets in traces:
+        for budget in budgets:
             row: Row = {"trace": trace.name, "budget": budget, "steps": len(trace.ids)}
-            for name, policy in POLICIES.items():
+            for name, policy in policies(most).items():
                 hits, copies, saved = policy(trace, int(trace.size * budget / 100)).measured()
                 row |= {f"hits_{name}": hits, f"copies_{name}": 1000 * copies, f"saved_{name}": saved}
             yield row
 
 
 def columns(figure: str) -> list[tuple[str, str, int, str]]:
-    first = [("trace", "trace", 19, ""), ("budget", "slots %", 9, "")]
-    return first + [(f"{figure}_{name}", name, 11, FIGURES[figure]) for name in POLICIES]
+    first = [("trace", "trace", 26, ""), ("budget", "slots %", 8, "")]
+    return first + [(f"{figure}_{name}", name, 8, FIGURES[figure]) for name in NAMES]
+
+
+def speed(hit_rate: float) -> float:
+    """Tokens a second of V4-Flash by the formula of cann-recipes-infer: the NPU's path, and what of the experts on the
+    CPU it does not hide, in ms."""
+    return 1000 / (36.4 + max(0.0, 24.8 * (1 - hit_rate) - 4.8))
 
 
 def demo_trace(trace: Path | None, record: Path | None, steps: int | None) -> Trace:
@@ -77,20 +110,6 @@ def demo_trace(trace: Path | None, record: Path | None, steps: int | None) -> Tr
     return recorded
 
 
-def decision_ms() -> float:
-    """Median time to observe a step and to decide on swaps, a quarter of 48 layers x 128 experts resident."""
-    trace, policy = made_up("Zipf", 200, layers=48), Residency(48, 128, ResidencySettings())
-    resident = np.random.default_rng(0).random((48, 128)) < 0.25
-    times = []
-    for keys in trace.places():
-        counts = np.bincount(keys, minlength=trace.size).reshape(48, 128)
-        start = time.perf_counter()
-        policy.observe(counts)
-        policy.swaps(resident, 0)
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times)
-
-
 def main(argv: list[str]) -> None:
     parser = flags(__doc__)
     parser.add_argument(
@@ -98,34 +117,46 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--trace", type=Path, help="a trace file instead of running the demo model")
     parser.add_argument("--record", type=Path, help="keep the demo model's trace here")
-    parser.add_argument("--demo-only", action="store_true", help="no synthetic traces")
+    parser.add_argument("--only", choices=KINDS_OF_TRACE, help="one kind of traces")
     args = parser.parse_args(argv)
-    demo = demo_trace(args.trace, args.record, args.steps)
+    wanted = [args.only] if args.only else KINDS_OF_TRACE
 
-    def traces() -> Iterator[Trace]:
-        yield demo
-        yield demo.together(4)
-        for kind in () if args.demo_only else KINDS:
-            yield made_up(kind, min(args.steps or 4000, 4000))
+    def traces() -> Iterator[tuple[Trace, int, tuple[float, ...]]]:
+        if "demo" in wanted or "requests" in wanted:
+            demo = demo_trace(args.trace, args.record, args.steps)
+        for sequences in (1, 4):
+            if "demo" in wanted:
+                yield demo.together(sequences) if sequences > 1 else demo, 32, BUDGETS
+            if "requests" in wanted:
+                yield demo.requests(sequences), 32, BUDGETS
+        for kind in KINDS if "made-up" in wanted else ():
+            yield made_up(kind, min(args.steps or 4000, 4000)), 32, BUDGETS
+        for model in MODELS if "published" in wanted else ():
+            trace = trace_of(model)
+            for policy, percent, value, here in statistics_of(model, trace):
+                print(f"{model.name}, {policy} at {percent} %: published {value:.3f}, here {here:.3f}")
+            yield trace, round(LINK * trace.layers), OF_PUBLISHED
 
     print(TITLES["hits"])
     rows = printed(measure(traces()), columns("hits"))
     for figure in ("copies", "saved"):
         print(f"\n{TITLES[figure]}")
         printed(rows, columns(figure))
-    milliseconds = decision_ms()
-    print(f"\none decision for 48 layers x 128 experts: {milliseconds:.2f} ms")
-    write_rows(args.json, rows, decision_ms=milliseconds)
-    names = [name for name in dict.fromkeys(row["trace"] for row in rows) if name in (demo.name, "Zipf, drifting")]
+    write_rows(args.json, rows)
+    for row in rows:
+        if row["trace"] == MODELS[0].name:
+            found = ", ".join(f"{name} {speed(row[f'hits_{name}']):.1f}" for name in NAMES)
+            print(f"{row['trace']}, {row['budget']} %, tok/s: {found}; published at 12.5 %: 19.2-22.6")
     panels = {
         f"{trace}: % of experts resident": {
             name: (BUDGETS, [row[f"hits_{name}"] / row["hits_best"] for row in rows if row["trace"] == trace])
-            for name in POLICIES
-            if name != "best"
+            for name in NAMES
+            if name not in ("best", "known")
         }
-        for trace in names
+        for trace in dict.fromkeys(row["trace"] for row in rows if row["trace"] in ("demo", "Zipf, drifting"))
     }
-    plot(args.plot, panels, "hits, of the optimum's")
+    if panels:
+        plot(args.plot, panels, "hits, of the optimum's")
 
 
 if __name__ == "__main__":
