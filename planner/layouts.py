@@ -10,7 +10,6 @@ from functools import cached_property
 
 from executor.config.case import MOST_DRAFTING, Case, OffloadSettings
 from executor.config.load import load_case
-from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from planner.cluster import Cluster
 from planner.machine import Hardware
@@ -118,12 +117,8 @@ class Layout:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of experts that a host holds for the ranks on its devices: every shadow and, for devices with memory of
-        their own, a pinned copy."""
-        if self.sizes.resident == 1:
-            return 0.0
-        copies = 1 if PLATFORMS[self.hardware.platform].is_host else 2
-        return float(self.placing.sharing * copies * self.counted.memory.experts)
+        """Bytes of experts that a host holds for the ranks on its devices."""
+        return float(self.placing.sharing * self.counted.memory.experts) if self.sizes.resident < 1 else 0.0
 
     @cached_property
     def sequence_bytes(self) -> int:

@@ -124,7 +124,7 @@ def host_lines(sizes: ShadowSizes, ranks: int) -> list[str]:
     """The lines that `--plan` prints about the host's memory where the device has its own."""
     registered = host_bytes(sizes)
     lines = [
-        f"on the host, for each rank: {registered / 1e9:.2f} GB of experts, registered with the device; page tables "
+        f"on the host, for each rank: {registered / 1e9:.2f} GB of experts, registered in slices; page tables "
         f"{registered / PER_ENTRY / 1e9:.2f} GB"
     ]
     if why := too_much_here(registered, ranks):
