@@ -37,7 +37,11 @@ class Choices:
         """The lines that a run prints of its plan for steps of `tokens` sequences."""
         shape, (device, shadow), stream = planner.shape, self.threads.value, self.stream_tokens.value
         times = [f"{planner.step_ms(tokens, hit):.2f} at {hit:.0%}" for hit in (0.0, 0.5, 1.0)]
-        copied = f"those that a prompt of {stream} tokens or more misses" if stream else "none for prompts"
+        copied = "none for prompts"
+        if stream and self.costs.whole:
+            copied += f", which are computed in place from {stream} tokens on"
+        elif stream:
+            copied = f"most that a prompt of {stream} tokens or more misses"
         return [
             f"shadow experts: {shape.layers} layers, {shape.top_k} of {shape.experts} experts a token; "
             f"{device} thread(s) for the device, {shadow} for the experts that are not on it",
