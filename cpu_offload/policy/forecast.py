@@ -4,16 +4,16 @@ The forecast, in uses per interval, combines exponentially decayed frequencies f
 
     forecast = f5 + a1 (f1 - f5) + ... + a4 (f4 - f5) + a5 hint
 
-A prompt's tokens count as so many decode steps of one of the sequences that run. So a long prompt replaces a sequence's
-share of the faster frequencies, its last tokens most of all, and no more however long it is: the other sequences keep
-their shares, and requests that have ended give way to those that begin.
+A prompt's tokens count as so many decode steps of one of the sequences that run, and replace what was kept of the one
+that had its place before, except in the slowest frequency. They replace no more however long the prompt is: the other
+sequences keep their shares.
 
 The hint is a linear model of what usually follows a token: each of the tokens that sequences take next has a row of
 weights, one for every expert. Rows are updated by the delta rule (normalised LMS); the tokens used last have rows.
 
-a1 .. a5 are running least-squares coefficients, drawn towards `BELIEVED` until there is evidence. On traffic without
-structure they fall to 0, which leaves the slow frequency with its small noise, so that a policy does not follow noise.
-Forecasts of different layers are comparable.
+a1 .. a5 are running least-squares coefficients, weighted by how much uses vary, and drawn towards `BELIEVED` until
+there is evidence. On traffic without structure they fall to 0, which leaves the slow frequency with its small noise, so
+that a policy does not follow noise. Forecasts of different layers are comparable.
 
 The forecast is for the interval that is `ahead` intervals away, in which a copy that begins now has arrived.
 """
@@ -29,10 +29,11 @@ Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.integer]
 Indices = npt.NDArray[np.int64]
 
-HALF_LIVES = 0.2, 2, 16, 128, 1024  # of the frequencies, in intervals; the first is the last interval's use
-BELIEVED = 0.0, 0.0, 0.4, 0.6, 0.0  # the coefficients before any evidence
+HALF_LIVES = 0.2, 4, 32, 512, 1024  # of the frequencies, in intervals; the first is the last interval's use
+BELIEVED = 0.0, 0.0, 0.3, 0.7, 0.0  # the coefficients before any evidence
 PRIOR = 16  # weight, in intervals, of these and of the initial guess that all experts are used equally often
 MEMORY = 512  # half-life of what the coefficients are computed from, in intervals
+LEAST = 1e-6  # uses
 STEP = 0.1  # the part of an error that one update of the hint corrects
 HINTS = 1 << 26  # most bytes of weights
 
@@ -45,6 +46,11 @@ class Made:
     corrections: Floats  # (5, layers * experts): what a1 .. a5 multiply
     rows: list[int]  # of the tokens that gave the hint
     result: Floats
+
+    @property
+    def scale(self) -> Floats:
+        """The reciprocal of each error's standard deviation: uses vary as counts do."""
+        return (self.slow.clip(0) + self.slow.mean() / 10 + LEAST) ** -0.5
 
 
 class Forecast:
@@ -81,7 +87,7 @@ class Forecast:
         if not self.intervals:
             self._frequencies[:] = seen.mean()
         error = seen - made.slow
-        self._fit.learn(made.corrections, error)
+        self._fit.learn(made.corrections * made.scale, error * made.scale)
         if made.rows:
             self._weights[made.rows] += STEP / len(made.rows) * (error - made.corrections[-1])
         self._frequencies += self._rates(1)[:, None] * (seen - self._frequencies)
@@ -97,20 +103,25 @@ class Forecast:
         most, bins = max(lengths) / interval, self.experts + 1  # the last one for what does not count
         left = (1 - self._rates(most)) ** (1 / interval)  # what a token leaves of each frequency of its sequence
         # Tokens are counted in blocks by their distance from the last one of their sequence: 0, 1-2, 3-6, ...
-        distance = np.concatenate([np.arange(length, 0, -1) for length in lengths])
-        block = np.frexp(distance)[1].astype(np.int64) - 1
-        ends = 2 ** np.arange(int(block.max()) + 2) - 1
-        weights = np.diff(-(left[:, None] ** ends), axis=1) / np.diff(ends)  # of a token in each block
-        kept = 1 - weights @ np.bincount(block) / len(lengths)
+        blocks, weights, kept, count = [], [], np.zeros(len(HALF_LIVES)), 0
+        for length in lengths:
+            block = np.frexp(np.arange(length, 0, -1))[1].astype(np.int64) - 1
+            ends = np.append(2 ** np.arange(block[0] + 1) - 1, length)
+            old = left**length * np.append(np.full(len(left) - 1, PRIOR / (PRIOR + length - 1)), 1)
+            shares = np.diff(-(left[:, None] ** ends), axis=1) * ((1 - old) / (1 - left**length))[:, None]
+            weights.append(shares / np.diff(ends))
+            blocks.append(bins * (count + block[:, None]))
+            kept, count = kept + old / len(lengths), count + int(block[0]) + 1
+        block, weight = np.concatenate(blocks), interval * np.concatenate(weights, axis=1)
         frequencies = self._frequencies.reshape(len(HALF_LIVES), -1, self.experts)
         for layer, ids in enumerate(routed):
             if ids is not None:
-                places = bins * block[:, None] + np.where((ids >= 0) & (ids < self.experts), ids, self.experts)
-                counts = np.bincount(places.ravel(), minlength=bins * len(weights[0])).reshape(-1, bins)[:, :-1]
+                places = block + np.where((ids >= 0) & (ids < self.experts), ids, self.experts)
+                counts = np.bincount(places.ravel(), minlength=bins * count).reshape(-1, bins)[:, :-1]
                 if not self.intervals:
                     frequencies[:, layer] = interval * len(lengths) * counts.sum() / len(block) / self.experts
                 frequencies[:, layer] *= kept[:, None]
-                frequencies[:, layer] += interval * weights @ counts
+                frequencies[:, layer] += weight @ counts
         self.intervals += round(most)
         self._made.extend([self._make(tokens)] * len(self._made))
 
