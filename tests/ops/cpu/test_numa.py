@@ -218,6 +218,10 @@ def test_threads_are_pinned_and_the_caller_freed() -> None:
     last = max(before)
     engine.start_teams([module.Team(0, 1, [last]), module.Team(0, 2, sorted(before))], "auto")
     assert os.sched_getaffinity(0) == {last}
+    engine.start_teams([module.Team(0, 1, [last])], "auto", [module.Team(0, 2, sorted(before))])
+    for widened, cpus in ((True, before), (False, {last}), (True, before)):
+        module.widen(widened)
+        assert os.sched_getaffinity(0) == cpus
     engine.start(1, "auto")
     assert os.sched_getaffinity(0) == before
 
@@ -254,6 +258,17 @@ def test_two_pools_divide_the_cores(tmp_path: Path) -> None:
             [(n, 18, 24 * n, 24 * n + 17) for n in (2 * rank, 2 * rank + 1)],
             [(n, 6, 24 * n + 18, 24 * n + 23) for n in (2 * rank, 2 * rank + 1)],
         ]
+
+
+def test_long_steps_have_the_threads_of_both_pools() -> None:
+    def together(own: list[tuple[int, int, list[int]]], others: list[tuple[int, int, list[int]]]) -> object:
+        found = engine.together([module.Team(*a) for a in own], [module.Team(*a) for a in others], 4)
+        return [(team.memory, team.threads, team.cpus) for team in found]
+
+    assert together([(0, 2, [0, 1]), (1, 2, [4])], [(0, 1, [2]), (1, 1, [5])]) == [(0, 3, [0, 1, 2]), (1, 2, [4, 5])]
+    assert together([(0, 2, [0, 1]), (1, 2, [4])], [(0, 1, [2])]) == []  # on other nodes
+    assert together([(-1, 3, [])], [(-1, 2, [])]) == [(-1, 4, [])]
+    assert together([(-1, 4, [])], [(-1, 2, [])]) == []
 
 
 def test_the_engine_leaves_cores_to_the_shadow_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
