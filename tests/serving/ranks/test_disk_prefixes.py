@@ -134,6 +134,30 @@ def test_wrong_files_are_computed_again(tmp_path: Path, kind: str) -> None:
     assert server.ask(PROMPT) == (expected, 0)
 
 
+def test_only_salted_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "salted", {"cache_config": {"disk_salted_only": True}})
+    for restored in (0, 592):
+        server = Restarted(tmp_path, "salted")
+        assert server.ask(PROMPT)[1] == 0
+        assert server.ask(PROMPT, b"user")[1] == restored
+        server.end()
+
+
+def test_reading_must_beat_computing(tmp_path: Path) -> None:
+    server = Server(runner_of(tmp_path, "plain"))
+    server.worker.open_disk()
+    disk = server.worker.disk
+    assert disk
+    disk.rate = 1e6
+    even = 16 * disk.rate / sum(disk.memory.page_bytes)  # tokens a second that are computed as fast as read
+    assert disk.decide(1.2 * even, 0.1) == 0 < disk.decide(0.8 * even, 0.1)
+    server.worker.prefill_rate.value = 1.2 * even
+    for id in range(5):  # prompts that are computed for that
+        server.answer(id, [id] * 40, 1)
+        server.worker.prefill_rate.value = 1.2 * even
+    assert disk.decide(1.2 * even, 0.1) > 0  # it is tried again
+
+
 @pytest.mark.slow
 @pytest.mark.beside
 @pytest.mark.parametrize(("attn_tp_size", "loses"), [(2, 1), (1, 0)])
