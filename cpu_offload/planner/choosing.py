@@ -67,6 +67,7 @@ class Wanted:
     measure_s: float
     timeout_s: int
     batch: int  # sequences of a decode step
+    decode_rows: int  # most rows of a decode step, with drafted tokens
     longest: int  # tokens of a prefill step at most
     on_host: bool  # the device is this CPU
     threads_given: bool  # the case has the number of the device's threads
@@ -121,7 +122,7 @@ def choose(
     if wanted.mode == "fixed":
         hit = split.hit(slots.value)
     if wanted.stream_tokens is None:
-        streaming = choose_streaming(planner, hit, batch, wanted.longest)
+        streaming = choose_streaming(planner, hit, wanted.decode_rows, wanted.longest)
     else:
         streaming = given(wanted.stream_tokens)
     return planner, Choices(threads, slots, swaps_of(wanted, planner, hit), streaming, planner.costs)

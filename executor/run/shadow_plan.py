@@ -55,6 +55,7 @@ def wanted_of(case: Case) -> Wanted:
         measure_s=offload.measure_s,
         timeout_s=offload.timeout_s,
         batch=data.batch_size,
+        decode_rows=case.decode_rows,
         longest=min(data.batch_size * data.input_max_len, data.chunked_prefill_size or 1 << 62),
         on_host=PLATFORMS[case.platform].is_host,
         threads_given=case.threads is not None,
