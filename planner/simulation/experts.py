@@ -115,6 +115,9 @@ class SimulatedLayer:
     def share(self, counts: Tensor, times: Tensor) -> None:
         self.counts = counts
 
+    def take_long(self) -> None:
+        """Residency learns from decode steps alone here: the routing of prompts is not simulated."""
+
 
 class Steps:
     """Stands for the shadow pool, of which a simulation only needs the count of steps."""
