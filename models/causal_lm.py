@@ -121,11 +121,12 @@ class CausalLM(nn.Module):
         return self.lm_head(batch.picked(self.model(batch)))
 
     def with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same, of a batch without `wanted_per_group`. -> logits, and the hidden states (T, H) of all rows from
-        which further tokens are predicted"""
-        hidden, tapped = self.model.with_taps(batch, self.eagle3.config.taps if self.eagle3 else ())
+        """The same. -> logits, and the hidden states (T, H) from which further tokens are predicted: of all rows if
+        `batch` has no `wanted_per_group`"""
+        head = self.eagle3 if self.eagle3 and self.eagle3.reads(batch) else None
+        hidden, tapped = self.model.with_taps(batch, head.config.taps if head else ())
         logits = self.lm_head(batch.picked(hidden))
-        return logits, self.eagle3.fused(tapped, batch) if self.eagle3 else hidden
+        return logits, head.fused(tapped, batch) if head else hidden
 
     def guess(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Caches what the part that predicts further tokens keeps of a step's tokens, which follow those of

@@ -9,14 +9,16 @@ So the tokens are those of a run without drafts, sampled ones as well.
 A step has drafts only where that pays: for each number of rows, the tokens that can be expected are divided by the
 seconds that steps of so many rows have taken. How often drafts come true is learned from each sequence, also where a
 draft was not tried, whose next token shows whether it would have been right; of guesses for each position of a draft.
-How many tokens are guessed is chosen in the same way, with the seconds that guessing takes.
+How many tokens are guessed is chosen in the same way, with the seconds that guessing takes. Where none pays, one is for
+a small part of the time; between such trials, steps are those of a run without guesses. What guesses tokens then lacks
+those of the sequences that run, so that a trial begins with a new sequence, and nothing is guessed for the others.
 """
 
 import bisect
 import itertools
 import operator
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 
 from executor.config.case import MOST_DRAFTING
@@ -25,9 +27,10 @@ from executor.engine.sequence import Sequence
 MARGIN = 1.03  # how much better a step with drafts must be expected to be
 ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows
 FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured again
+MEASURED = 4  # a step without guesses is measured if none with so many rows was for so many steps
 STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
-RETRY_STEPS, RETRIES = 256, 8  # where guessing does not pay, it is tried again after so many steps, for so many steps
-LONGEST_RETRY = 4096  # steps: each time it does not pay, it is tried again later
+TRIED = 0.005  # how much of the time guesses may take that do not pay, to learn whether they do
+MOST_TRIED = 4.0  # steps' worth of that time, in a row
 FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
 LEARNING = 0.05  # weight of the newest outcome in that
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of rows of steps with drafts
@@ -45,22 +48,24 @@ class Drafts:
         self._steps = 0
         self._guessing: dict[int, float] = {}  # seconds of one guess for each of so many sequences
         self._rates = [FIRST_RATE] * most  # of guesses of all sequences, by position
-        self._idle, self._retry = 0, RETRY_STEPS  # steps since guessing did not pay; after how many it is tried again
+        self.guesses, self._left = True, MOST_TRIED  # whether tokens are guessed; steps' worth of trials that are left
 
-    def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
-        """Appends drafts to `sequences`, which take one token each in the next step; room[i] is the largest number of
-        drafted tokens of sequences[i]."""
+    def propose(self, sequences: ListOf[Sequence], room: Callable[[Sequence], int]) -> None:
+        """Appends drafts to `sequences`, which take one token each in the next step; `room` is the largest number of
+        drafted tokens of each."""
         if self._rows:
             return self._fill(sequences, room)
         if self._steps - self._measured.get(len(sequences), self._steps) > STALE_STEPS:
             return None
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
-        for sequence, most in zip(sequences, room, strict=True):
-            ngrams, most = sequence.ngrams, min(most, self.most)
-            if most < 1:
+        for sequence in sequences:
+            ngrams, paused = sequence.ngrams, len(sequence.ids) < sequence.ngrams.pause
+            if (paused and not sequence.guesses) or (most := min(room(sequence), self.most)) < 1:
                 continue
-            draft = array("q") if len(sequence.ids) < ngrams.pause else ngrams.look_up(sequence.ids, most)
+            draft = array("q") if paused else ngrams.look_up(sequence.ids, most)
+            if not draft and not sequence.guesses:
+                continue
             likely = [ngrams.rate ** (i + 1) for i in range(len(draft))]
             guessed = list(itertools.accumulate(self._rates_of(sequence)[: len(sequence.guesses[:most])], operator.mul))
             sequence.looked_up = sum(likely) >= sum(guessed)
@@ -71,6 +76,8 @@ class Drafts:
             for token, chance in zip(draft, likely, strict=False):
                 chances.append((-chance, len(found)))
                 found.append((sequence, token))
+        if not chances:
+            return None
         chances.sort()
         for _, index in chances[: self._worth(len(sequences), [-chance for chance, _ in chances])]:
             sequence, token = found[index]
@@ -81,11 +88,11 @@ class Drafts:
         """Makes the next step have `rows` rows of dummy drafts, to capture a graph of that size."""
         self._rows = rows
 
-    def _fill(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
+    def _fill(self, sequences: ListOf[Sequence], room: Callable[[Sequence], int]) -> None:
         wanted, self._rows = self._rows - len(sequences), 0
         for number in range(self.most):
-            for sequence, most in zip(sequences, room, strict=True):
-                if number < most and wanted > 0:
+            for sequence in sequences:
+                if wanted > 0 and number < room(sequence):
                     sequence.ids.append(sequence.ids[-1])
                     sequence.drafted += 1
                     wanted -= 1
@@ -116,15 +123,20 @@ class Drafts:
         near = known[0] if at == 0 else known[-1]
         return self._seconds[near] * (1 + ASSUMED_ROW * rows) / (1 + ASSUMED_ROW * near)
 
-    def took(self, rows: int, seconds: float) -> None:
-        """Learns that a decode step with `rows` rows took `seconds`."""
+    def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
+        """Learns that a decode step with `rows` rows took `seconds`, and then guessing `depth` tokens of each of
+        `sequences` sequences `guessing`."""
         self._steps += 1
+        self._left += TRIED
         if self._steps % FORGET_STEPS == 0:  # what seemed to cost too much is tried again
             self._seconds = {n: s for n, s in self._seconds.items() if self._measured[n] > self._steps - FORGET_STEPS}
-        if self._new(rows):
+        if not depth and self._steps - self._measured.get(rows, -MEASURED) < MEASURED:
             return
-        _learn(self._seconds, rows, seconds)
-        self._measured[rows] = self._steps
+        if not self._new(rows, depth > 0):
+            _learn(self._seconds, rows, seconds)
+            self._measured[rows] = self._steps
+        if depth and not self._new(rows, sequences, depth):
+            _learn(self._guessing, sequences, guessing / depth)
 
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
         """`chosen` has the tokens chosen after the newest token and after each drafted one. Removes the draft from
@@ -152,27 +164,26 @@ class Drafts:
                 break
         sequence.guesses = array("q")
 
-    def depth(self, sequences: ListOf[Sequence]) -> int:
-        """How many tokens to guess for each of `sequences` after a step."""
-        count = len(sequences)
-        if not count or count > MOST_DRAFTING or self._rows:
+    def begin(self, count: int) -> None:
+        """Lets tokens be guessed again in the next step, of `count` sequences, of which some begin."""
+        self.guesses |= count <= MOST_DRAFTING and self._left >= MOST_TRIED
+
+    def depth(self, sequences: ListOf[Sequence], count: int) -> int:
+        """How many tokens to guess for each of `sequences` after a step of `count` sequences: there may be others, of
+        which tokens are lacking. 0: nothing is guessed any more."""
+        self.guesses = bool(sequences) and count <= MOST_DRAFTING
+        if not self.guesses:
             return 0
-        if 0 < self._idle < self._retry:
-            self._idle += 1
-            return 0
+        taken, each = len(sequences), self._guessing.get(len(sequences), 0.0)
         expected, best, found = float(count), count / self._cost(count) * MARGIN, 0
-        each = self._guessing.get(count, 0.0)
         for depth, chance in enumerate(self._chances(sequences), 1):
             expected += chance
-            if (worth := expected / (self._cost(count * (1 + depth)) + depth * each)) > best:
+            if (worth := expected / (self._cost(count + taken * depth) + depth * each)) > best:
                 best, found = worth, depth
-        if found:
-            self._idle, self._retry = 0, RETRY_STEPS
-            return found
-        self._idle += 1
-        if self._idle > self._retry + RETRIES:
-            self._idle, self._retry = 0, min(2 * self._retry, LONGEST_RETRY)
-        return int(self._idle > self._retry)
+        if not found:
+            self._left = min(self._left, MOST_TRIED) - each / self._cost(count)
+            self.guesses = self._left > 0
+        return found or int(self.guesses)
 
     def _rates_of(self, sequence: Sequence) -> list[float]:
         """How often guesses for a sequence come true, by position; before the first, those for all sequences."""
@@ -184,13 +195,6 @@ class Drafts:
         for place in range(self.most):
             running = [chance * of[place] for chance, of in zip(running, rates, strict=True)]
             yield sum(running)
-
-    def guessed(self, rows: int, sequences: int, depth: int, seconds: float) -> None:
-        """Learns that guessing `depth` tokens of each of so many sequences took `seconds`, after a step of `rows`
-        rows."""
-        if self._new(rows, sequences, depth):
-            return
-        _learn(self._guessing, sequences, seconds / depth)
 
     def _new(self, *size: int) -> bool:
         known = size in self._captured

@@ -99,9 +99,11 @@ class Engine:
         """Returns a decode step that runs as static graphs, one for each number of sequences, as `exe_mode` says."""
         return self.platform.compile(self._step, self.config)
 
-    def pack(self, groups: ListOf[ListOf[Sequence]], decode: bool, all_logits: bool = False) -> Batch:
+    def pack(
+        self, groups: ListOf[ListOf[Sequence]], decode: bool, all_logits: bool = False, hidden: bool = False
+    ) -> Batch:
         """Returns the batch of this rank's group. `groups` are the sequences of a step in each data-parallel group, all
-        of which have the cache pages that the step writes to."""
+        of which have the cache pages that the step writes to. `hidden`: tokens are guessed from its hidden states."""
         group = self.parallel.attn_dp.rank
         live = tokens = tuple(sum(s.new_tokens for s in of) for of in groups)
         mine = groups[group]
@@ -116,12 +118,12 @@ class Engine:
         # Shares of rows are made for all tokens of a step, and so are experts' shadows on some devices.
         # What guesses tokens takes the hidden states of all rows.
         all_rows = self.shadows is not None and not self.shadows.device.narrows
-        narrow = not (whole or shared or all_rows or self.model.guesses)
+        narrow = not (whole or shared or all_rows or hidden)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
             sequence_parallel=shared, decode=decode, wanted_per_group=wanted, sets=self.layer_sets,
-            state_layers=self.state_layers, aside=self.aside,
+            state_layers=self.state_layers, aside=self.aside and (hidden or not self.platform.small_graphs),
         )  # fmt: skip
         if self.shadows:
             self.shadows.started(tokens, [[s.new_tokens for s in of] for of in groups])

@@ -80,12 +80,15 @@ class Loop:
         for sequence in prompts:
             if not sequence.num_computed:
                 self._admitted[sequence.id] = start
-        guessing = 0, 0, 0.0
+        guessing, drafts = (0, 0, 0.0), self.scheduler.drafts
+        if drafts and any(s.taken == s.num_computed for s in prompts):
+            drafts.begin(len(step.sequences))
+        drafter = self.drafter if drafts and drafts.guesses else None
         with self.engine.step(decode):
             self.scheduler.reserve(step.sequences)
             of_groups = self.scheduler.by_group(step.sequences)
             computed = [[(s, s.num_computed, s.end) for s in of] for of in of_groups]
-            batch = self.engine.pack(of_groups, decode)
+            batch = self.engine.pack(of_groups, decode, hidden=bool(drafter))
             logits = self.engine.forward(batch, decode)
             if prompts:
                 self._score(logits, step.sequences)
@@ -93,16 +96,14 @@ class Loop:
             tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
             rows = [1 + s.drafted for s in finished]
             events = self.scheduler.commit(step, tokens)
-            if self.drafter and self.scheduler.drafts:
-                guessing = self._guess(self.drafter, self.scheduler.drafts, step, batch, computed)
-            elif self.drafter:  # in a warm-up
-                self.drafter.skip(computed)
+            if drafter and drafts:
+                guessing = self._guess(drafter, drafts, step, batch, computed)
         if any(s.request.sampling.logprobs is not None for s in finished):
             events = self._with_logprobs(logits, finished, rows, events)
         now = time.perf_counter()
         decoded = sum(len(e.tokens) for e, s in zip(events, finished, strict=True) if s not in prompts)
         self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), decoded, sum(rows) - len(rows), now - start)
-        if decode and (drafts := self.scheduler.drafts):
+        if decode and drafts:
             self._took(drafts, (sum(rows), now - start - guessing[2], *guessing))
         if self._admitted:
             self._first_tokens(events, finished, now)
@@ -122,35 +123,32 @@ class Loop:
         """Guesses the next tokens of the sequences of `step`, which has just run. -> how many sequences got how many
         guesses, and the seconds that this took"""
         start, finished = time.perf_counter(), step.finished_prompts
-        depth = drafts.depth([s for s in finished if not s.finish_reason])
+        lacking = {s.id for of in computed for s, begin, _ in of if s.taken != begin}
+        asking = [s for s in finished if not s.finish_reason and s.id not in lacking]
+        depth = drafts.depth(asking, len(finished)) if asking or step.decode else 0
         if step.decode and not depth:
-            drafter.keep(computed)
             return 0, 0, time.perf_counter() - start
-        room = {s.id: self.scheduler.room_for_guesses(s, depth) for s in finished if depth}
+        room = {s.id: self.scheduler.room_for_guesses(s, depth) for s in asking if depth}
         with torch.inference_mode():
-            found = drafter.guess(batch, computed, self.scheduler.by_group(finished), room, step.decode)
-        for sequence, guesses in zip(finished, found, strict=True):
+            found = drafter.guess(batch, computed, self.scheduler.by_group(asking), room, step.decode)
+        for sequence, guesses in zip(asking, found, strict=True):
             sequence.guesses = array("q", guesses[: room.get(sequence.id, 0)])
-        return len(finished), max(room.values(), default=0), time.perf_counter() - start
+        return len(asking), max(room.values(), default=0), time.perf_counter() - start
 
     def _took(self, drafts: Drafts, step: tuple[int, float, int, int, float]) -> None:
         """Lets `drafts` learn what a decode step costs: (rows, seconds, then as of `_guess`). All ranks learn the times
         of rank 0, a few steps later where there are several ranks."""
         world = self.engine.parallel.world
-        self._steps.append(step)
         if world.size == 1:
-            shared = [(seconds, guessing) for _, seconds, _, _, guessing in self._steps]
-        elif len(self._steps) == SHARED_STEPS:
+            return drafts.took(*step)
+        self._steps.append(step)
+        if len(self._steps) == SHARED_STEPS:
             mine = [[seconds, guessing] for _, seconds, _, _, guessing in self._steps]
             times = torch.tensor(mine, device=self.engine.platform.device)
-            shared = world.gather_rows(times, None)[: len(self._steps)].tolist()
-        else:
-            return
-        for (rows, _, sequences, depth, _), (seconds, guessing) in zip(self._steps, shared, strict=True):
-            drafts.took(rows, seconds)
-            if depth:
-                drafts.guessed(rows, sequences, depth, guessing)
-        self._steps.clear()
+            shared = world.gather_rows(times, None)[:SHARED_STEPS].tolist()
+            for (rows, _, sequences, depth, _), (seconds, guessing) in zip(self._steps, shared, strict=True):
+                drafts.took(rows, seconds, sequences, depth, guessing)
+            self._steps.clear()
 
     def _with_logprobs(
         self, logits: Tensor, sequences: ListOf[Sequence], rows: ListOf[int], events: ListOf[Event]

@@ -30,8 +30,9 @@ class NgramIndex:
             position, token = self.expected
             self.learn(ids[position] == token)
             self.expected = None
-        for end in range(self.end + 1, len(ids)):
-            self.ends[tuple(ids[end - MATCH : end])] = end
+        new = ids[self.end + 1 - MATCH : -1]
+        ngrams = zip(*(new[i:] for i in range(MATCH)), strict=False)
+        self.ends.update(zip(ngrams, range(self.end + 1, len(ids)), strict=False))
         self.end = len(ids) - 1
         at = self.ends.get(tuple(ids[-MATCH:]), len(ids))
         if at < len(ids):

@@ -212,8 +212,9 @@ class Scheduler:
         if not step:
             return None
         next_step = Step(step, not prompts or all(s.decoding for s in step))
-        if self.drafts and next_step.decode and all(len(of) <= MOST_DRAFTING for of in self.by_group(step)):
-            self.drafts.propose(step, [self._room(s) for s in step])
+        few = len(step) <= MOST_DRAFTING or all(len(of) <= MOST_DRAFTING for of in self.by_group(step))
+        if self.drafts and next_step.decode and few:
+            self.drafts.propose(step, self._room)
         return next_step
 
     def room_for_guesses(self, sequence: Sequence, depth: int) -> int:

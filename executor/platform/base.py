@@ -25,6 +25,8 @@ class Platform(ABC):
     collectives: ClassVar[str]  # torch.distributed's backend
     # Whether padding rows of its graphs have states, at the last place of each layer with states.
     padding_states: ClassVar[bool] = False
+    # Whether graphs take little memory and time to capture, so that a step without guesses has graphs of its own.
+    small_graphs: ClassVar[bool] = False
     device: torch.device
     ops: Ops
 

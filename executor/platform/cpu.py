@@ -43,6 +43,7 @@ class CpuExchange(GroupExchange):
 class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     collectives: ClassVar[str] = "gloo"
+    small_graphs: ClassVar[bool] = True
 
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         torch.set_num_threads(1)  # the native pool has the cores
@@ -108,7 +109,7 @@ class GraphStep:
 
     def __call__(self, batch: Batch) -> Any:
         # The same on every rank, so all capture together.
-        size = (*(batch.tokens_per_group or ()), *(batch.wanted_per_group or ()))
+        size = (len(batch.paged), *(batch.tokens_per_group or ()), *(batch.wanted_per_group or ()))
         if size not in self.graphs:
             self.graphs[size] = DecodeGraph(self.step, batch)
             return self.graphs[size].found

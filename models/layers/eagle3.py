@@ -81,12 +81,17 @@ class Eagle3Head(Separate):
         self.fc = MergedLinear(build, TAPS * target, [Source("fc", hidden, slice(0, hidden))])
         self.input_norm = RMSNorm(build, TAPS * target, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(build, target, eps) for _ in range(TAPS if config.fc_norm else 0)])
-        self.layers = nn.ModuleList([HeadLayer(config, build)])
+        layer = HeadLayer(config, build)
+        self.layers, self.cache = nn.ModuleList([layer]), layer.self_attn.attention
         self.norm = RMSNorm(build, hidden, eps)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.lm_head = LMHead(build, config.draft_vocab_size, hidden, HEAD)
         if config.mapped:
             self.d2t = DraftTokens(build, config.draft_vocab_size, config.vocab_size)
+
+    def reads(self, batch: Batch) -> bool:
+        """Whether `batch` has the pages of its cache."""
+        return self.cache.layers < len(batch.paged)
 
     def fused(self, tapped: Sequence[Tensor], batch: Batch) -> Tensor:
         """The states of all rows of the group that guesses begin with; `tapped` are this rank's rows of the model's."""

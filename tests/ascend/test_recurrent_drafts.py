@@ -117,7 +117,8 @@ class Guesses(Drafts):
         self.texts, self.right, self.all = texts, 0, 0
 
     def propose(self, sequences: Any, room: Any) -> None:
-        for s, most in zip(sequences, room, strict=True):
+        for s in sequences:
+            most = room(s)
             (text,) = (text for text in self.texts if text[: len(s.ids)] == list(s.ids))
             at = len(s.ids)
             for i in range(at, min(at + (at * 7 + s.ids[0]) % (self.most + 1), at + most, len(text) - 1)):

@@ -1,5 +1,6 @@
 """Drafts whose choice does not depend on how fast this machine is."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import Any
 
@@ -21,11 +22,8 @@ class FreeDrafts(Drafts):
         for rows in (1, 256, 1, 256):  # a size counts from the second time on
             self.took(rows, 1.0)
 
-    def took(self, rows: int, seconds: float) -> None:
-        super().took(rows, 1.0)
-
-    def guessed(self, rows: int, sequences: int, depth: int, seconds: float) -> None:
-        super().guessed(rows, sequences, depth, 0.0)
+    def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
+        super().took(rows, 1.0, sequences, depth)
 
 
 class HalfRight(FreeDrafts):
@@ -35,7 +33,7 @@ class HalfRight(FreeDrafts):
         super().__init__(3)
         self.texts, self.seen = texts, dict[tuple[int, ...], list[int]]()
 
-    def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
+    def propose(self, sequences: ListOf[Sequence], room: Callable[[Sequence], int]) -> None:
         for s in sequences:
             self.seen[tuple(s.ids)] = s.guesses.tolist()
             if len(s.ids) % 2:

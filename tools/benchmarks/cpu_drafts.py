@@ -80,13 +80,9 @@ class Recorded(Drafts):
 
     total = 0.0
 
-    def took(self, rows: int, seconds: float) -> None:
-        super().took(rows, seconds)
-        self.total += seconds
-
-    def guessed(self, rows: int, sequences: int, depth: int, seconds: float) -> None:
-        super().guessed(rows, sequences, depth, seconds)
-        self.total += seconds
+    def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
+        super().took(rows, seconds, sequences, depth, guessing)
+        self.total += seconds + guessing
 
 
 class GuessedAt(ModelDrafter):

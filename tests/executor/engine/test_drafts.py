@@ -163,7 +163,7 @@ def sequences_of(count: int, rate: float) -> list[Sequence]:
 
 def proposed(drafts: Drafts, count: int, rate: float) -> int:
     made = sequences_of(count, rate)
-    drafts.propose(made, [8] * count)
+    drafts.propose(made, lambda _: 8)
     assert all(list(s.ids[7:]) == ([4, 1, 2, 3] * 2)[: s.drafted] for s in made)
     return sum(s.drafted for s in made)
 
@@ -187,8 +187,26 @@ def test_steps_have_as_many_drafts_as_pay() -> None:
     assert proposed(timed({2: 1.0, 4: 1.1, 8: 3.0}), 2, 0.9) == 2  # of two sequences
 
 
+def test_guesses_that_do_not_pay_take_a_small_part_of_the_time_until_they_do() -> None:
+    drafts, counts = timed({1: 1.0, 2: 1.1, 4: 1.3}), dict.fromkeys((5, 4), 0)
+    for token, steps in ((5, 9000), (4, 6000)):  # which follows; 4 is guessed
+        for number in range(steps):
+            (sequence,) = sequences_of(1, 0.0)
+            if not number % 50:
+                drafts.begin(1)
+            depth = drafts.depth([sequence], 1) if drafts.guesses else 0
+            counts[token] += depth
+            sequence.guesses = array("q", [4] * depth)
+            drafts.check(sequence, [token] * depth)
+            drafts.took(1, 1.0, depth, depth, 0.2 * depth)
+    assert 0.002 < 0.2 * counts[5] / 9000 < 0.01
+    assert counts[4] > 3000
+    assert drafts.depth([], 1) == 0
+    assert not drafts.guesses
+
+
 def test_drafts_end_where_they_leave_the_grammar() -> None:
     follows, free = sequences_of(2, 0.9)  # of which 4, 1, 2, 3 came before
     follows.matcher = Matcher(LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex("\x04[\x01-\x05]\x03")))
-    FreeDrafts(8).propose([follows, free], [4, 4])
+    FreeDrafts(8).propose([follows, free], lambda _: 4)
     assert [s.drafted for s in (follows, free)] == [2, 4]
