@@ -118,10 +118,10 @@ class Traffic:
         )  # fmt: skip
 
 
-def any_cost(took: Callable[[Drafts, int, float], None]) -> Callable[[Drafts, int, float], None]:
+def any_cost(took: Callable[..., None]) -> Callable[..., None]:
     """`took` with the last digits of a step's time in place of it, so that ranks would differ if they did not all learn
     the times of rank 0. Further rows are mostly cheap."""
-    return lambda drafts, rows, seconds: took(drafts, rows, (0.01 + 1e6 * seconds % 1) / rows)
+    return lambda drafts, rows, seconds, *more: took(drafts, rows, (0.01 + 1e6 * seconds % 1) / rows, *more)
 
 
 class Watched(Worker):
