@@ -165,7 +165,7 @@ def main() -> None:
         states.INTERVAL = disk_prefixes.DEEP = 8
         DiskPrefixes.decide = any_number  # type: ignore[method-assign]
         PageStore.read = any_fault(PageStore.read)  # type: ignore[method-assign,assignment]
-        Drafts.took = any_cost(Drafts.took)  # type: ignore[method-assign,assignment]
+        Drafts.took = any_cost(Drafts.took)  # type: ignore[method-assign]
         traffic = Traffic(int(steps), 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)
         worker.run()
