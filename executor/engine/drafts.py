@@ -61,11 +61,10 @@ class Drafts:
         chances: list[tuple[float, int]] = []
         for sequence in sequences:
             ngrams, paused = sequence.ngrams, len(sequence.ids) < sequence.ngrams.pause
-            if (paused and not sequence.guesses) or (most := min(room(sequence), self.most)) < 1:
+            draft = array("q") if paused else ngrams.look_up(sequence.ids, self.most)
+            if not (draft or sequence.guesses) or (most := min(room(sequence), self.most)) < 1:
                 continue
-            draft = array("q") if paused else ngrams.look_up(sequence.ids, most)
-            if not draft and not sequence.guesses:
-                continue
+            draft = draft[:most]
             likely = [ngrams.rate ** (i + 1) for i in range(len(draft))]
             guessed = list(itertools.accumulate(self._rates_of(sequence)[: len(sequence.guesses[:most])], operator.mul))
             sequence.looked_up = sum(likely) >= sum(guessed)

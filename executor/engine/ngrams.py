@@ -7,7 +7,7 @@ MATCH = 3  # n: tokens that must have occurred before
 FIRST_HIT_RATE = 0.3  # assumed of a sequence of which no draft is known to be right or wrong
 LEARNING = 0.12  # weight of the newest outcome in a sequence's hit rate
 LEAST_RATE = 0.2  # below it, or where nothing matched, a sequence is looked up again after PAUSE tokens
-PAUSE = 4
+PAUSE, LONGEST_PAUSE = 4, 24  # each pause in a row is a token longer
 
 
 @dataclass
@@ -19,6 +19,7 @@ class NgramIndex:
     rate: float = FIRST_HIT_RATE
     expected: tuple[int, int] | None = None  # a position and the token that a draft would have had there
     pause: int = 0  # the position at which the sequence is looked up again
+    length: int = PAUSE  # of the next pause
 
     def learn(self, right: bool) -> None:
         self.rate += (right - self.rate) * LEARNING
@@ -38,7 +39,9 @@ class NgramIndex:
         if at < len(ids):
             self.expected = len(ids), ids[at]
         if at == len(ids) or self.rate < LEAST_RATE:
-            self.pause = len(ids) + PAUSE
+            self.pause, self.length = len(ids) + self.length, min(self.length + 1, LONGEST_PAUSE)
+        else:
+            self.length = PAUSE
         draft = ids[at : at + most]
         while draft and len(draft) < most:
             draft += draft[: most - len(draft)]
