@@ -25,9 +25,9 @@ class Spy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def pack(self, groups: ListOf[ListOf[Sequence]], decode: bool) -> Batch:
+    def pack(self, groups: ListOf[ListOf[Sequence]], decode: bool, hidden: bool) -> Batch:
         self.before_pack([sequence for group in groups for sequence in group])
-        return self.engine.pack(groups, decode)
+        return self.engine.pack(groups, decode, hidden=hidden)
 
     def forward(self, batch: Batch, decode: bool) -> Tensor:
         logits = self.engine.forward(batch, decode)

@@ -97,7 +97,8 @@ class DecodeGraph:
 
 
 class GraphStep:
-    """A decode step as graphs, one for each number of rows in each data-parallel group, and of those wanted of them.
+    """A decode step as graphs, one for each number of rows in each data-parallel group, of those wanted of them, and of
+    layer sets: that of a head is among them only in steps after which it guesses.
 
     Capturing also computes, so the first step of a size costs one eager step. What it returns is overwritten by the
     next call of the same size.
