@@ -29,6 +29,7 @@ ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as
 FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured again
 MEASURED = 4  # a step without guesses is measured if none with so many rows was for so many steps
 STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
+MOST_SKIPPED = 15  # steps without looking tokens up after one in which what was found did not pay
 TRIED = 0.005  # how much of the time guesses may take that do not pay, to learn whether they do
 MOST_TRIED = 4.0  # steps' worth of that time, in a row
 FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
@@ -48,6 +49,7 @@ class Drafts:
         self._steps = 0
         self._guessing: dict[int, float] = {}  # seconds of one guess for each of so many sequences
         self._rates = [FIRST_RATE] * most  # of guesses of all sequences, by position
+        self._skipped, self._next = 0, 0  # steps without looking tokens up, and the step in which they are again
         self.guesses, self._left = True, MOST_TRIED  # whether tokens are guessed; steps' worth of trials that are left
 
     def propose(self, sequences: ListOf[Sequence], room: Callable[[Sequence], int]) -> None:
@@ -56,6 +58,8 @@ class Drafts:
         if self._rows:
             return self._fill(sequences, room)
         if self._steps - self._measured.get(len(sequences), self._steps) > STALE_STEPS:
+            return None
+        if self._steps < self._next and not any(sequence.guesses for sequence in sequences):
             return None
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
@@ -78,7 +82,10 @@ class Drafts:
         if not chances:
             return None
         chances.sort()
-        for _, index in chances[: self._worth(len(sequences), [-chance for chance, _ in chances])]:
+        worth = self._worth(len(sequences), [-chance for chance, _ in chances])
+        self._skipped = 0 if worth else min(2 * self._skipped + 1, MOST_SKIPPED)
+        self._next = self._steps + self._skipped
+        for _, index in chances[:worth]:
             sequence, token = found[index]
             sequence.ids.append(token)
             sequence.drafted += 1
