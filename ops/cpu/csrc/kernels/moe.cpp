@@ -100,10 +100,7 @@ public:
     // The same of experts in slots, whose columns of gate and up may be far apart: all products first, then h.
     void slot_phases(Context& context, const SlotExperts& slots) {
         const SlotMatrix &w13 = slots.w13, &w2 = slots.w2;
-        if (w13.quantised()) {
-            quantise_rows(context, m_.tokens, m_.hidden, xs_);
-            halve(w13, xs_, m_.tokens);
-        }
+        if (w13.quantised()) quantise_rows(context, m_.tokens, m_.hidden, xs_);
         const int64_t inner = m_.inner, wide = 2 * inner;
         slot_rows(
             context, w13,
@@ -123,7 +120,6 @@ public:
             if (!w2.quantised()) return;
             const Rows row = hs_.from(a, inner);
             context.kernels.quantise(row.x, static_cast<int>(groups_), const_cast<Block*>(row.blocks));
-            halve(w2, row, 1);
         });
         slot_rows(
             context, w2,

@@ -1,6 +1,6 @@
 // Products of experts in slots (slots.h), in vectors. A file includes this once, after defining TARGET and, in namespace
 // umbra: kBytes, the bytes of a vector (16, 32 or 64); kSigned, kSignedBytes, kNibbleUnit and `levels_of`, how dots take levels; `dot`;
-// `load_lanes`, 16 bytes from each of kBytes / 16 places; `to_halves` and `from_halves`. Shuffles stay within 16 bytes, which
+// `load_lanes`, 16 bytes from each of kBytes / 16 places; `from_halves`. Shuffles stay within 16 bytes, which
 // is what x86 has and what a vector of NEON is. Everything here is internal to that file, so code compiled for one set is
 // never linked into the other.
 #pragma once
@@ -11,6 +11,7 @@
 
 #include "kernels/passes.h"
 #include "kernels/slots.h"
+#include "kernels/vector.h"
 
 #define INLINE TARGET inline __attribute__((always_inline))
 #define LAMBDA TARGET __attribute__((always_inline))  // between a lambda's parameters and its body
@@ -61,31 +62,6 @@ INLINE void transpose(Bytes (&v)[4]) {
 }
 
 INLINE void load(const uint8_t* at, Bytes& v) { std::memcpy(&v, at, sizeof v); }
-INLINE void store(uint8_t* at, const Bytes& v) { std::memcpy(at, &v, sizeof v); }
-
-// The lower and upper nibbles of two vectors of bytes: those of `low` to the lower halves, those of `high` to the upper.
-INLINE void pair(const Bytes& low, const Bytes& high, const Bytes& flip, Bytes& even, Bytes& odd) {
-    const Bytes below = Bytes{} + 15;
-    const Bytes up = reinterpret_cast<Bytes>(reinterpret_cast<Shorts>(high) << 4);
-    const Bytes down = reinterpret_cast<Bytes>(reinterpret_cast<Shorts>(low) >> 4);
-    even = ((low & below) | (up & ~below)) ^ flip;
-    odd = ((down & below) | (high & ~below)) ^ flip;
-}
-
-// Vectors of four columns side by side, two after two, to vectors of eight, which only sets of ARM read.
-INLINE void to_eights(uint8_t* blocks, int64_t bytes) {
-    if (kBytes > 16) return;
-    for (uint8_t* at = blocks; at < blocks + bytes; at += 128) {
-        uint8_t fours[128];
-        std::memcpy(fours, at, 128);
-        for (int i = 0; i < 64; i += kBytes) {
-            Bytes a, b, low, high;
-            load(fours + i, a), load(fours + 64 + i, b);
-            zip_both<Words>(a, b, low, high);
-            store(at + 2 * i, low), store(at + 2 * i + 16, high);
-        }
-    }
-}
 
 INLINE void fetch(const uint8_t* next) { __builtin_prefetch(next, 0, 2); }
 
@@ -154,6 +130,14 @@ INLINE void add_dots(const Block* const* x, Unpack&& unpack, const Floats* scale
     }
 }
 
+// The lower and upper halves of words, which are of a type.
+INLINE void widen(const Words& pairs, Type type, Floats& low, Floats& high) {
+    if (type == Type::bf16)
+        low = reinterpret_cast<Floats>(pairs << 16), high = reinterpret_cast<Floats>(pairs & 0xffff0000);
+    else
+        from_halves(pairs & 0xffff, low), from_halves(pairs >> 16, high);
+}
+
 // The numbers of a group for the outputs of a strip, in the order of its sums.
 INLINE void numbers_of(const uint8_t* row, Type type, int64_t output, Floats* to) {
     for (int v = 0; v < 4; v++) {
@@ -165,13 +149,8 @@ INLINE void numbers_of(const uint8_t* row, Type type, int64_t output, Floats* to
             continue;
         }
         Bytes bytes;
-        load_lanes(row + 2 * output + 16 * v, 64, bytes);
-        const Words pairs = reinterpret_cast<Words>(bytes);
-        if (type == Type::bf16)
-            to[2 * v] = reinterpret_cast<Floats>(pairs << 16),
-                   to[2 * v + 1] = reinterpret_cast<Floats>(pairs & 0xffff0000);
-        else
-            from_halves(pairs & 0xffff, to[2 * v]), from_halves(pairs >> 16, to[2 * v + 1]);
+        load_lanes([&](int i) LAMBDA { return row + 2 * output + 16 * v + 64 * i; }, bytes);
+        widen(reinterpret_cast<Words>(bytes), type, to[2 * v], to[2 * v + 1]);
     }
 }
 
@@ -261,10 +240,8 @@ struct Numbers {
         const Words words = reinterpret_cast<Words>(bytes);
         if constexpr (T == Type::f32) {
             v[0] = reinterpret_cast<Floats>(words);
-        } else if constexpr (T == Type::bf16) {
-            v[0] = reinterpret_cast<Floats>(words << 16), v[1] = reinterpret_cast<Floats>(words & 0xffff0000);
         } else {
-            from_halves(words & 0xffff, v[0]), from_halves(words >> 16, v[1]);
+            widen(words, T, v[0], v[1]);
         }
     }
 };
@@ -320,119 +297,240 @@ TARGET void floats(const SlotWindow& window) {
     if (type == Type::f16) float_lines<Type::f16>(window);
 }
 
-// In planes with units of 8: four bytes of a lane are eight inputs, two of which share a byte.
-INLINE void planes_of_eight(const SlotSection& t, const Bytes& flip) {
-    const SlotMatrix& w = t.w;
-    const int64_t planes = w.planes(), line = w.lanes / 2, of_lanes = w.lanes / 8;
-    for (int64_t p = 0; p < planes; p++) {
-        const uint8_t* const plane = t.at + p * w.n * line;
-        if (t.next)
-            for (int64_t i = 0; i < kRows * line; i += 64) fetch(t.next + p * w.n * line + i);
-        for (int64_t d = 0; d < of_lanes; d += 4)
-            for (int at = 0; at < 64; at += kBytes) {
-                Bytes v[4];
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) load_lanes(plane + (at / 4 + j) * line + 4 * d, 4 * line, v[j]);
-                transpose<Words, Words>(v);
-                for (int j = 0; j < 4 && d + j < of_lanes; j++) {
-                    const int64_t g = (d + j) % w.groups, e = (d + j) / w.groups * planes + p;  // of its eights
-                    store(t.block + (g * w.group / kBlock + e / 4) * 256 + e % 4 * 64 + at, v[j] ^ flip);
-                }
-            }
+// In planes, `One` says that units are of 1. Sums of a column are in vectors; all weights of a lane of one belong to a group.
+//
+// Units of 8: 32 bits of a line are eight inputs of a group, so a line is what dots take: a vector of sums a vector of it.
+// Units of 1: neighbouring bytes belong to different groups, so lines of four planes are shuffled: eight vectors of sums.
+constexpr int kColumns = 8;     // whose products are computed at a time
+constexpr int kMostSums = 256;  // of a section of 4096 inputs, of all runs: planes that share an activation's scale
+template <bool One>
+struct InPlanes {
+    static constexpr int kStep = One ? 4 : 1, kOperands = One ? 8 : 2, kSums = One ? 8 : 1;
+    const SlotMatrix& w;
+    const int64_t line = w.lanes / 2, vectors = (line + kBytes - 1) / kBytes, planes = w.planes();
+    const int64_t run = std::min<int64_t>(planes, One ? kBlock : kBlock / 8), runs = planes / run;
+    int32_t numbers[16];  // of units of 1: where the numbers of each eight lanes are
+    explicit InPlanes(const SlotMatrix& w) : w(w) {
+        for (int i = 0; i < 16; i++) numbers[i] = i * 8 % w.groups * 2;
+    }
+    // What is prefetched when a plane is read: one that comes later, of these columns or of the `next`.
+    const uint8_t* ahead(int64_t p, const uint8_t* at, const uint8_t* next, int64_t plane) const {
+        const int64_t later = std::min<int64_t>(planes, One ? 8 : 12);
+        return p + later < planes ? at + later * plane : next + (p + later - planes) * plane;
+    }
+    // Where operands and sums of a vector of a line begin, from a plane on.
+    int64_t operands(int64_t v, int64_t p) const { return (v * planes + p) * (kOperands / kStep) * kBytes; }
+    int64_t sums(int64_t v, int64_t p) const { return (v * runs + p / run) * kSums * kFloats; }
+};
+
+// A row's activations of a section as dots take them, and what their sums start at and are multiplied by.
+struct PlanesRow {
+    alignas(64) int8_t x[8192];
+    alignas(64) int32_t start[kMostSums];
+    alignas(64) float scale[kMostSums], all[kMostSums];  // all: the sum of the activations of all runs
+};
+
+template <bool One>
+INLINE void arrange(const InPlanes<One>& of, const Block* blocks, PlanesRow& to) {
+    using Kind = InPlanes<One>;
+    const SlotMatrix& w = of.w;
+    const int64_t numbers = of.sums(of.vectors, 0) * sizeof(float);
+    std::memset(to.x, 0, of.operands(of.vectors, 0));
+    std::memset(to.start, 0, numbers), std::memset(to.scale, 0, numbers);
+    std::memset(to.all, 0, of.vectors * Kind::kSums * kFloats * sizeof(float));
+    for (int64_t id = 0; id < w.lanes / w.unit; id++) {
+        const int64_t byte = One ? id / 2 : id * 4, v = byte / kBytes, within = byte % kBytes;
+        const int64_t sum = One ? within % 16 / 4 * 2 + id % 2 : 0;
+        const int64_t lane = One ? within / 16 * 4 + within % 4 : within / 4;
+        for (int64_t p = 0; p < of.planes; p += of.run) {
+            const int64_t c = id % w.groups * w.group + (id / w.groups * of.planes + p) * w.unit;
+            const Block& block = blocks[c / kBlock];
+            const int8_t* const q = block.q + c % kBlock;
+            const int64_t at = of.sums(v, p) + sum * kFloats + lane;
+            int32_t all = 0;
+            for (int64_t i = 0; i < of.run * w.unit; i++) all += q[i];
+            to.start[at] = kSigned ? 0 : -8 * all;
+            to.scale[at] = block.scale * kNibbleUnit;
+            to.all[(v * Kind::kSums + sum) * kFloats + lane] += block.scale * static_cast<float>(all);
+            int8_t* x = to.x + of.operands(v, p) + sum * kBytes + lane * 4;
+            for (int64_t i = 0; i < of.run / Kind::kStep; i++, x += Kind::kOperands * kBytes)
+                if (One)
+                    std::memcpy(x, q + 4 * i, 4);
+                else
+                    for (int j = 0; j < 4; j++) x[j] = q[8 * i + 2 * j], x[kBytes + j] = q[8 * i + 2 * j + 1];
+        }
     }
 }
 
-// In planes with units of 1: lanes of neighbouring groups share a byte. First [four planes][byte of the lanes], 16
-// outputs of four inputs each; then pairs of these.
-INLINE void planes_of_one(const SlotSection& t, const Bytes& flip) {
-    alignas(64) uint8_t fours[32768];
-    const SlotMatrix& w = t.w;
-    const int64_t planes = w.planes(), line = w.lanes / 2, plane = w.n * line;
-    for (int64_t p = 0; p < planes; p += 4) {
-        if (t.next)
-            for (int64_t j = p; j < p + 4; j++)
-                for (int64_t i = 0; i < kRows * line; i += 64) fetch(t.next + j * plane + i);
-        for (int64_t b = 0; b < line; b += 16)
-            for (int at = 0; at < 64; at += kBytes) {
-                Bytes of[4][4];
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
-                    const uint8_t* const from = t.at + p * plane + (at / 4 + j) * line + b;
-#pragma GCC unroll 4
-                    for (int i = 0; i < 4; i++) load_lanes(from + i * plane, 4 * line, of[j][i]);
-                    transpose<Bytes, Shorts>(of[j]);
-                }
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) {
-                    Bytes v[4] = {of[0][i], of[1][i], of[2][i], of[3][i]};
-                    transpose<Words, Words>(v);
-#pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++)
-                        if (b + 4 * i + j < line) store(fours + (p / 4 * line + b + 4 * i + j) * 64 + at, v[j]);
-                }
-            }
+// Of a column, from its first number of a section on: those of a vector of a line, in the order of its sums.
+INLINE void numbers_of(const InPlanes<true>& of, const uint8_t* at, int64_t v, Floats* to) {
+    for (int j = 0; j < 4; j++) {
+        Bytes bytes;
+        load_lanes([&](int i) LAMBDA { return at + of.numbers[(v * kBytes / 16 + i) * 4 + j]; }, bytes);
+        widen(reinterpret_cast<Words>(bytes), of.w.type, to[2 * j], to[2 * j + 1]);
     }
-    const auto four = [&](int64_t c, int64_t g) {
-        return fours + (c % planes / 4 * line + (c / planes * w.groups + g) / 2) * 64;
-    };
-    for (int64_t g = 0; g < w.groups; g += 2)
-        for (int64_t c = 0; c < w.group; c += c % 16 == 12 ? 20 : 4) {
-            uint8_t* const to = t.block + (g * w.group / kBlock + c / kBlock) * 256 + c % kBlock * 16;
-            for (int at = 0; at < 64; at += kBytes) {
-                Bytes low, high, even, odd;
-                load(four(c, g) + at, low), load(four(c + 16, g) + at, high);
-                pair(low, high, flip, even, odd);
-                store(to + at, even), store(to + w.group / kBlock * 256 + at, odd);
-            }
-        }
+}
+// The same for all lanes, one group after another, in memory.
+INLINE void numbers_of(const SlotMatrix& w, const uint8_t* at, float* to) {
+    uint16_t few[16] = {};
+    std::memcpy(few, at, 16);
+    if (w.kept() == 16) std::memcpy(few + 8, at + 16, 16);
+    Lanes wide;
+    w.type == Type::bf16 ? load(reinterpret_cast<const Bf16*>(few), wide)
+                         : load(reinterpret_cast<const F16*>(few), wide);
+    for (int64_t id = 0; id < w.lanes / 8; id += w.groups) std::memcpy(to + id, &wide, sizeof wide);
 }
 
-TARGET void regroup(const SlotSection& t) {
-    const Bytes flip = Bytes{} + static_cast<uint8_t>(0x88 ^ sign_bits(Format::q4, t.order));
-    t.w.unit == 8 ? planes_of_eight(t, flip) : planes_of_one(t, flip);
-    if (t.order == Order::signed_eights) to_eights(t.block, int64_t{t.w.group} * t.w.groups * kRows / 2);
-}
-
-// Halves, or zero points, of kFloats bfloat16 or half numbers in the lower or upper half of each word.
-template <bool Upper>
-INLINE void put(const Words& words, Type type, uint16_t* scales, uint8_t* zeros) {
-    const Words number = Upper ? words >> 16 : words & 0xffff;
-    if (zeros || type == Type::bf16) {
-        const Words wide = number << 16;
-        const Floats floats = reinterpret_cast<Floats>(wide);
-        if (!zeros) return to_halves(floats, scales);
-        for (int i = 0; i < kFloats; i++) {
-            const float offset = type == Type::bf16 ? floats[i] : half_to_float(static_cast<uint16_t>(number[i]));
-            zeros[i] = static_cast<uint8_t>(8 - static_cast<int>(offset));
-        }
-        return;
-    }
-    for (int i = 0; i < kFloats; i++) scales[i] = static_cast<uint16_t>(number[i]);
-}
-
-INLINE void section_numbers(const SlotMatrix& w, const uint8_t* from, int64_t output, int64_t input, uint16_t* scales,
-                            uint8_t* zeros) {
-    const int64_t groups = w.groups;
-    const int64_t line = w.kept() * 2;
-    const uint8_t* const first = from + (input / w.group / w.groups * w.n + output) * line;
-    for (int64_t g = 0; g < groups; g += 8)  // kept() is a multiple of 8
-        for (int at = 0; at < 64; at += kBytes) {
-            Bytes v[4];
+// Shuffles kColumns columns of a section, four planes at a time: all their lines may be in one set of a cache.
+INLINE void stage(const InPlanes<true>& of, const uint8_t* from, const uint8_t* next, Bytes* to) {
+    const int64_t plane = of.w.n * of.line;
+    for (int64_t p = 0; p < of.planes; p += 4) {
+        const uint8_t* const ahead = of.ahead(p, from + p * plane, next, plane);
+        for (int c = 0; c < kColumns; c++) {
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) load_lanes(first + (at / 4 + j) * line + 2 * g, 4 * line, v[j]);
-            transpose<Words, Words>(v);
-            for (int j = 0; j < 4; j++) {
-                const Words words = reinterpret_cast<Words>(v[j]);
-                const int64_t even = (g + 2 * j) * kRows + at / 4, odd = even + kRows;
-                if (g + 2 * j < groups) put<false>(words, w.type, scales + even, zeros ? zeros + even : nullptr);
-                if (g + 2 * j + 1 < groups) put<true>(words, w.type, scales + odd, zeros ? zeros + odd : nullptr);
+            for (int j = 0; j < 4; j++) fetch(ahead + j * plane + c * of.line);
+            for (int64_t v = 0; v < of.vectors; v++) {
+                Bytes t[4];
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) load(from + (p + j) * plane + c * of.line + v * kBytes, t[j]);
+                transpose<Bytes, Shorts>(t);
+                std::memcpy(to + (c * of.vectors + v) * of.planes + p, t, sizeof t);
             }
+        }
+    }
+}
+
+// The products of kColumns columns of a section, which are staged if units are of 1, with M rows.
+template <bool One, int M>
+INLINE void add_planes(const InPlanes<One>& of, const uint8_t* from, const uint8_t* next, int64_t section,
+                       int64_t column, const PlanesRow* x, Floats (&total)[M][kColumns]) {
+    using Kind = InPlanes<One>;
+    constexpr int kAtOnce = One ? 1 : kColumns, kLoaded = One ? 4 : 8;
+    const SlotMatrix& w = of.w;
+    const int64_t bytes = w.kept() * 2, number = (section * w.n + column) * bytes;
+    const int64_t plane = One ? 4 * kBytes : w.n * of.line, step = One ? kBytes : of.line;
+    for (int m = 0; m < M; m++)
+        for (Floats& one : total[m]) one = Floats{};
+    float wide[2][kColumns][32];  // of units of 8
+    for (int c = 0; c < kColumns && !One; c++) {
+        numbers_of(w, w.scales + number + c * bytes, wide[0][c]);
+        if (w.offsets) numbers_of(w, w.offsets + number + c * bytes, wide[1][c]);
+    }
+    for (int64_t v = 0; v < of.vectors; v++)
+        for (int c = 0; c < kColumns; c += kAtOnce) {
+            const uint8_t* at = One ? from + (c * of.vectors + v) * of.planes * kBytes : from + v * kBytes;
+            Floats sums[M][8];
+            for (int m = 0; m < M; m++)
+                for (Floats& one : sums[m]) one = Floats{};
+            int64_t place = of.sums(v, 0);
+            for (int64_t first = 0; first < of.planes; first += of.run, place += Kind::kSums * kFloats) {
+                Ints dots[M][8];
+#pragma GCC unroll 2
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++)
+                        std::memcpy(&dots[m][i], x[m].start + place + i % Kind::kSums * kFloats, sizeof dots[m][i]);
+                for (int64_t p = first; p < first + of.run; p += Kind::kStep, at += plane) {
+                    const int64_t operands = of.operands(v, p);
+                    if (!One && v * kBytes % 64 == 0) {
+                        const uint8_t* const ahead = of.ahead(p, at, next + v * kBytes, plane);
+#pragma GCC unroll 8
+                        for (int i = 0; i < kColumns; i++) fetch(ahead + i * step);
+                    }
+#pragma GCC unroll 8
+                    for (int i = 0; i < kLoaded; i++) {
+                        Bytes t, levels[2], q;
+                        load(at + i * step, t);
+                        levels_of(t, levels[0], levels[1]);
+#pragma GCC unroll 2
+                        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                            for (int h = 0; h < 2; h++) {
+                                std::memcpy(&q, x[m].x + operands + (One ? 2 * i + h : h) * kBytes, sizeof q);
+                                dot<false>(dots[m][One ? 2 * i + h : i], levels[h], q);
+                            }
+                    }
+                }
+#pragma GCC unroll 2
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++) {
+                        Floats scale;
+                        std::memcpy(&scale, x[m].scale + place + i % Kind::kSums * kFloats, sizeof scale);
+                        sums[m][i] += __builtin_convertvector(dots[m][i], Floats) * scale;
+                    }
+            }
+            Floats scales[8], offsets[8] = {};
+            if constexpr (One) {
+                numbers_of(of, w.scales + number + c * bytes, v, scales);
+                if (w.offsets) numbers_of(of, w.offsets + number + c * bytes, v, offsets);
+            } else {
+#pragma GCC unroll 8
+                for (int i = 0; i < kColumns; i++) {
+                    std::memcpy(&scales[i], wide[0][i] + v * kFloats, sizeof scales[i]);
+                    if (w.offsets) std::memcpy(&offsets[i], wide[1][i] + v * kFloats, sizeof offsets[i]);
+                }
+            }
+#pragma GCC unroll 2
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; i++) {
+                    Floats all;
+                    std::memcpy(&all, x[m].all + (v * Kind::kSums + i % Kind::kSums) * kFloats, sizeof all);
+                    if (w.offsets) sums[m][i] += offsets[i] * all;
+                    total[m][One ? c : i] += sums[m][i] * scales[i];
+                }
         }
 }
 
-TARGET void regroup_scales(const SlotMatrix& w, int64_t output, int64_t input, uint16_t* to, uint8_t* zeros) {
-    section_numbers(w, w.scales, output, input, to, nullptr);
-    if (zeros) section_numbers(w, w.offsets, output, input, nullptr, zeros);
+// Adds up each of four vectors.
+INLINE void add_up(const Floats* v, float* to) {
+    Bytes t[4];
+    std::memcpy(t, v, sizeof t);
+    transpose<Words, Words>(t);
+    const Floats sum = (reinterpret_cast<Floats>(t[0]) + reinterpret_cast<Floats>(t[1])) +
+                       (reinterpret_cast<Floats>(t[2]) + reinterpret_cast<Floats>(t[3]));
+    for (int i = 0; i < kFloats; i++) to[i % 4] += sum[i];
+}
+
+template <bool One>
+INLINE void planes_of(const SlotWindow& window) {
+    const SlotMatrix& w = window.w;
+    const InPlanes<One> of(w);
+    PlanesRow rows[kSlotRows];
+    Bytes staged[kColumns * 4096 / kBytes];
+    const int64_t blocks = w.k / kBlock;
+    for (int t = 0; t < window.count; t++) std::fill_n(window.y + t * kSlotWindow, window.end - window.first, 0.0f);
+    for (int64_t section = 0; section < w.sections(); section++) {
+        for (int t = 0; t < window.count; t++)
+            arrange(of,
+                    window.rows.blocks + (window.index ? window.index[t] : t) * blocks +
+                        section * w.groups * w.group / kBlock,
+                    rows[t]);
+        for (int64_t column = window.first; column < window.end; column += kColumns) {
+            const uint8_t* from = w.data + (section * of.planes * w.n + column) * of.line;
+            const uint8_t* const next =
+                column + kColumns < window.end || !window.next ? from + kColumns * of.line : window.next;
+            if constexpr (One) {
+                stage(of, from, next, staged);
+                from = reinterpret_cast<const uint8_t*>(staged);
+            }
+            const auto add = [&](auto many, int t) LAMBDA {
+                Floats total[many()][kColumns];
+                add_planes<One, many()>(of, from, next, section, column, rows + t, total);
+                for (int m = 0; m < many(); m++)
+                    for (int c = 0; c < kColumns; c += 4)
+                        add_up(total[m] + c, window.y + (t + m) * kSlotWindow + column - window.first + c);
+            };
+            int t = 0;
+            for (; t + kPass <= window.count; t += kPass) add(std::integral_constant<int, kPass>{}, t);
+            for (; t < window.count; t++) add(std::integral_constant<int, 1>{}, t);
+        }
+    }
+}
+
+TARGET void planes(const SlotWindow& window) {
+    window.w.unit == 1 ? planes_of<true>(window) : planes_of<false>(window);
 }
 
 }  // namespace

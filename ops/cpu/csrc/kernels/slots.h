@@ -22,8 +22,8 @@
 // scale; blocks of matrix.h take 32 loads, 96 logical operations, 64 dots and 24. More rows share what a line was
 // unpacked to. A window's lines are read in runs of up to 256 bytes, and those of the next 32 inputs are prefetched.
 //
-// In planes, neighbouring lanes belong to different groups, so a section of 16 outputs is regrouped into a block of
-// matrix.h, in memory that stays in L2, by 4 shuffles a line, and multiplied by the kernels that read blocks.
+// In planes, activations are put in the order of lanes, once for a window. Sums of a column stay in lanes until its
+// section ends, when they are multiplied by the lanes' scales and added up.
 //
 // A row's results do not depend on the other rows, nor on how outputs are divided into windows.
 #pragma once
@@ -52,11 +52,8 @@ struct SlotMatrix {
         return format == Format::q4 ? 4 : format == Format::w8a8 ? 8 : format == Format::f32 ? 32 : 16;
     }
     SlotMatrix moved(int64_t address) const;
-    float scale(int64_t output) const;  // of w8a8
-    // The section of planes that input c is in, from an output on.
-    const uint8_t* section(int64_t input, int64_t output) const {
-        return data + (input / group / groups * planes() * n + output) * (lanes / 2);
-    }
+    float scale(int64_t output) const;                  // of w8a8
+    int64_t lane(int64_t input, int64_t output) const;  // in planes, the number of a weight's nibble
 };
 
 constexpr int64_t kSlotTile = 128, kSlotWindow = 512;  // outputs of a task, and the most that a window has
@@ -76,28 +73,12 @@ struct SlotWindow {
 };
 void slot_products(const SlotWindow& window);
 
-// Regroups a section of 16 outputs into a row block in an order of matrix.h, and prefetches the same from `next` on, if not
-// null. In blocks of matrices with units of 8, the even ones of 32 inputs come first.
-struct SlotSection {
-    const SlotMatrix& w;
-    const uint8_t* at;
-    Order order;
-    uint8_t* block;
-    const uint8_t* next;
-};
-
 struct SlotKernels {
     void (*nibbles)(const SlotWindow&);  // of q4 that is not in planes, and of w8a8
     void (*levels)(const SlotWindow&);
     void (*floats)(const SlotWindow&);
-    void (*regroup)(const SlotSection&);
-    // The scales, as halves, of 16 outputs for the groups of the section that begins at `input`, and the zero points, or
-    // null: [group][16].
-    void (*regroup_scales)(const SlotMatrix& w, int64_t output, int64_t input, uint16_t* scales, uint8_t* zeros);
+    void (*planes)(const SlotWindow&);
 };
-
-// Puts each 32 activations in the order of a matrix in planes with units of 8: the even ones, then the odd ones.
-void halve(const SlotMatrix& w, const Rows& rows, int64_t count);
 
 // Adds the bias of outputs `first` .. `first` + count - 1 to y.
 void add_slot_bias(const SlotMatrix& w, int64_t first, int64_t count, float* y);

@@ -27,9 +27,9 @@ SHORT void dot(Sums& to, const Loaded& levels, const Loaded& x) {
     to = reinterpret_cast<Sums>(vdotq_s32(reinterpret_cast<int32x4_t>(to), reinterpret_cast<int8x16_t>(levels),
                                           reinterpret_cast<int8x16_t>(x)));
 }
-SHORT void load_lanes(const uint8_t* at, int64_t, Loaded& v) { v = reinterpret_cast<Loaded>(vld1q_u8(at)); }
-SHORT void to_halves(const Given& v, uint16_t* to) {
-    vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(reinterpret_cast<float32x4_t>(v))));
+template <class At>
+SHORT void load_lanes(At&& at, Loaded& v) {
+    v = reinterpret_cast<Loaded>(vld1q_u8(at(0)));
 }
 SHORT void from_halves(const Number& v, Given& to) {
     to = reinterpret_cast<Given>(vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(reinterpret_cast<uint32x4_t>(v)))));
@@ -41,5 +41,5 @@ SHORT void from_halves(const Number& v, Given& to) {
 #include "kernels/slot_products.h"
 
 namespace umbra {
-const SlotKernels slots_neon{nibbles, levels, floats, regroup, regroup_scales};
+const SlotKernels slots_neon{nibbles, levels, floats, planes};
 }

@@ -35,12 +35,10 @@ SHORT void dot(Sums& to, const Loaded& levels, const Loaded& x) {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, q), _mm256_set1_epi16(1)));
     to = reinterpret_cast<Sums>(sum);
 }
-SHORT void load_lanes(const uint8_t* at, int64_t step, Loaded& v) {
-    const auto four = [&](int i) TARGET { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + i * step)); };
+template <class At>
+SHORT void load_lanes(At&& at, Loaded& v) {
+    const auto four = [&](int i) TARGET { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(i))); };
     v = reinterpret_cast<Loaded>(_mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1));
-}
-SHORT void to_halves(const Given& v, uint16_t* to) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<__m256>(v), 0));
 }
 SHORT void from_halves(const Number& v, Given& to) {
     const __m256i words = reinterpret_cast<__m256i>(v);
@@ -54,5 +52,5 @@ SHORT void from_halves(const Number& v, Given& to) {
 #include "kernels/slot_products.h"
 
 namespace umbra {
-const SlotKernels slots_avx2{nibbles, levels, floats, regroup, regroup_scales};
+const SlotKernels slots_avx2{nibbles, levels, floats, planes};
 }

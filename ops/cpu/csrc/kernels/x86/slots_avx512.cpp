@@ -29,15 +29,13 @@ SHORT void dot(Sums& to, const Loaded& levels, const Loaded& x) {
     to = reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(to), reinterpret_cast<__m512i>(levels),
                                                     reinterpret_cast<__m512i>(x)));
 }
-SHORT void load_lanes(const uint8_t* at, int64_t step, Loaded& v) {
-    const auto four = [&](int i) TARGET { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + i * step)); };
+template <class At>
+SHORT void load_lanes(At&& at, Loaded& v) {
+    const auto four = [&](int i) TARGET { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(i))); };
     __m512i all = _mm512_castsi128_si512(four(0));
     all = _mm512_inserti32x4(all, four(1), 1);
     all = _mm512_inserti32x4(all, four(2), 2);
     v = reinterpret_cast<Loaded>(_mm512_inserti32x4(all, four(3), 3));
-}
-SHORT void to_halves(const Given& v, uint16_t* to) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<__m512>(v), 0));
 }
 SHORT void from_halves(const Number& v, Given& to) {
     to = reinterpret_cast<Given>(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v))));
@@ -49,5 +47,5 @@ SHORT void from_halves(const Number& v, Given& to) {
 #include "kernels/slot_products.h"
 
 namespace umbra {
-const SlotKernels slots_avx512{nibbles, levels, floats, regroup, regroup_scales};
+const SlotKernels slots_avx512{nibbles, levels, floats, planes};
 }
