@@ -29,11 +29,12 @@ ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as
 FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured again
 MEASURED = 4  # a step without guesses is measured if none with so many rows was for so many steps
 STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
-MOST_SKIPPED = 15  # steps without looking tokens up after one in which what was found did not pay
-TRIED = 0.005  # how much of the time guesses may take that do not pay, to learn whether they do
-MOST_TRIED = 4.0  # steps' worth of that time, in a row
+MOST_SKIPPED = 3  # steps without looking tokens up after one in which what was found did not pay
+TRIED = 0.005  # how much of the time guesses that do not pay may cost, to learn whether they do
+MOST_TRIED = 4.0  # steps' worth of that, in a row
 FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
 LEARNING = 0.05  # weight of the newest outcome in that
+FIRST_WEIGHT = 4  # of a sequence: what is known of all others counts as much as this number of its own outcomes
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of rows of steps with drafts
 
 
@@ -117,7 +118,11 @@ class Drafts:
         return taken
 
     def _cost(self, rows: int) -> float:
-        """Seconds of a step with so many rows: measured, between two that were, or assumed."""
+        """Seconds of a step with so many rows: measured, between two that were, or assumed; no longer than those of
+        fewer rows each would take, since the first steps of a size may take long for other reasons."""
+        return min([self._known(rows), *(s * rows / n for n, s in self._seconds.items() if n < rows)])
+
+    def _known(self, rows: int) -> float:
         if rows in self._seconds or not self._seconds:
             return self._seconds.get(rows, 1.0)
         known = sorted(self._seconds)
@@ -163,16 +168,18 @@ class Drafts:
     def check(self, sequence: Sequence, tokens: ListOf[int]) -> None:
         """Learns from the guesses of a sequence, tried or not, whose next tokens are `tokens`."""
         own = sequence.rates = self._rates_of(sequence)
+        newest = max(LEARNING, 1 / (FIRST_WEIGHT + sequence.checked))
+        sequence.checked += 1
         for place, (guess, token) in enumerate(zip(sequence.guesses, tokens, strict=False)):
-            for rates in (own, self._rates):
-                rates[place] += ((guess == token) - rates[place]) * LEARNING
+            for rates, weight in ((own, newest), (self._rates, LEARNING)):
+                rates[place] += ((guess == token) - rates[place]) * weight
             if guess != token:
                 break
         sequence.guesses = array("q")
 
     def begin(self, count: int) -> None:
         """Lets tokens be guessed again in the next step, of `count` sequences, of which some begin."""
-        self.guesses |= count <= MOST_DRAFTING and self._left >= MOST_TRIED
+        self.guesses |= count <= MOST_DRAFTING and self._left >= 1
 
     def depth(self, sequences: ListOf[Sequence], count: int) -> int:
         """How many tokens to guess for each of `sequences` after a step of `count` sequences: there may be others, of
@@ -181,15 +188,15 @@ class Drafts:
         if not self.guesses:
             return 0
         taken, each = len(sequences), self._guessing.get(len(sequences), 0.0)
-        expected, best, found = float(count), count / self._cost(count) * MARGIN, 0
+        plain, expected, best, found = count / self._cost(count), float(count), 0.0, 1
         for depth, chance in enumerate(self._chances(sequences), 1):
             expected += chance
             if (worth := expected / (self._cost(count + taken * depth) + depth * each)) > best:
                 best, found = worth, depth
-        if not found:
-            self._left = min(self._left, MOST_TRIED) - each / self._cost(count)
+        if best <= plain * MARGIN:
+            self._left = min(self._left, MOST_TRIED) - max(0.0, 1 - best / plain)
             self.guesses = self._left > 0
-        return found or int(self.guesses)
+        return found if self.guesses else 0
 
     def _rates_of(self, sequence: Sequence) -> list[float]:
         """How often guesses for a sequence come true, by position; before the first, those for all sequences."""

@@ -7,7 +7,7 @@ MATCH = 3  # n: tokens that must have occurred before
 FIRST_HIT_RATE = 0.3  # assumed of a sequence of which no draft is known to be right or wrong
 LEARNING = 0.12  # weight of the newest outcome in a sequence's hit rate
 LEAST_RATE = 0.2  # below it, or where nothing matched, a sequence is looked up again after PAUSE tokens
-PAUSE, LONGEST_PAUSE = 4, 24  # each pause in a row is a token longer
+PAUSE, LONGEST_PAUSE = 4, 8  # each pause in a row is a token longer
 
 
 @dataclass

@@ -51,6 +51,7 @@ class Sequence:
     drafted: int = 0  # number of the last `ids` that are only guessed, while a step checks them
     guesses: "array[int]" = field(default_factory=lambda: array("q"))  # of its next tokens, made after its last step
     rates: list[float] = field(default_factory=list)  # how often guesses come true, by position; empty: none was made
+    checked: int = 0  # how often a guess for it was found to be true or not
     taken: int = 0  # number of its first tokens that the layer which guesses tokens has taken
     looked_up: bool = True  # whether its draft is of `ngrams`
     ngrams: NgramIndex = field(default_factory=NgramIndex)  # which its drafts are looked up in
