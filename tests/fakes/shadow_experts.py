@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cpu_offload.costs import Line
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.device import Device
 from cpu_offload.history import StepRecord
@@ -75,10 +76,10 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
 
 
 class CopyingPlatform(CpuPlatform):
-    """Its device copies experts for long steps, as if the shadow pool were on other NUMA nodes."""
+    """Its device takes no time and copies experts for long steps, as if the shadow pool were on other NUMA nodes."""
 
     device_class: ClassVar[type[CpuDevice]] = CpuDevice
 
     def shadow_device(self, top_k: int, choices: Choices) -> Device:
-        costs = dataclasses.replace(choices.costs, whole=None, copy=0.0)
+        costs = dataclasses.replace(choices.costs, whole=None, copy=0.0, device=Line(0.0, 0.0, 0.0))
         return self.device_class(self.decode_rows, top_k, choices.stream_tokens.value, costs)
