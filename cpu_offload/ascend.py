@@ -57,7 +57,7 @@ class NpuExperts(HostExperts):
         self.store = SlotStore(here.stop - here.start, inner, hidden, plain, kind, ops.dtype, ops.in_planes, pool)
         super().__init__(pool, number, here, self.store)
         self.device, self.number, self.kind, self.index = device, number, kind, len(device.layers)
-        self.layout, self.format = self.store.layout, plain
+        self.layout = self.store.layout
         self.parts = parts_of(self.count, self.slot_bytes)
 
     @property

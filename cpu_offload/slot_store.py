@@ -80,9 +80,11 @@ class SlotBlocks:
         )
 
 
-def npu_blocks(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype: torch.dtype) -> SlotBlocks:
-    """Blocks of these sizes, in planes where the vector cores can read the format (see `expert_slot`)."""
-    in_planes = not unfit(format, hidden, inner, kind)
+def npu_blocks(
+    inner: int, hidden: int, format: Format, kind: ExpertKind, dtype: torch.dtype, in_planes: bool = True
+) -> SlotBlocks:
+    """Blocks of these sizes. `in_planes`: where the vector cores can read the format (see `expert_slot`)."""
+    in_planes = in_planes and not unfit(format, hidden, inner, kind)
     return SlotBlocks(BlockLayout.of(inner, hidden, format, dtype, in_planes, kind.biased), format, kind)
 
 
@@ -100,10 +102,8 @@ class SlotStore:
         in_planes: bool,
         pool: ShadowPool,
     ):
-        meta = AscendExperts(count, inner, hidden, format, dtype, torch.device("meta"), None, in_planes, kind=kind)
-        in_planes = meta.w13.planes is not None
-        self.layout = BlockLayout.of(inner, hidden, format, dtype, in_planes, kind.biased)
-        self.blocks = SlotBlocks(self.layout, format, kind)
+        self.blocks = npu_blocks(inner, hidden, format, kind, dtype, in_planes)
+        self.layout = self.blocks.layout
         memory = torch.frombuffer(allocate(count * self.blocks.block_bytes, pool.teams), dtype=torch.uint8)
         self.storages, self.handles = [memory], None
         self.memory = memory.view(count, -1)

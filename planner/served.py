@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from cpu_offload.planner.model import Shape
 from executor.config.load import read_yaml
 from executor.config.schema import key, leaves, read
 from ops.counted import Done
@@ -39,7 +40,7 @@ class Mixtures:
 
     def used(self, tokens: float) -> float:
         """The experts of a layer that so many tokens use, if all are used equally often."""
-        return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens)
+        return Shape(self.layers, self.experts, self.top_k).used(tokens)
 
 
 class Served(Protocol):

@@ -29,7 +29,7 @@ from executor.checkpoint.packed import weight_files
 from executor.config.load import draft_folder, model_folder
 from executor.engine.engine import Engine
 from executor.engine.page_store import LEAST_SEGMENTS, PageStore, Record, WriteBehind
-from executor.engine.prefixes import CHECKPOINT, KEY_BYTES, key_of, usable
+from executor.engine.prefixes import CHECKPOINT, KEY_BYTES, key_of, usable, whole_pages
 from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence
 from executor.engine.weight_formats import packed_facts
@@ -43,7 +43,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights
 FIRST_RATE = 3e8  # bytes a second that reading is expected to reach before it was measured
 OTHERS = 1 << 40  # pages that a rank says to have of a group that is not its own
 SLOWER = 1.05  # what the rate is raised by for each prompt that is computed because reading seems slow: to try it again
-MORE = tuple[int, bytes]  # a record: the number of its page in the prompt, and its name
+PageRecord = tuple[int, bytes]  # the number of its page in the prompt, and its name
 
 
 class DiskPrefixes:
@@ -154,14 +154,11 @@ class DiskPrefixes:
             return 0
         held = [(held.first, number) for number, held in enumerate(sequence.held)]
         there = {key_of(keys[page], number) for first, number in held for page in range(first, sequence.published)}
-        whole = [number for number, window in enumerate(limits.windows) if window is None]
-        count = sequence.published
-        while count < most and all(key_of(keys[count], number) in store for number in whole):
-            count += 1
+        count = whole_pages(keys, sequence.published, most, limits.windows, store.__contains__)
         count = usable(keys, count, limits.windows, self.size, limits.set_pages > 0, lambda n: n in there or n in store)
         return count if count > sequence.published else 0
 
-    def _records(self, sequence: Sequence) -> list[MORE]:
+    def _records(self, sequence: Sequence) -> list[PageRecord]:
         """The records that a sequence reads, in their order, which is the same on all ranks."""
         keys, pages = sequence.keys, sequence.stored or 0
         found = [
@@ -172,7 +169,7 @@ class DiskPrefixes:
         ]
         return found + [(pages, keys[pages - 1] + CHECKPOINT)] * bool(self.scheduler.limits.set_pages)
 
-    def _read(self, sequence: Sequence, records: ListOf[MORE]) -> int:
+    def _read(self, sequence: Sequence, records: ListOf[PageRecord]) -> int:
         """-> how many of the first `records` were read into the pages and states of a sequence"""
         if sequence.group != self.group:
             return OTHERS

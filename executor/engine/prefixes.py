@@ -61,6 +61,18 @@ class Found(NamedTuple):
         return [*blocks, self.states] if self.states else blocks
 
 
+def whole_pages(
+    keys: ListOf[bytes], first: int, most: int, windows: ListOf[int | None], kept: Callable[[bytes], bool]
+) -> int:
+    """The pages of a prompt, up to `most`, of which the layers that see all tokens have every one, as they have of the
+    `first` ones."""
+    whole = [number for number, window in enumerate(windows) if window is None]
+    count, most = first, min(most, len(keys))
+    while count < most and all(kept(key_of(keys[count], number)) for number in whole):
+        count += 1
+    return count
+
+
 def usable(
     keys: ListOf[bytes], count: int, windows: ListOf[int | None], size: int, states: bool, kept: Callable[[bytes], bool]
 ) -> int:
@@ -119,12 +131,9 @@ class PageCache:
     def find(self, keys: ListOf[bytes], tokens: int, windows: ListOf[int | None] = (None,)) -> Found:
         """What is kept of the beginning of `tokens` tokens, whose full pages have the keys `keys`, for sets of layers
         that see `windows`. The last token is never part of it."""
-        size, count = self.pool.page_size, 0
-        whole = [number for number, window in enumerate(windows) if window is None]
-        keys = keys[: (tokens - 1) // size]
-        while count < len(keys) and all(key_of(keys[count], number) in self.index for number in whole):
-            count += 1
-        pages, count = count, usable(keys, count, windows, size, self.pool.set_pages > 0, self.index.__contains__)
+        size, kept = self.pool.page_size, self.index.__contains__
+        pages = whole_pages(keys, 0, (tokens - 1) // size, windows, kept)
+        count = usable(keys, pages, windows, size, self.pool.set_pages > 0, kept)
         states = self.index.get(keys[count - 1] + CHECKPOINT) if count else None
         found = [Holding(window) for window in windows]
         for number, held in enumerate(found):
