@@ -33,6 +33,16 @@ class Front(Script):
         return [Submit(id, ids, SamplingParams(8, ignore_eos=True, logprobs=1))]
 
 
+class Restoring(Worker):
+    """Reads what is on disk, however fast it computes."""
+
+    def open_disk(self) -> None:
+        super().open_disk()
+        if self.disk and self.disk.store:
+            self.disk.behind.flush(60)
+            self.disk.decide = lambda prefill_rate, pause_s: 1000  # type: ignore[method-assign]
+
+
 def main() -> None:
     _, case_file, prompts, out, _, folder = sys.argv
     case = load_case(case_file)
@@ -41,7 +51,7 @@ def main() -> None:
         runner = make_runner(case, results, ranks)
         runner.setup()
         front = Front(json.loads(Path(prompts).read_text()))
-        Worker(runner, front if ranks.rank == 0 else None).run()
+        Restoring(runner, front if ranks.rank == 0 else None).run()
         if ranks.rank == 0:
             rows = [front.rows(id) for id in range(front.asked)]
             answers = [[[row.tokens, row.logprobs] for row in of] for of in rows]
