@@ -16,7 +16,6 @@ from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine import disk_prefixes, states
 from executor.engine.disk_prefixes import DiskPrefixes
-from executor.engine.drafts import Drafts
 from executor.engine.loop import Loop
 from executor.engine.memory_split import MemorySplit
 from executor.engine.page_store import PageStore
@@ -83,10 +82,12 @@ class Traffic:
         """Every second prompt begins as an earlier one and its answer."""
         draw = self.random
         start: list[int] = []
-        if self.submitted and draw.random() < 0.5:
-            earlier = draw.choice(self.submitted[-8:])
-            start = [*earlier.ids, *(t for row in self.rows.get(earlier.id, []) for t in row.tokens)]
-        ids = [*start, *(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20)))][-40:]
+        answered = [submit for submit in self.submitted if submit.id in self.rows]
+        if answered and draw.random() < 0.5:
+            earlier = draw.choice(answered[-8:])
+            start = [*earlier.ids, *(t for row in self.rows[earlier.id] for t in row.tokens)]
+        end = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20))]
+        ids = [*start[: 40 - len(end)], *end]
         hot, again = draw.random() < 0.5, draw.random() < 0.3
         sampling = SamplingParams(
             draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True,
@@ -119,9 +120,9 @@ class Traffic:
 
 
 def any_cost(took: Callable[..., None]) -> Callable[..., None]:
-    """`took` with the last digits of a step's time in place of it, so that ranks would differ if they did not all learn
-    the times of rank 0. Further rows are mostly cheap."""
-    return lambda drafts, rows, seconds, *more: took(drafts, rows, (0.01 + 1e6 * seconds % 1) / rows, *more)
+    """`took` with a random time of a step, so that ranks would differ if they did not all learn the times of rank 0.
+    Further rows are mostly cheap."""
+    return lambda loop, drafts, step: took(loop, drafts, (step[0], (0.01 + random.random()) / step[0], *step[2:]))
 
 
 class Watched(Worker):
@@ -132,7 +133,7 @@ class Watched(Worker):
     def step(self, step: Step | None) -> None:
         assert self.engine.shadows
         if self.disk and self.steps % FORGET == 0:
-            self.disk.copy(1 << 30)
+            self.disk.finish(60)
             for cache in self.loop.scheduler.caches:
                 cache.trim(0)
         before = self.engine.shadows.published.copy()
@@ -165,7 +166,7 @@ def main() -> None:
         states.INTERVAL = disk_prefixes.DEEP = 8
         DiskPrefixes.decide = any_number  # type: ignore[method-assign]
         PageStore.read = any_fault(PageStore.read)  # type: ignore[method-assign,assignment]
-        Drafts.took = any_cost(Drafts.took)  # type: ignore[method-assign]
+        Loop._took = any_cost(Loop._took)  # type: ignore[method-assign]
         traffic = Traffic(int(steps), 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)
         worker.run()
