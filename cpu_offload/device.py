@@ -45,7 +45,9 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, id: ExpertId, start: int) -> int:
-        """Begins to copy an expert into the slot at byte `start` of the arena; steps run meanwhile. -> a ticket"""
+        """Begins to copy an expert into the slot at byte `start` of the arena; steps run meanwhile. The device may take
+        the expert for resident in every op of a layer that begins after the copy is complete, also within a step.
+        -> a ticket"""
 
     @abstractmethod
     def done(self, ticket: int) -> bool:
@@ -57,11 +59,12 @@ class Device(ABC):
 
     @abstractmethod
     def publish(self, id: ExpertId, start: int) -> None:
-        """Makes the expert resident: from the next step on it is computed from the slot at byte `start`."""
+        """Makes the expert resident, whose copy is complete: from the next step on it is computed from the slot at byte
+        `start`."""
 
     @abstractmethod
     def withdraw(self, id: ExpertId) -> None:
-        """Makes the expert missing: from the next step on no op reads its slot."""
+        """Makes the expert missing, whose copy is not in flight: from the next step on no op reads its slot."""
 
     @abstractmethod
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:

@@ -43,19 +43,19 @@ class ShadowedExperts(ABC):
         experts, which are in `store`."""
         self.pool, self.count = pool, here.stop - here.start
         self.blocks, self.storages = store.blocks, store.storages
-        resident, counts, times = (torch.zeros(size, dtype=INT) for size in (self.count, self.count, 4))
+        resident, counts, hits, times = (torch.zeros(size, dtype=INT) for size in (self.count, self.count, 1, 4))
         self.layer = ShadowLayer(
-            number, store.blocks, store.addresses, resident, counts, times, store, here.start, store.handles
+            number, store.blocks, store.addresses, resident, counts, hits, times, store, here.start, store.handles
         )
         self.fill, self.fill_bias = store.fill, store.fill_bias
         self.table = resident.numpy()  # a view; writing single elements is faster than through torch
         self.first_expert = here.start
         self.long_ids: Tensor | None = None  # (T, k): the routing of a long step, until the manager takes it
 
-    def share(self, counts: Tensor, times: Tensor) -> None:
-        """Makes steps write their routing counts (experts) and times (4) to these tensors. To be called before any
-        capture."""
-        self.layer = dataclasses.replace(self.layer, counts=counts, times=times)
+    def share(self, counts: Tensor, hits: Tensor, times: Tensor) -> None:
+        """Makes steps write their routing counts (experts), hits (1) and times (4) to these tensors. To be called
+        before any capture."""
+        self.layer = dataclasses.replace(self.layer, counts=counts, hits=hits, times=times)
 
     def set_address(self, expert: int, address: int) -> None:
         """Sets the address of the expert on the device; 0: not resident. To be called between two steps."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
-from cpu_offload.history import History, StepRecord
+from cpu_offload.history import Counts, History, StepRecord
 from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
 from cpu_offload.policy.residency import Residency, ResidencySettings
@@ -114,11 +114,11 @@ class ShadowExperts:
         self.in_slot = np.zeros(shape, np.bool_)  # whether the expert has a slot
         self.published = np.zeros(shape, np.bool_)  # whether its copy is complete as well: the expert is resident
         # Steps add to these tensors.
-        self.counts, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (experts, 4))
-        for layer, *rows in zip(self.layers, self.counts, self.times, strict=True):
+        self.counts, self.hits, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (experts, 1, 4))
+        for layer, *rows in zip(self.layers, self.counts, self.hits, self.times, strict=True):
             layer.share(*map(torch.from_numpy, rows))
-        # The value of `counts` when it was last read, and the routing of the interval so far.
-        self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))
+        # The values of `counts` and `hits` when they were last read, and the routing of the interval so far.
+        self.seen, self.seen_hits, self.routed = self.counts.copy(), self.hits.copy(), np.zeros(shape, np.int64)
         self.step = self.step_number = 0  # number of this step, and of decode steps so far
         self.forget()
         self._place_first()
@@ -145,10 +145,12 @@ class ShadowExperts:
         self.device.finish()
         seen = self.counts - self.seen
         self.seen += seen
+        hits = (self.hits - self.seen_hits)[:, 0]
+        self.seen_hits[:] = self.hits
         if not decode:
             self._learn_long(coming)
             return
-        self._record(seen)
+        self._record(seen, hits)
         self.step_number += 1
         self.routed += seen
         if self.step_number % self.settings.interval or self.settings.mode == "resident":
@@ -242,16 +244,15 @@ class ShadowExperts:
         del self.copies[copy.id]
         self.history.copies.append((copy.start, time.monotonic_ns(), *copy.id))
 
-    def _record(self, seen: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
+    def _record(self, seen: Counts, hits: Counts) -> None:
         free, experts = self.arena.free_frames, self.arena.slot_frames
-        hits = np.vecdot(seen, self.published)
         self.history.routed += seen
         self.history.steps.append(
             StepRecord(
                 start=self.started_at,
                 end=time.monotonic_ns(),
                 hits=hits,
-                misses=np.vecdot(seen, ~self.published),
+                misses=seen.sum(axis=1) - hits,
                 times=self.times.copy(),
                 packed=np.packbits(self.published, axis=1),
                 experts=self.published.shape[1],

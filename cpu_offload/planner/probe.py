@@ -53,8 +53,8 @@ class Probe:
         """`eager`: op by op, as in a long step."""
         self.pool, self.top_k, count = pool, shape.top_k, shape.experts
         self.addresses = torch.tensor([block.data_ptr() for block in made])
-        here, device, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 4))
-        self.layer = ShadowLayer(0, blocks, here, device, counts, times, made)
+        here, device, counts, hits, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 1, 4))
+        self.layer = ShadowLayer(0, blocks, here, device, counts, hits, times, made)
         self.ids = torch.full((tokens, self.top_k), count)  # an id beyond the last expert: routed to no expert
         x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, self.top_k), 1 / self.top_k)
         self.x, self.weights, self.turn = x, weights, 0

@@ -154,6 +154,7 @@ class ShadowLayer:
     store: Tensor  # table of the blocks in the shadow store; never changes
     device: Tensor  # table of the resident experts' blocks; 0: not resident
     counts: Tensor  # (experts) int64: += 1 for each time that a token is routed to the expert
+    hits: Tensor  # (1) int64: += 1 for each of these whose expert was resident at the layer's turn
     times: Tensor  # (4) int64 ns, last step: pool began, pool ended, `join` began to wait, `join` went on; 0: no wait
     memory: object  # owns what the addresses in `store` point to
     first_expert: int = 0
@@ -181,7 +182,7 @@ def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
     """Counts the routing of x (T, hidden) to ids (T, k) and hands the experts that are not resident to the pool.
     Returns without waiting for them."""
     job = prepare(pool, layer, x, ids)
-    native.submit(pool=pool.native, work=job.work, counts=pointer(layer.counts, INT))
+    native.submit(pool=pool.native, work=job.work, counts=pointer(layer.counts, INT), hits=pointer(layer.hits, INT))
     return job
 
 
@@ -295,7 +296,8 @@ class Worker:
         live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))
         self.native.add(
             rows=work, layer=layer.number, type=TYPES[dtype], live=pointer(live, torch.uint8),
-            counts=pointer(layer.counts, INT), times=pointer(layer.times, INT), keep=(kept, layer, live),
+            counts=pointer(layer.counts, INT), hits=pointer(layer.hits, INT), times=pointer(layer.times, INT),
+            keep=(kept, layer, live),
         )  # fmt: skip
 
 

@@ -110,10 +110,9 @@ class Copies(Device):
 class SimulatedLayer:
     count: int
     slot_bytes: int
-    counts: Tensor | None = None
 
-    def share(self, counts: Tensor, times: Tensor) -> None:
-        self.counts = counts
+    def share(self, counts: Tensor, hits: Tensor, times: Tensor) -> None:
+        """Only `SimulatedExperts` counts."""
 
     def take_long(self) -> None:
         """Residency learns from decode steps alone here: the routing of prompts is not simulated."""
@@ -182,7 +181,9 @@ class SimulatedExperts:
         self.routed += steps * tokens
         shadows.step_number += steps - 1 if tokens else 0
         if tokens and (shadows.step_number + 1) % INTERVAL == 0:
-            shadows.counts += self.choose.poisson(self.routed * self.pairs * self.uses)
+            routed = self.choose.poisson(self.routed * self.pairs * self.uses)
+            shadows.counts += routed
+            shadows.hits[:, 0] += np.vecdot(routed, shadows.published)
             self.routed = 0
         shadows.times[:, 2] = 1
         shadows.times[:, 3] = 1 + round(exposed * 1e9 / self.sizes.layers)

@@ -82,6 +82,7 @@ def measure(layers: int, experts: int, top_k: int, sequences: int, swap_cost: fl
         counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
         for layer, routed in zip(shadows.layers, counts, strict=True):
             layer.layer.counts.add_(torch.from_numpy(routed))
+            layer.layer.hits.add_(int(routed[layer.table != 0].sum()))
         end(True, [random.randrange(4096) for _ in range(sequences)])
     report = shadows.history.report()
     medians = {part: 1e6 * statistics.median(times[part][steps // 10 :]) for part in PARTS}

@@ -58,10 +58,8 @@ class Model:
         self.store, self.slots = (torch.frombuffer(b, dtype=torch.uint8).view(count, size) for b in buffers)
         fill_experts(count, inner, hidden, kind, self.experts, self)
         self.addresses = torch.tensor([x.data_ptr() for x in self.store])
-        self.layer = shadow.ShadowLayer(
-            3, self.blocks, self.addresses, torch.zeros(count, dtype=torch.int64),
-            torch.zeros(count, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), self.store, first,
-        )  # fmt: skip
+        device, counts, hits, times = (torch.zeros(n, dtype=torch.int64) for n in (count, count, 1, 4))
+        self.layer = shadow.ShadowLayer(3, self.blocks, self.addresses, device, counts, hits, times, self.store, first)
 
     def fill(self, expert: int, which: str, part: Tensor) -> None:
         self.blocks.fill(self.store[expert].data_ptr(), which, part)
@@ -133,10 +131,12 @@ def test_routing_is_counted_and_nobody_waits_where_all_are_resident(pool: shadow
         model.moe(pool, x, weights, ids)
     here = ids[(ids >= 2) & (ids < 10)] - 2
     assert torch.equal(model.layer.counts, 2 * here.bincount(minlength=8))
+    assert model.layer.hits == 2 * len(here)
     assert model.layer.times.tolist() == [0, 0, 0, 0]
     model.place([])
     model.moe(pool, x, weights, ids)
     assert torch.equal(model.layer.counts, 3 * here.bincount(minlength=8))
+    assert model.layer.hits == 2 * len(here)
     assert int(model.layer.times.min()) > 0
 
 

@@ -87,12 +87,13 @@ class Caller:
         return (self.ids - self.model.first)[self.here()].bincount(minlength=len(self.slots))
 
     def check(self) -> None:
-        counts, times = self.model.layer.counts, self.model.layer.times
-        before = counts.clone()
+        counts, hits, times = self.model.layer.counts, self.model.layer.hits, self.model.layer.times
+        before, hits_before = counts.clone(), hits.clone()
         times.fill_(-1)
         assert self.run() == 0
         assert torch.equal(self.sums, self.expected())
         assert torch.equal(counts - before, self.routed())
+        assert hits - hits_before == (self.here() & ~self.missing()).sum()
         began, ended, *rest = times.tolist()
         assert 0 < began <= ended if self.missing().any() else began == ended == 0
         assert rest == [0, 0]

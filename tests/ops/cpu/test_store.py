@@ -47,9 +47,9 @@ def test_a_divided_store_gives_the_same_bits_and_whole_blocks(format: Format, te
         for which in ("gate", "up", "down"):
             stored = whole.dequantised(slots[expert].data_ptr(), which)
             assert torch.equal(stored, experts.dequantised(expert, which))
-    table, counts, times = (torch.zeros(size, dtype=torch.int64) for size in (COUNT, COUNT, 4))
+    table, counts, hits, times = (torch.zeros(size, dtype=torch.int64) for size in (COUNT, COUNT, 1, 4))
     layer = shadow.ShadowLayer(
-        0, store.blocks, store.addresses, table, counts, times, store, first_expert=1, handles=store.handles
+        0, store.blocks, store.addresses, table, counts, hits, times, store, first_expert=1, handles=store.handles
     )
     x, weights = torch.randn(3, HIDDEN), torch.rand(3, 4)
     ids = torch.stack([torch.randperm(COUNT + 2)[:4] for _ in range(3)])  # some are of other ranks

@@ -37,10 +37,9 @@ void bind_shadow(py::module_& m) {
         .def("stop", &ShadowPool::stop);
     m.def(
         "submit",
-        [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work, uintptr_t counts) {
-            submit(Submit{pool, work, at<int64_t>(counts)});
-        },
-        py::arg("pool"), py::arg("work"), py::arg("counts"));
+        [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work, uintptr_t counts,
+           uintptr_t hits) { submit(Submit{pool, work, at<int64_t>(counts), at<int64_t>(hits)}); },
+        py::arg("pool"), py::arg("work"), py::arg("counts"), py::arg("hits"));
     m.def(
         "join",
         [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work, uintptr_t weights,
@@ -58,12 +57,13 @@ void bind_shadow(py::module_& m) {
         .def(
             "add",
             [](Worker& worker, const MoeRows& rows, int64_t layer, int type, uintptr_t live, uintptr_t counts,
-               uintptr_t times, const py::object& keep) {
+               uintptr_t hits, uintptr_t times, const py::object& keep) {
                 worker.add(std::make_shared<JobWork>(rows, layer, kept(keep), static_cast<Type>(type),
-                                                     at<uint8_t>(live), at<int64_t>(counts), at<int64_t>(times)));
+                                                     at<uint8_t>(live), at<int64_t>(counts), at<int64_t>(hits),
+                                                     at<int64_t>(times)));
             },
-            py::arg("rows"), py::arg("layer"), py::arg("type"), py::arg("live"), py::arg("counts"), py::arg("times"),
-            py::arg("keep"))
+            py::arg("rows"), py::arg("layer"), py::arg("type"), py::arg("live"), py::arg("counts"), py::arg("hits"),
+            py::arg("times"), py::arg("keep"))
         .def_property_readonly("context", [](Worker& worker) { return reinterpret_cast<uintptr_t>(&worker); })
         .def_property_readonly("submit", [](Worker&) { return reinterpret_cast<uintptr_t>(&Worker::submit); });
     py::class_<Copier>(m, "Copier")

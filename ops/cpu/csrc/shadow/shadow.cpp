@@ -185,6 +185,7 @@ void Submit::run(Context&) const {
         if (!rows.elsewhere[e] && !rows.address[e])
             throw work->error("expert " + std::to_string(e) + " is neither resident nor in the shadow store");
         counts[e]++;
+        *hits += rows.elsewhere[e] != 0;
     }
     if (!rows.sort()) return;
     if (!pool->submit(work)) throw work->error("the shadow pool was stopped");

@@ -89,6 +89,7 @@ struct Submit {
     std::shared_ptr<ShadowPool> pool;
     std::shared_ptr<ShadowWork> work;
     int64_t* counts;  // (experts) += 1 for each pair
+    int64_t* hits;    // += 1 for each pair whose expert is resident
     void run(Context&) const;
 };
 

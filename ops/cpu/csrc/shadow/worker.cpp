@@ -18,6 +18,7 @@ JobWork::Missing JobWork::take(Job* given) {
         const int64_t id = job->ids[a], e = id - rows.first_expert;
         const bool here = live[a / rows.k] && e >= 0 && e < rows.experts, missing = here && job->slots[e] == 0;
         if (here) counts[e]++;
+        *hits += here && !missing;
         nowhere |= missing && rows.address[e] == 0;
         ids[a] = missing ? id : -1;
     }

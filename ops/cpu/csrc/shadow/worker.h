@@ -22,15 +22,16 @@ struct JobWork : ShadowWork {
     Type type;            // of the model
     const uint8_t* live;  // (tokens) 0: the token only pads the step; its experts are neither counted nor computed
     int64_t* counts;      // (experts) += 1 for each pair
+    int64_t* hits;        // += 1 for each pair whose expert is resident
     int64_t* times;       // (4) when the pool began and ended, then two zeros; all 0: the pool was not needed
     Job* job = nullptr;
     std::vector<float> weights;
 
     // rows.x and rows.ids are scratch memory too; rows.elsewhere is not used.
     JobWork(const MoeRows& rows, int64_t layer, std::shared_ptr<void> keep, Type type, const uint8_t* live,
-            int64_t* counts, int64_t* times)
-        : ShadowWork(rows, layer, nullptr, std::move(keep)), type(type), live(live), counts(counts), times(times),
-          weights(rows.tokens * rows.k) {}
+            int64_t* counts, int64_t* hits, int64_t* times)
+        : ShadowWork(rows, layer, nullptr, std::move(keep)), type(type), live(live), counts(counts), hits(hits),
+          times(times), weights(rows.tokens * rows.k) {}
 
     // Whether experts are not resident; kNowhere: one is not in the store either.
     enum Missing { kNone, kSome, kNowhere };

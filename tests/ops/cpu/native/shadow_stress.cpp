@@ -78,6 +78,7 @@ struct Call {  // as a bridge's callback makes it
 struct Layer {
     std::vector<int64_t> store, device, counts, times, slot_of;
     std::vector<int> free;  // slots
+    int64_t hits = 0;
 };
 
 int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams) {
@@ -126,6 +127,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
     Worker worker(jobs_pool);
     std::vector<float> job_x(x), job_rows(rows), sums(x);
     std::vector<int64_t> job_ids(ids), job_counts(kExperts), job_times(4), missing(ids);
+    int64_t job_hits = 0;
     std::vector<uint8_t> job_live(kTokens, 1);
     std::vector<int32_t> narrow_ids(ids.size());
     std::vector<Call> calls(kLayers);
@@ -143,7 +145,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         };
         const auto work = std::make_shared<ShadowWork>(ShadowWork{
             part(theirs, layer.store.data(), layer.device.data(), shadow_scratch.data()), l, &step, nullptr});
-        tape.add(Submit{shadow, work, layer.counts.data()});
+        tape.add(Submit{shadow, work, layer.counts.data(), &layer.hits});
         if (l == 1) tape.add(Interrupt{&interrupt});
         tape.add(part(ours, layer.device.data(), nullptr, scratch.data()));
         tape.add(Join{shadow,
@@ -154,7 +156,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
                            job_x.data(), job_ids.data(), job_rows.data(),    job_scratch.data(),
                            kTokens,      kTopK,          kExperts,           0,
                            kHidden,      kInner};
-        worker.add(std::make_shared<JobWork>(rows, l, nullptr, Type::f32, job_live.data(), job_counts.data(),
+        worker.add(std::make_shared<JobWork>(rows, l, nullptr, Type::f32, job_live.data(), job_counts.data(), &job_hits,
                                              job_times.data()));
         calls[l].job = {x.data(),
                         narrow_ids.data(),

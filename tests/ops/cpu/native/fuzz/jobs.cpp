@@ -25,7 +25,7 @@ int answer() {
 struct Layer {
     Plane blocks{kExperts * kBlockBytes, 0x35};
     std::vector<int64_t> address = std::vector<int64_t>(kExperts), counts = address;
-    std::vector<int64_t> times = std::vector<int64_t>(4);
+    std::vector<int64_t> hits = std::vector<int64_t>(1), times = std::vector<int64_t>(4);
     std::vector<uint8_t> live = std::vector<uint8_t>(kMostTokens, 1);
     std::vector<float> x = std::vector<float>(kMostTokens * kHidden);
     std::vector<int64_t> ids = std::vector<int64_t>(kMostTokens * kTopK);
@@ -57,7 +57,8 @@ struct Layer {
                           1,
                           kHidden,
                           kInner};
-        return std::make_shared<JobWork>(moe, layer, nullptr, type, live.data(), counts.data(), times.data());
+        return std::make_shared<JobWork>(moe, layer, nullptr, type, live.data(), counts.data(), hits.data(),
+                                         times.data());
     }
 };
 
