@@ -113,15 +113,15 @@ class NpuExperts(HostExperts):
 
 class AscendDevice(Device):
     """In steps of at most `most` tokens the CPU computes the experts that are not resident; in longer steps some of
-    these are copied to the device, as `costs` say."""
+    these are copied to the device, as `costs` say. A data-parallel group has at most `longest` tokens in a step."""
 
     alignment: ClassVar[int] = PLACE
 
     def __init__(
-        self, ops: AscendOps, device: torch.device, top_k: int, most: int, costs: Costs, timeout_s: float,
-        cann: str | None,
+        self, ops: AscendOps, device: torch.device, top_k: int, most: int, longest: int, costs: Costs,
+        timeout_s: float, cann: str | None,
     ):  # fmt: skip
-        self.ops, self.device, self.top_k, self.most = ops, device, top_k, most
+        self.ops, self.device, self.top_k, self.most, self.longest = ops, device, top_k, most, longest
         self.costs, self.timeout_s, self.cann = costs, timeout_s, cann
         self.long: LongSteps | None = None  # if there are such
         self.layers: list[NpuExperts] = []
@@ -159,8 +159,9 @@ class AscendDevice(Device):
         )  # fmt: skip
         if self.most < sys.maxsize:
             self.long = LongSteps(
-                self.ops, self.layers, self.rows, self.slots, self.nodes, self.worker, self.most, self.costs
-            )
+                self.ops, self.layers, self.rows, self.slots, self.nodes, self.worker, self.most, self.longest,
+                self.costs,
+            )  # fmt: skip
         print(self.nodes.bridge.how)
         atexit.register(self.close)  # keeps memory that callbacks use alive until none can be called
 

@@ -2,7 +2,7 @@
 and the shadow pool computes the others (expert_ring.py).
 
     copies   e7 e3 e9 e1 | e4 e0 .. | next layer: e5 ..           into groups of the ring
-    main     ids to the host | rows | residents | e7 e3 e9 e1 | e4 e0 .. | sums
+    main     ids to the host | rows | e7 e3 e9 e1 | residents | e4 e0 .. | sums
     side                            | D2H, callback, H2D ..              |      the shadow pool's experts
 
 The host reads a layer's ids and sorts its (token, expert) pairs by groups of residents, groups of the ring and what is
@@ -11,7 +11,7 @@ shadow pool computes differs, within its rounding. Nothing here was run on an NP
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -22,7 +22,7 @@ import torch_npu
 from torch import Tensor
 
 from cpu_offload.costs import Costs
-from cpu_offload.expert_ring import GROUPS, ExpertRing, Link, group_size
+from cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
 from cpu_offload.experts import ShadowedExperts
 from ops.ascend.bridge import JOB_ROWS, BridgeError
 from ops.ascend.grouped import COUNTS
@@ -50,14 +50,14 @@ class HostExperts(ShadowedExperts):
 class NpuLink(Link):
     """Copies on a stream of its own from the host's experts."""
 
-    def __init__(self, layers: Sequence[HostExperts], slots: ArenaSlots, nodes: ShadowNodes, each: int):
-        super().__init__(GROUPS, each)
+    def __init__(self, layers: Sequence[HostExperts], slots: ArenaSlots, nodes: ShadowNodes, groups: int, each: int):
+        super().__init__(groups, each)
         self.layers, self.nodes = layers, nodes
-        self.banks = [slots.room(each) for _ in range(GROUPS)]
+        self.banks = [slots.room(each) for _ in range(groups)]
         self.stream = torch_npu.npu.Stream()
         self.stream.wait_stream(torch_npu.npu.current_stream())
-        self.copied, self.released = ([torch_npu.npu.Event() for _ in range(GROUPS)] for _ in range(2))
-        self.numbers = [-1] * GROUPS  # of the layer whose experts a group has
+        self.copied, self.released = ([torch_npu.npu.Event() for _ in range(groups)] for _ in range(2))
+        self.numbers = [-1] * groups  # of the layer whose experts a group has
         self.awaited: set[int] = set()  # groups that the main stream may be waiting for
 
     def begin(self, group: int, layer: int, experts: Sequence[int]) -> None:
@@ -108,15 +108,19 @@ class LongSteps:
         nodes: ShadowNodes,
         worker: Worker,
         most: int,
+        longest: int,
         costs: Costs,
     ):
         """`rows` has, for each layer, a table of its experts' first rows in `slots`. Long steps have more than `most`
-        tokens."""
+        tokens, and at most `longest` in a data-parallel group."""
         first = layers[0]
         self.ops, self.layers, self.places, self.slots, self.nodes = ops, layers, rows, slots, nodes
         self.each = group_size(first.slot_bytes, first.count)
-        self.link = NpuLink(layers, slots, nodes, self.each)
+        groups = group_count(longest, first.slot_bytes, first.count)
+        self.link = NpuLink(layers, slots, nodes, groups, self.each)
         self.ring = ExpertRing(self.link, len(layers), first.count, nodes.top_k, costs)
+        self.before, self.after, self.sorted = (torch_npu.npu.Event(enable_timing=True) for _ in range(3))
+        self.timed = False  # whether `before`, the end of a layer, and `sorted`, the next one's rows, are of this step
         self.job_rows = max(JOB_ROWS, most + 1)
         nodes.prepare_rows(self.job_rows)
         nodes.late = self.link.late
@@ -131,6 +135,8 @@ class LongSteps:
         return sum(plane.nbytes for bank in self.link.banks for plane in bank.planes.values())
 
     def begin(self, tokens: int) -> None:
+        self.after.record()
+        self.timed = False
         self.ring.begin(tokens, np.stack([layer.table != 0 for layer in self.layers]))
 
     def end(self) -> None:
@@ -144,10 +150,13 @@ class LongSteps:
         local[(local < 0) | (local >= count)] = count
         pairs = np.bincount(local, minlength=count + 1)[:count]
         experts.layer.counts.add_(torch.from_numpy(pairs))
+        if self.timed:  # by events that happened before the ids of this layer
+            self.ring.lead = self.before.elapsed_time(self.sorted)
         computed = self.ring.plan(experts.index, pairs)
         here = np.flatnonzero((experts.table != 0) & (pairs > 0)).tolist()
         residents = [here[start : start + each] for start in range(0, len(here), each)]
-        groups = [*residents, *self.ring.order(experts.index)]
+        copied, first_copied = self.ring.order(experts.index)
+        groups = [*copied[:first_copied], *residents, *copied[first_copied:]]
         order = by_group(local, count, [*groups, computed])
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
@@ -162,21 +171,32 @@ class LongSteps:
         )
 
         rows, out = x.index_select(0, tokens), x.new_empty(len(order), x.shape[1])
+        self.sorted.record()
+        self.before, self.after, self.timed = self.after, self.before, True
         if used < len(order):
             out[used:] = 0  # experts elsewhere: rows without weight
         if computed:
             torch.ops.umbra.shadow_rows(rows[shared:], chosen, out[shared:used], experts.number, self.nodes.number)
-        slices = map(slice, [0, *ends], ends)
-        given = iter(counts.long().view(-1, each))
-        for addresses in self.places[experts.index].index_select(0, slots).split(each) if residents else ():
-            self._products(rows, out, next(slices), next(given), self.slots.bank(addresses))
-        for group, _ in self.ring.groups(experts.index):
-            self._products(rows, out, next(slices), next(given), self.link.banks[group])
+        slices, given = map(slice, [0, *ends], ends), counts.long().view(-1, each)
+        # The banks come first: asking for the next one releases the last.
+        for bank, part, of_each in zip(self._banks(experts.index, slots, first_copied), slices, given, strict=True):
+            self._products(rows, out, part, of_each, bank)
         if computed:
             self.nodes.join_rows(experts.number)
         if first_expert is not None:
             weights, _ = resident(weights, ids, first, count)
-        return self.ops.sum_rows(out, weights, back_there, ids)
+        sums = self.ops.sum_rows(out, weights, back_there, ids)
+        self.after.record()
+        return sums
+
+    def _banks(self, layer: int, slots: Tensor, first_copied: int) -> Iterator[SlotBank]:
+        """Of the first groups of the ring, of the residents in `slots`, and of the other groups."""
+        for group, _ in self.ring.groups(layer, first_copied):
+            yield self.link.banks[group]
+        for addresses in self.places[layer].index_select(0, slots).split(self.each) if len(slots) else ():
+            yield self.slots.bank(addresses)
+        for group, _ in self.ring.groups(layer):
+            yield self.link.banks[group]
 
     def _products(self, rows: Tensor, out: Tensor, part: slice, counts: Tensor, bank: SlotBank) -> None:
         x, order = rows[part], bank.w13.order

@@ -81,7 +81,8 @@ class CpuExperts(ShadowedExperts):
 
     def _divided(self, ring: ExpertRing, link: CpuLink, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """The engine computes the resident experts and those that are copied to the ring, the shadow pool the rest."""
-        layer = self.layer
+        device, layer = self.device, self.layer
+        ring.lead = 1e3 * (time.perf_counter() - device.since)
         computed = ring.plan(self.index, pairs_of(layer, ids).numpy())
         table = torch.ones_like(layer.device)
         table[computed] = 0
@@ -92,7 +93,9 @@ class CpuExperts(ShadowedExperts):
             table.zero_()
             table[experts] = torch.tensor([block.data_ptr() for block in link.blocks[group, : len(experts)]])
             resident_rows(job)
-        return join(job, weights)
+        out = join(job, weights)
+        device.since = time.perf_counter()
+        return out
 
 
 class CpuDevice(Device):
@@ -145,6 +148,7 @@ class CpuDevice(Device):
         self.streams = 0 < self.stream_tokens <= sum(tokens)
         native.widen(self.streams and not self.ring)
         if self.streams and self.ring:
+            self.since = time.perf_counter()  # the end of a layer, or the beginning of the step
             self.ring.begin(sum(tokens), np.stack([layer.table != 0 for layer in self.layers]))
 
     def finish(self) -> None:  # `join` has waited for the shadow pool

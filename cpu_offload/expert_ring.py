@@ -2,7 +2,7 @@
 and copies run ahead of the layers:
 
     link    l: e7 e3 e9 e1 | l: e4 e0 .. | l+1: e5 ..  | l+1: ..          groups of experts, in the order of layers and,
-    device       l: residents | l: e7 e3 e9 e1 | l: e4 e0 .. | attention  in a layer, of tokens
+    device       l: e7 e3 e9 e1 | l: residents | l: e4 e0 .. | attention  in a layer, of tokens
     CPU          l: the experts of few tokens                | -
 
 A group is free, or it holds experts of one layer: being copied (until its ready event), then computed (until its
@@ -10,13 +10,17 @@ release event, after which the link may write to it again). Before a layer's rou
 nearly sure to be used (SURE expected pairs) are copied; their numbers come from the routing of earlier long steps, so a
 step of a few tokens copies nothing ahead. Once a layer's routing is known, `plan` divides what is missing by measured
 costs (prefill_split.py): what is copied already stays with the device, whose kernels skip experts without tokens;
-what else is worth a copy follows, and the shadow pool computes the rest.
+what else is worth a copy follows, and the shadow pool computes the rest. The division knows how long device and shadow
+pool have nothing to compute of a layer (`lead`), as in attention, while the link fills the ring. The longer a step is,
+the more groups it uses.
 
 One step:
 
     ring.begin(tokens, resident)             copies for the first layers begin
     in each layer, once its routing is known:
         computed = ring.plan(layer, pairs)   the experts for the shadow pool, which starts on them
+        for group, experts in ring.groups(layer, there):
+            ... the device computes `experts`, of the first groups, whose copies have been made
         ... the device computes the residents
         for group, experts in ring.groups(layer):
             ... the device computes `experts`, which lie in the group's blocks in this order
@@ -25,8 +29,11 @@ One step:
 
 The result has the same bits whatever was copied, guessed wrongly, or left to the shadow pool."""
 
+import sys
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +41,9 @@ import numpy as np
 from cpu_offload.costs import Costs
 from cpu_offload.prefill_split import Bools, Pairs, split
 
-GROUPS = 4  # three in use, a fourth absorbs jitter
+GROUPS = 4  # at least: three in use, a fourth absorbs jitter
+USED = 2  # at once: one is computed, one is copied; the others are filled while the device computes the rest of a layer
+AHEAD_BYTES = 32 << 10  # which a link copies in the rest of a layer for each token: 27 GB/s in 1.2 us
 LEAST, MOST = 4, 8  # experts of a group
 GROUP_BYTES = 112 << 20  # of a group, within these bounds
 SURE = 3.0  # expected pairs of an expert: fewer than one in twenty such experts gets no token
@@ -44,6 +53,13 @@ LEARN = 0.5  # the weight of the newest step in the expected routing
 def group_size(slot_bytes: int, experts: int) -> int:
     """Experts of a group, where the largest expert has `slot_bytes` bytes and a layer so many experts."""
     return min(max(LEAST, min(MOST, GROUP_BYTES // max(slot_bytes, 1))), experts)
+
+
+def group_count(tokens: int, slot_bytes: int, experts: int) -> int:
+    """Groups of a ring for steps of so many tokens. With half of a layer's experts there when its routing is known, the
+    device has enough to do while the others are copied."""
+    each = group_size(slot_bytes, experts)
+    return max(GROUPS, min(USED + tokens * AHEAD_BYTES // (each * max(slot_bytes, 1)), experts // 2 // each))
 
 
 class Link(ABC):
@@ -88,12 +104,16 @@ class ExpertRing:
         self.link, self.costs = link, costs
         self.per_token = np.full((layers, experts), top_k / experts)  # expected pairs of each expert for a token
         self.copied = np.zeros(layers, np.int64)  # experts copied for each layer in this step
+        # Milliseconds from the end of a layer's experts to the beginning of the next one's, as last measured.
+        self.lead = 0.0
         self.tokens, self._held, self._wanted, self._empty = 0, dict[int, Held](), dict[int, list[int]](), list[int]()
 
     def begin(self, tokens: int, resident: Bools) -> None:
         """To be called before a long step of `tokens` tokens. `resident` (layers, experts) holds for the whole step."""
         self.end()  # a step before it may have failed
-        self.tokens, self.resident, self._empty = tokens, resident, list(range(self.link.count))
+        self.lead *= tokens / max(self.tokens, 1)
+        count = min(self.link.count, group_count(tokens, self.costs.block_bytes, self.per_token.shape[1]))
+        self.tokens, self.resident, self._empty = tokens, resident, list(range(count))
         self._planned = -1  # the last layer whose routing is known
         self.copied[:] = 0
         expected = tokens * self.per_token
@@ -112,7 +132,7 @@ class ExpertRing:
         begun = [expert for held in self._held.values() if held.layer == layer for expert in held.experts]
         here = self.resident[layer].copy()
         here[begun] = True
-        found = split(pairs, here, self.costs, self.link.each, int(self.copied[layer]))
+        found = split(pairs, here, self.costs, self.link.each, int(self.copied[layer]), self.lead)
         # Where later layers hold every group, no group will be free before this layer ends.
         reached = bool(begun or self._empty)
         self._wanted = {of: experts for of, experts in self._wanted.items() if of > layer}
@@ -120,22 +140,29 @@ class ExpertRing:
         self._copy()
         return found.computed if reached else found.copied + found.computed
 
-    def order(self, layer: int) -> list[list[int]]:
-        """After `plan`: the experts of the groups that `groups` is going to yield."""
-        held, wanted, each = self._held.values(), self._wanted.get(layer, []), self.link.each
-        groups = [experts for of, experts in held if of == layer]
-        groups += [wanted[start : start + each] for start in range(0, len(wanted), each)]
-        return [experts for experts in groups if self.pairs[experts].any()]
+    def order(self, layer: int) -> tuple[list[list[int]], int]:
+        """After `plan`: the experts of the groups that `groups` is going to yield, and how many of the first of these
+        the link has had time for."""
+        held = [experts for of, experts in self._held.values() if of == layer]
+        wanted, each = self._wanted.get(layer, []), self.link.each
+        later = [wanted[start : start + each] for start in range(0, len(wanted), each)]
+        done = bisect_right([count * self.costs.copy for count in accumulate(map(len, held))], self.lead)
+        first, others = (
+            [experts for experts in groups if self.pairs[experts].any()]
+            for groups in (held[:done], held[done:] + later)
+        )
+        return first + others, len(first)
 
-    def groups(self, layer: int) -> Iterator[tuple[int, list[int]]]:
-        """The layer's groups with used experts, and the experts in their blocks, each as soon as the device may be
-        given work that reads it. It is released when the next one is asked for."""
-        while (group := next((g for g, held in self._held.items() if held.layer == layer), None)) is not None:
+    def groups(self, layer: int, most: int = sys.maxsize) -> Iterator[tuple[int, list[int]]]:
+        """The layer's next groups with used experts, `most` of them, and the experts in their blocks, each as soon as
+        the device may be given work that reads it. It is released when the next one is asked for."""
+        while most and (group := next((g for g, held in self._held.items() if held.layer == layer), None)) is not None:
             experts = self._held[group].experts
             if self.pairs[experts].any():
                 self.link.ready(group)
                 yield group, experts
                 self.link.release(group)
+                most -= 1
             self._free(group)
             self._copy()
 

@@ -6,7 +6,9 @@ most tokens are copied to the device, the shadow pool computes the others.
     CPU     the other experts, which have few tokens        another line
 
 A copy costs as much for one token as for a thousand, so of any two experts the one with more tokens is copied. The
-number of copies is the one with the shortest time, `Costs.layer_ms`. Residents never move."""
+number of copies is the one with the shortest time, `Costs.layer_ms`. Residents never move.
+
+Device and CPU begin once the routing is known. The link began before that, as far as the ring had room."""
 
 from dataclasses import dataclass
 
@@ -23,13 +25,13 @@ Bools = npt.NDArray[np.bool_]
 class PrefillSplit:
     copied: list[int]  # experts to copy, in this order: that of their numbers of pairs
     computed: list[int]  # experts that the shadow pool computes
-    ms: float  # predicted for the layer
+    ms: float  # predicted, from when the routing is known
 
 
-def split(pairs: Pairs, here: Bools, costs: Costs, each: int, begun: int = 0) -> PrefillSplit:
+def split(pairs: Pairs, here: Bools, costs: Costs, each: int, begun: int = 0, lead: float = 0.0) -> PrefillSplit:
     """Divides the experts of a layer with so many (token, expert) `pairs` of each. Experts that are `here`, on the
     device or on their way to it, are computed there. Copied ones are computed by groups of `each`; experts without
-    pairs are left out. The link makes `begun` copies for the layer anyway."""
+    pairs are left out. The link makes `begun` copies for the layer anyway, and has had `lead` milliseconds for them."""
     used = pairs > 0
     missing = np.flatnonzero(used & ~here)
     missing = missing[np.argsort(-pairs[missing], kind="stable")]
@@ -40,6 +42,7 @@ def split(pairs: Pairs, here: Bools, costs: Costs, each: int, begun: int = 0) ->
     groups = (len(present) > 0) + np.ceil(copied / each)
     device = costs.device.ms(len(present) + copied, pairs[present].sum() + before, groups)
     shadow = costs.shadow.ms(left, before[-1] - before, np.minimum(left, 1.0))
-    ms = costs.layer_ms(device, shadow, costs.copy * (begun + copied))
+    link = np.maximum(costs.copy * (begun + copied) - lead, costs.copy * copied)
+    ms = costs.layer_ms(device, shadow, link)
     best = int(ms.argmin())
     return PrefillSplit(missing[:best].tolist(), missing[best:].tolist(), float(ms[best]))

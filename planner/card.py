@@ -6,7 +6,7 @@ go through a run's own ring of experts, on simulated streams (planner/streamed_p
 
 from dataclasses import dataclass
 
-from cpu_offload.expert_ring import GROUPS, group_size
+from cpu_offload.expert_ring import group_count, group_size
 from cpu_offload.planner.hits import curve_of, hit_rate
 from executor.config.units import GB
 from planner.cluster import Load
@@ -27,13 +27,15 @@ class Decoded:
 
 
 def resident_share(model: Served, hardware: Hardware, sequences: int, tokens: int, guesses: int = 0) -> float | None:
-    """The share of the experts that fits on the device beside so many sequences; None: these do not fit."""
+    """The share of the experts that fits on the device beside so many sequences and the ring for prompts of so many
+    tokens in one chunk; None: these do not fit."""
     m = model.mixtures
+    size = int(m.expert_bytes)
     room = (hardware.need("device.memory_gb") - hardware.device.reserved_gb) * GB
     left = room - model.rest_bytes(sequences, tokens, guesses)
     if left >= m.nbytes:
         return 1.0
-    left -= GROUPS * group_size(int(m.expert_bytes), m.experts) * m.expert_bytes
+    left -= group_count(tokens, size, m.experts) * group_size(size, m.experts) * m.expert_bytes
     return left / m.nbytes if left >= 0 else None
 
 

@@ -2,7 +2,7 @@
 (cpu_offload/expert_ring.py); what cpu_offload/ascend_prefill.py gives to streams here takes only time (streams.py):
 
     copies   groups of experts                           link to the device
-    main     attention, ids | residents, groups | sums   device
+    main     attention, ids | groups, residents | sums   device
     side     rows to the host, experts, rows back        links, CPU
     host     calls, and the order of a layer's rows once its ids are there
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpu_offload.costs import Costs, Line
-from cpu_offload.expert_ring import GROUPS, ExpertRing, Link, group_size
+from cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
 from ops.ascend.bridge import JOB_ROWS
 from planner.machine import Hardware
 from planner.served import Served
@@ -51,8 +51,8 @@ def cpu_rates(model: Served, hardware: Hardware) -> CpuRates:
 
 
 class SimulatedLink(Link):
-    def __init__(self, simulation: Simulation, each: int, expert_s: float):
-        super().__init__(GROUPS, each)
+    def __init__(self, simulation: Simulation, groups: int, each: int, expert_s: float):
+        super().__init__(groups, each)
         self.simulation, self.expert_s = simulation, expert_s
         self.copied, self.released = dict[int, int](), dict[int, int]()  # group -> number of the work
         self.waits: list[int] = []  # of the next work of the device
@@ -84,19 +84,20 @@ class SimulatedPrefill:
         self.handover = need("host.handover_us") * US
         shadow, nothing = Line(1e3 * self.handover, 1e3 * cpu.expert, 1e3 * cpu.pair), Line(0.0, 0.0, 0.0)
         costs = Costs(0.0, nothing, shadow, 0.0, 1e3 * m.expert_bytes / self.rate, int(m.expert_bytes), (1, 1), 0.0)
-        self.link = self._link(Simulation())
+        self.link = self._link(Simulation(), 0)
         self.ring = ExpertRing(self.link, m.layers, m.experts, m.top_k, costs)
         self.resident = np.tile(np.arange(m.experts) < round(resident * m.experts), (m.layers, 1))
         self.choose = np.random.default_rng(0)
 
-    def _link(self, simulation: Simulation) -> SimulatedLink:
-        m = self.model.mixtures
-        return SimulatedLink(simulation, group_size(int(m.expert_bytes), m.experts), m.expert_bytes / self.rate)
+    def _link(self, simulation: Simulation, tokens: int) -> SimulatedLink:
+        m, size = self.model.mixtures, int(self.model.mixtures.expert_bytes)
+        groups, each = group_count(tokens, size, m.experts), group_size(size, m.experts)
+        return SimulatedLink(simulation, groups, each, m.expert_bytes / self.rate)
 
     def run(self, prompt: int, chunk: int) -> Trace:
         """The prefill of a prompt whose tokens choose experts at random, in chunks of so many tokens."""
         m, simulation = self.model.mixtures, Simulation()
-        self.ring.link = self.link = self._link(simulation)
+        self.ring.link = self.link = self._link(simulation, min(prompt, chunk))
         self.copied = 0
         for cached in range(0, prompt, chunk):
             tokens = min(chunk, prompt - cached)
@@ -120,10 +121,12 @@ class SimulatedPrefill:
             return simulation.add(what, "main", seconds, DEVICE, [number, *after])
 
         device("attention", others, LAYER_CALLS)
-        ids = simulation.add("ids", "main", tokens * m.top_k * 4 / self.rate, LINK_OUT)
-        simulation.add("order of rows", "host", SORT_S * tokens * m.top_k, after=[ids])
+        steps = tokens * m.top_k * 4 / self.rate, SORT_S * tokens * m.top_k, 2 * tokens * m.top_k * row_s
+        ids = simulation.add("ids", "main", steps[0], LINK_OUT)
+        simulation.add("order of rows", "host", steps[1], after=[ids])
         computed = self.ring.plan(layer, pairs)
-        sorted_rows = device("rows", 2 * tokens * m.top_k * row_s, 2)
+        sorted_rows = device("rows", steps[2], 2)
+        self.ring.lead = 1e3 * (others + sum(steps))  # which events tell before the next layer
         rows = np.repeat(np.arange(len(computed)), pairs[computed])
         for start in range(0, len(rows), JOB_ROWS):
             job = rows[start : start + JOB_ROWS]
@@ -133,13 +136,19 @@ class SimulatedPrefill:
             seconds = self.handover + len(np.unique(job)) * self.cpu.expert + len(job) * self.cpu.pair
             simulation.add("experts on the CPU", "side", seconds, CPU)
             simulation.add("rows back", "side", sent, LINK_IN)
+        _, first_copied = self.ring.order(layer)
+
+        def copied(most: int) -> None:
+            for _, experts in self.ring.groups(layer, most):
+                device("copied experts", self._products(pairs[experts]), GROUP_CALLS, link.waits)
+
+        copied(first_copied)
         here = np.flatnonzero(self.resident[layer] & (pairs > 0))
         for first in range(0, len(here), link.each):
             group = here[first : first + link.each]
             gathered = 2 * len(group) * m.expert_bytes / self.read
             device("residents", gathered + self._products(pairs[group]), GROUP_CALLS)
-        for _, experts in self.ring.groups(layer):
-            device("copied experts", self._products(pairs[experts]), GROUP_CALLS, link.waits)
+        copied(m.experts)
         device("sums", tokens * m.top_k * row_s, 1, [simulation.last["side"]] if computed else [])
 
     def _products(self, pairs: NDArray[np.int64]) -> float:

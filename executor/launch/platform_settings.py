@@ -18,6 +18,7 @@ def platform_settings(case: Case) -> PlatformSettings:
         sizes=case.parallel_sizes,
         group_sequences=case.data_config.batch_size // case.attn_dp_size,
         decode_rows=case.decode_rows,
+        prefill_tokens=case.prefill_tokens,
         comm_timeout_s=case.parallel_config.comm_timeout_s,
         threads=case.threads,
         instruction_set=case.instruction_set,

@@ -16,6 +16,7 @@ class PlatformSettings:
     sizes: ParallelSizes
     group_sequences: int  # most sequences of a data-parallel group
     decode_rows: int  # most rows of a decode step, in all data-parallel groups
+    prefill_tokens: int  # most prompt tokens of a data-parallel group in one step
     comm_timeout_s: int
     threads: int | None  # threads of the CPU engine; None: the engine measures how many are useful
     instruction_set: str  # instruction set of the CPU engine

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cpu_offload.expert_ring import GROUPS, group_size
+from cpu_offload.expert_ring import group_count, group_size
 from cpu_offload.manager import layer_number
 from executor.config.case import Case
 from executor.run.activations import Part, product
@@ -102,7 +102,7 @@ class CountedShadows:
     """Takes the place of `ShadowExperts` while a model is built on meta."""
 
     def __init__(self, case: Case, ops: CountedOps, top_k: int):
-        offload, self.groups = case.offload_config, case.attn_dp_size
+        offload, self.groups, self.longest = case.offload_config, case.attn_dp_size, case.prefill_tokens
         self.ops, self.start_layer, self.top_k = ops, offload.start_layer, top_k
         stream = offload.stream_tokens
         # The most tokens of a step whose experts are not streamed.
@@ -142,5 +142,6 @@ class CountedShadows:
         ]
         if self.most < sys.maxsize:
             size = sum(prod(shape) * dtype.itemsize for shape, dtype in first.layout.planes.values())
-            parts.append(product("experts copied for prompts", groups=GROUPS, experts=first.each, B=size))
+            groups = group_count(self.longest, first.layout.block_bytes, first.count)
+            parts.append(product("experts copied for prompts", groups=groups, experts=first.each, B=size))
         return parts

@@ -66,7 +66,8 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
 
         def shadow_device(self, top_k: int, choices: Choices) -> Device:
             most = self.settings.decode_rows + 3 * self.settings.sizes.attn_dp  # padded below
-            return AscendDevice(self.ops, self.device, top_k, most, choices.costs, timeout_s=10, cann=None)
+            longest = self.settings.prefill_tokens
+            return AscendDevice(self.ops, self.device, top_k, most, longest, choices.costs, timeout_s=10, cann=None)
 
         def padded_rows(self, rows: int) -> int:
             return rows + 3

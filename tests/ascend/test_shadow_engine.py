@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cpu_offload.ascend import AscendDevice
+from cpu_offload.expert_ring import GROUPS
 from cpu_offload.manager import ShadowExperts
 from executor.model_runner import ModelRunner
 from executor.run.ascend_memory_plan import make_plan
@@ -275,13 +276,14 @@ def test_the_plan_counts_slots_in_the_devices_layout(tmp_path: Path, capsys: pyt
 
 def test_the_plan_is_what_a_run_allocates(tmp_path: Path) -> None:
     """The arena and its tables, and the weights outside: experts of the first layer have no shadows."""
-    runner = runner_of(tmp_path, "exe_mode=eager", "arena_mb=4", "start_layer=1", mode="elastic")
+    runner = runner_of(tmp_path, "exe_mode=eager", "arena_mb=4", "start_layer=1", mode="elastic", num_experts=128)
     for prompts in (1, 2, 4):
         generate(runner, [[5]] * prompts)
     _, device = parts(runner)
     memory, model = device.memory, runner.engine.model
     plan = make_plan(runner.case, show_offload_plan(runner.case))
     assert device.long
+    assert device.long.link.count > GROUPS
     tables = [device.on_device, *device.orders.values(), *itertools.chain(*device.slots.indices.values())]
     tables += [plane for bank in device.long.link.banks for plane in bank.planes.values()]
     assert plan.of("arena") == sum(tensor.nbytes for tensor in (memory, *tables))

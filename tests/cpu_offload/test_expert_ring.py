@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpu_offload.costs import Costs, Line
-from cpu_offload.expert_ring import SURE, ExpertRing, Link, group_size
+from cpu_offload.expert_ring import SURE, ExpertRing, Link, group_count, group_size
 from cpu_offload.prefill_split import split
 
 LAYERS, EXPERTS, GROUPS, EACH = 3, 12, 3, 2
@@ -30,7 +30,8 @@ def test_a_split_is_the_best_and_copies_experts_of_most_pairs(slip: float) -> No
         pairs, here = choose.integers(0, 60, EXPERTS), choose.random(EXPERTS) < 0.3
         copy, shadow = choose.random() / 2, Line(0.1, *choose.random(2) / 9)
         costs = Costs(0.1, Line(0.01, 0.02, 0.003), shadow, slip, copy, 1, (1, 1), 0.0)
-        found = split(pairs, here, costs, EACH)
+        begun, lead = int(choose.integers(0, 6)), choose.random()
+        found = split(pairs, here, costs, EACH, begun, lead)
         assert {*found.copied, *found.computed} == set(np.flatnonzero((pairs > 0) & ~here))
         assert list(pairs[found.copied + found.computed]) == sorted(pairs[(pairs > 0) & ~here])[::-1]
         for n in range(len(found.copied + found.computed) + 1):
@@ -39,7 +40,8 @@ def test_a_split_is_the_best_and_copies_experts_of_most_pairs(slip: float) -> No
             groups = (len(on_device) > n) + -(-n // EACH)
             device = costs.device.ms(len(on_device), pairs[on_device].sum(), groups)
             cpu = costs.shadow.ms(len(left), pairs[left].sum(), bool(left))
-            assert found.ms <= costs.layer_ms(float(device), float(cpu), n * costs.copy) + 1e-9
+            link = max(n * costs.copy, (begun + n) * costs.copy - lead)
+            assert found.ms <= costs.layer_ms(float(device), float(cpu), link) + 1e-9
     dear = Costs(0.1, Line(0, 0, 0), Line(0, 0.01, 0), slip, 100.0, 1, (1, 1), 0.0)
     assert split(np.ones(EXPERTS), NONE, dear, EACH).copied == []
 
@@ -95,6 +97,21 @@ def test_copies_run_ahead_in_the_order_of_layers_and_of_expected_tokens() -> Non
     assert link.calls[-1] == "drain"
 
 
+def test_the_device_begins_with_what_the_link_had_time_for() -> None:
+    ring, link = ring_of(0.1)
+    ring.begin(100, np.zeros((LAYERS, EXPERTS), np.bool_))
+    ring.lead = 0.45  # of three groups of two copies
+    pairs = np.full(EXPERTS, 9)
+    pairs[:2] = 0
+    assert ring.plan(0, pairs) == []
+    groups, first = ring.order(0)
+    assert (groups, first) == ([[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]], 1)  # the first group has no tokens
+    assert [experts for _, experts in ring.groups(0, first)] == groups[:1]
+    assert not link.reading
+    assert link.calls[-1] == (0, 8, 9)
+    assert [experts for _, experts in ring.groups(0)] == groups[1:]
+
+
 def test_wrong_guesses_and_groups_that_later_layers_hold() -> None:
     ring, _ = ring_of()
     missing = np.zeros((LAYERS, EXPERTS), np.bool_)
@@ -128,6 +145,8 @@ def test_any_order_of_routing_computes_each_used_expert_once() -> None:
             ring.end()
 
 
-def test_the_size_of_a_group() -> None:
+def test_the_size_of_a_group_and_of_a_ring() -> None:
     assert [group_size(size << 20, 256) for size in (0, 1, 20, 100)] == [8, 8, 5, 4]
     assert group_size(1, 3) == 3
+    assert [group_count(tokens, 13 << 20, 256) for tokens in (0, 8192, 32768, 1 << 20)] == [4, 4, 11, 16]
+    assert group_count(1 << 20, 1, 8) == 4

@@ -4,18 +4,27 @@ import pytest
 
 from planner.machine import read_hardware
 from planner.served import named
-from planner.streamed_prefill import CpuRates, SimulatedPrefill
+from planner.streamed_prefill import CpuRates, SimulatedPrefill, cpu_rates
 
 A3 = read_hardware("single_card_a3")
+FLASH = named("deepseek_v4_flash", A3)
+NONE = CpuRates(1e6, 1e6)
 RIVALS = CpuRates(0.0, 0.128e-3)  # which reads an expert again for each of its pairs
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cpu", "seconds"), [(118, RIVALS, 2.5), (8000, RIVALS, 6.0), (8000, CpuRates(1e6, 1e6), 6.0)]
+    ("tokens", "cpu", "seconds"),
+    [
+        (118, RIVALS, 2.5),
+        (8000, RIVALS, 6.0),
+        (8000, NONE, 6.0),
+        (31_500, NONE, 5.6),
+        (31_500, cpu_rates(FLASH, A3), 5.6),
+    ],
 )
 def test_link_device_and_cpu_work_at_once(tokens: int, cpu: CpuRates, seconds: float) -> None:
-    """Nothing is resident; the last of these copies all experts."""
-    simulated = SimulatedPrefill(named("deepseek_v4_flash", A3), A3, 0.0, cpu)
+    """Nothing is resident."""
+    simulated = SimulatedPrefill(FLASH, A3, 0.0, cpu)
     for _ in range(2):
         trace = simulated.run(tokens, tokens)
         assert trace.seconds < seconds

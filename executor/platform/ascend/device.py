@@ -143,7 +143,10 @@ class AscendPlatform(Platform):
         stream_tokens = choices.stream_tokens.value
         most = settings.decode_rows if stream_tokens > 0 else sys.maxsize
         most = max(most, stream_tokens - 1)
-        return AscendDevice(self.own, self.device, top_k, most, choices.costs, settings.shadow_timeout_s, self.cann)
+        return AscendDevice(
+            self.own, self.device, top_k, most, settings.prefill_tokens, choices.costs, settings.shadow_timeout_s,
+            self.cann,
+        )  # fmt: skip
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)
