@@ -28,6 +28,7 @@ from executor.launch.platform_settings import platform_settings
 from executor.platform import load_platform
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
+from executor.run.chunk_plan import with_chunk
 from executor.run.host_memory import check_host_memory
 from executor.run.model_sketch import sketch_of
 from executor.run.prompts import encode_prompts
@@ -158,5 +159,6 @@ class Qwen3MoeRunner(ModelRunner):
 
 
 def make_runner(case: Case, results: Path, ranks: RankEnv) -> ModelRunner:
+    case = with_chunk(case, ranks.rank)
     runner = Qwen3MoeRunner if case.model_name == "qwen3_moe" else ModelRunner
     return runner(case, results, ranks)

@@ -89,7 +89,8 @@ class DataSettings:
     )  # fmt: skip
     chunked_prefill_size: int | None = key(
         None,
-        "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
+        "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit "
+        "or, where experts are copied to an NPU for each step, the largest that fits",
         means=OPEN, minimum=0, elsewhere=("chunked_prefill_size",),
     )  # fmt: skip
     mixed_prefill_size: int | None = key(

@@ -5,6 +5,7 @@ from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from executor.run.activations import Part
 from executor.run.ascend_memory_plan import ARENA, CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.run.chunk_plan import with_chunk
 from executor.run.host_memory import check_host_memory, memory_limit
 from executor.run.model_sketch import cache_of, sketch_of, weights_of
 from umbra.errors import UserError
@@ -23,6 +24,7 @@ REMEDIES = {
 def show_plan(case: Case) -> None:
     """Prints what the case needs, for `--plan`; raises UserError if that is more than a device has."""
     arena: list[Part] = []
+    case = with_chunk(case)
     if case.offload_config.mode != "none":
         from executor.run.shadow_plan import show_offload_plan
 

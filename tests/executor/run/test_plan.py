@@ -16,11 +16,11 @@ from executor.config.units import GB
 from executor.engine.batch_limits import limits_of
 from executor.engine.kv_caches import bind_caches
 from executor.engine.weight_formats import build_of
-from executor.run.activations import Ledger, Part
+from executor.run.activations import Ledger
 from executor.run.ascend_memory_plan import make_plan
+from executor.run.chunk_plan import STEP, plan_with_arena, with_chunk
 from executor.run.counted_shadows import CountedShadows
 from executor.run.memory_report import check_fits, print_plan
-from executor.run.shadow_plan import arena_of, sizes_of
 from models.layers.base import layers_of
 from models.registry import model_class
 from ops.ascend.layout import AscendLayout
@@ -112,11 +112,14 @@ def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, _ in list_cases() if load_case(name).platform == "ascend"])
 def test_every_case_of_ascend_fits(name: str) -> None:
-    case, arena = load_case(name), list[Part]()
-    if case.offload_config.mode != "none":
-        sizes = sizes_of(case)
-        *_, arena = arena_of(case, sizes, sizes.split.experts)
-    check_fits(make_plan(case, arena))
+    case = load_case(name)
+    if case.offload_config.mode == "none":
+        return check_fits(make_plan(case))
+    case = with_chunk(case)
+    check_fits(plan_with_arena(case))
+    if chunk := case.data_config.chunked_prefill_size:
+        assert plan_with_arena(load_case(name, [f"chunked_prefill_size={chunk + STEP}"])).left < 0
+    return None
 
 
 def tiny(folder: Path, *, config: dict[str, Any] | None = None, **sections: Any) -> Case:
