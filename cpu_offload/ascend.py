@@ -4,6 +4,13 @@ each resident expert.
     decode    shadow_submit | residents' sums, from their slots | shadow_join            ops/ascend/shadow.py
     prefill   residents, groups of experts that are copied from the host, the shadow pool       ascend_prefill.py
 
+An expert may become resident within a step: a side stream copies its bytes to a slot and then its place to the table,
+so whose place is there is whole. The table changes at any moment, so both sides of a layer go by one copy of its row.
+The host's own table, which it sends before a step if it has changed, has only what was published; it may erase a place
+that came before that, and the expert is then missing until the next step. Experts leave between steps, after their
+copies have ended: the host's table, without them, precedes the step's first look in the main stream. A long step goes
+by the host's table, in which nobody comes or leaves meanwhile; a place that comes early is not looked at.
+
 The host keeps one copy of every expert, in the device's layout, from which the shadow pool computes and slots are
 filled (slot_store.py). Its memory is registered with the device. Nothing here was run on an NPU.
 """
@@ -80,31 +87,30 @@ class NpuExperts(HostExperts):
         if self.device.long and len(x) > self.device.most:
             self.long_ids = ids
             return self.device.long.mixture(self, x, weights, ids, first_expert)
-        nodes = self.device.nodes.number
-        sums = torch.ops.umbra.shadow_submit(x, ids, weights, self.number, nodes)
-        own = self._own(x, weights, ids, first_expert)
+        nodes, places = self.device.nodes.number, self.device.places[self.index]
+        sums, here = torch.ops.umbra.shadow_submit(x, ids, weights, places, self.number, nodes)
+        own = self._own(x, weights, ids, here, first_expert)
         return torch.ops.umbra.shadow_join(sums, own, self.number, nodes)
 
-    def _own(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
-        """The weighted sums of the resident experts. The vector cores read them from their slots, other kernels from a
-        gathered bank, which has one expert for each pair of token and expert or, if these are more, from banks of all
-        experts."""
+    def _own(self, x: Tensor, weights: Tensor, ids: Tensor, here: Tensor, first: int | None) -> Tensor:
+        """The weighted sums of the experts that are resident by `here`, places as `AscendDevice.open` has them. The
+        vector cores read them from their slots, other kernels from a gathered bank, which has one expert for each pair
+        of token and expert or, if these are more, from banks of all experts."""
         device, ops = self.device, self.device.ops
         if ops.few(len(x), self):
-            here = device.here[self.index]
             return calls.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.float_sums)
         if not device.by_pair(len(x), self.count):
-            return self._of_all(x, weights, ids, first)
+            return self._of_all(x, weights, ids, here.abs(), first)
         if first is not None:
             weights, ids = resident(weights, ids, first, self.count)
-        bank = device.slots.bank(device.rows[self.index].index_select(0, ids.flatten()))
+        bank = device.slots.bank(here.index_select(0, ids.flatten()).abs())
         return ops.moe(x, weights, device.orders[len(x)], bank, None)
 
-    def _of_all(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
+    def _of_all(self, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, first: int | None) -> Tensor:
         """The weighted sums of banks of all experts, part by part; those that are not resident are zeros."""
 
         def of(part: slice) -> Tensor:
-            bank = self.device.slots.bank(self.device.rows[self.index][part])
+            bank = self.device.slots.bank(rows[part])
             begin = first if len(self.parts) == 1 else (first or 0) + part.start
             return self.device.ops.moe(x, weights, ids, bank, begin)
 
@@ -144,22 +150,23 @@ class AscendDevice(Device):
         self.memory, first = memory, self.layers[0]
         self.registered = [Registered(layer.store.memory, f"layer {layer.number}") for layer in self.layers]
         self.slots = ArenaSlots(memory, end, first.layout, first.store.experts)
-        # Two tables of each expert's first row. An expert that is not resident has -1 in the first, for kernels that
-        # skip it, and the row of the zeros in the second.
-        self.on_host = pinned((2, len(self.layers), first.count), torch.int32, "table of experts")
-        self.on_host[0], self.on_host[1] = -1, self.slots.nowhere
-        self.on_device = torch.empty(self.on_host.shape, dtype=torch.int32, device=self.device)
-        self.here, self.rows = ([fixed(from_dlpack(row)) for row in table] for table in self.on_device)
+        # Tables of each expert's place, its first row. An expert that is not resident has minus the row of the zeros:
+        # below 0, so that kernels skip it, or the zeros by `abs`. The third has the places to which copies go.
+        shape = len(self.layers), first.count
+        self.on_host, self.coming = (pinned(shape, torch.int32, "table of experts") for _ in range(2))
+        self.on_host.fill_(-self.slots.nowhere)
+        self.on_device = torch.empty(shape, dtype=torch.int32, device=self.device)
+        self.places = [fixed(from_dlpack(row)) for row in self.on_device]
         self.changed = True
         self.worker = Worker(self.pool)
-        tables = {layer.number: layer.layer.device for layer in self.layers}
+        numbers = [layer.number for layer in self.layers]
         self.nodes = ShadowNodes(
-            self.worker.submit, self.worker.context, tables, first.layout.hidden, self.top_k, self.ops.dtype,
-            self.timeout_s, self.cann,
+            self.worker.submit, self.worker.context, numbers, first.count, first.layout.hidden, self.top_k,
+            self.ops.dtype, self.timeout_s, self.cann,
         )  # fmt: skip
         if self.most < sys.maxsize:
             self.long = LongSteps(
-                self.ops, self.layers, self.rows, self.slots, self.nodes, self.worker, self.most, self.longest,
+                self.ops, self.layers, self.on_host, self.slots, self.nodes, self.worker, self.most, self.longest,
                 self.costs,
             )  # fmt: skip
         print(self.nodes.bridge.how)
@@ -181,8 +188,10 @@ class AscendDevice(Device):
     def copy(self, id: ExpertId, start: int) -> int:
         layer, ticket, event = self.layers[id[0]], next(self.tickets), torch_npu.npu.Event()
         slot = layer.layout.views(self.memory[start : start + layer.slot_bytes])
+        self.coming[id] = start // PLACE
         with torch_npu.npu.stream(self.side):
             send((slot[name], plane) for name, plane in layer.planes(id[1]).items())
+            send([(self.on_device[id], self.coming[id])])
             event.record()
         self.under_way[ticket] = event
         return ticket
@@ -199,15 +208,13 @@ class AscendDevice(Device):
         del self.under_way[ticket]
 
     def publish(self, id: ExpertId, start: int) -> None:
-        self._set_rows(id, (start // PLACE, start // PLACE))
+        self._place(id, start // PLACE)
 
     def withdraw(self, id: ExpertId) -> None:
-        self._set_rows(id, (-1, self.slots.nowhere))
+        self._place(id, -self.slots.nowhere)
 
-    def _set_rows(self, id: ExpertId, rows: tuple[int, int]) -> None:
-        layer, expert = id
-        self.layers[layer].set_address(expert, rows[0] + 1)  # the host's table has 0 for an expert that is not resident
-        self.on_host[:, layer, expert] = torch.tensor(rows)
+    def _place(self, id: ExpertId, place: int) -> None:
+        self.on_host[id] = place
         self.changed = True
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
@@ -243,6 +250,8 @@ class AscendDevice(Device):
 
     def finish(self) -> None:
         self.nodes.finish()
+        for event in self.under_way.values():
+            event.query()  # raises an error if the copy has failed, whose expert the step may have taken for resident
         if self.long:
             self.long.end()
 

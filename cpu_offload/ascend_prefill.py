@@ -103,7 +103,7 @@ class LongSteps:
         self,
         ops: AscendOps,
         layers: Sequence[HostExperts],
-        rows: Sequence[Tensor],
+        places: Tensor,
         slots: ArenaSlots,
         nodes: ShadowNodes,
         worker: Worker,
@@ -111,10 +111,11 @@ class LongSteps:
         longest: int,
         costs: Costs,
     ):
-        """`rows` has, for each layer, a table of its experts' first rows in `slots`. Long steps have more than `most`
-        tokens, and at most `longest` in a data-parallel group."""
+        """`places` (layers, experts) int32, on the host, has each resident expert's first row in `slots`, and numbers
+        below 0 for the others; it does not change within a step. Long steps have more than `most` tokens, and at most
+        `longest` in a data-parallel group."""
         first = layers[0]
-        self.ops, self.layers, self.places, self.slots, self.nodes = ops, layers, rows, slots, nodes
+        self.ops, self.layers, self.places, self.slots, self.nodes = ops, layers, places.numpy(), slots, nodes
         self.each = group_size(first.slot_bytes, first.count)
         groups = group_count(longest, first.slot_bytes, first.count)
         self.link = NpuLink(layers, slots, nodes, groups, self.each)
@@ -126,7 +127,8 @@ class LongSteps:
         nodes.late = self.link.late
         slots.prepare(self.each)
         for layer in (experts.layer for experts in layers):  # the host counts
-            aside = replace(layer, counts=torch.zeros_like(layer.counts), times=torch.zeros_like(layer.times))
+            counts, hits, times = map(torch.zeros_like, (layer.counts, layer.hits, layer.times))
+            aside = replace(layer, counts=counts, hits=hits, times=times)
             worker.layer(aside, self.job_rows, 1, ops.dtype)
 
     @property
@@ -137,7 +139,7 @@ class LongSteps:
     def begin(self, tokens: int) -> None:
         self.after.record()
         self.timed = False
-        self.ring.begin(tokens, np.stack([layer.table != 0 for layer in self.layers]))
+        self.ring.begin(tokens, self.places >= 0)
 
     def end(self) -> None:
         self.ring.end()
@@ -153,7 +155,8 @@ class LongSteps:
         if self.timed:  # by events that happened before the ids of this layer
             self.ring.lead = self.before.elapsed_time(self.sorted)
         computed = self.ring.plan(experts.index, pairs)
-        here = np.flatnonzero((experts.table != 0) & (pairs > 0)).tolist()
+        rows_of = self.places[experts.index]
+        here = np.flatnonzero((rows_of >= 0) & (pairs > 0)).tolist()
         residents = [here[start : start + each] for start in range(0, len(here), each)]
         copied, first_copied = self.ring.order(experts.index)
         groups = [*copied[:first_copied], *residents, *copied[first_copied:]]
@@ -165,9 +168,9 @@ class LongSteps:
         jobs = np.full(-(-(used - shared) // self.job_rows) * self.job_rows, -1)
         jobs[: used - shared] = np.repeat(computed, pairs[computed]) + first
         amounts = [[*pairs[group], *[0] * (each - len(group))] for group in groups]
-        places = [group + group[:1] * (each - len(group)) for group in residents]
+        padded = [expert for group in residents for expert in group + group[:1] * (each - len(group))]
         tokens, back_there, chosen, counts, slots = self._on_device(
-            order[:used] // ids.shape[1], back, jobs, np.ravel(amounts), np.ravel(places)
+            order[:used] // ids.shape[1], back, jobs, np.ravel(amounts), rows_of[padded]
         )
 
         rows, out = x.index_select(0, tokens), x.new_empty(len(order), x.shape[1])
@@ -193,8 +196,8 @@ class LongSteps:
         """Of the first groups of the ring, of the residents in `slots`, and of the other groups."""
         for group, _ in self.ring.groups(layer, first_copied):
             yield self.link.banks[group]
-        for addresses in self.places[layer].index_select(0, slots).split(self.each) if len(slots) else ():
-            yield self.slots.bank(addresses)
+        for places in slots.split(self.each) if len(slots) else ():
+            yield self.slots.bank(places)
         for group, _ in self.ring.groups(layer):
             yield self.link.banks[group]
 

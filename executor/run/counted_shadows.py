@@ -56,7 +56,7 @@ class CountedShadow:
         ops = self.shadows.ops
         if len(x) > self.shadows.most:
             return self._long(x, ids)
-        sums = ops.made("sums of the CPU", x, *x.shape)
+        sums, here = ops.made("sums of the CPU", x, *x.shape), ops.made("who is resident", ids, self.count)
         by_pair = self.by_pair(ids.numel())
         whole = by_pair or len(self.parts) == 1
         of_parts = (
@@ -64,7 +64,7 @@ class CountedShadow:
             for count in ([ids.numel()] if by_pair else self.parts)
         )
         total = reduce(lambda total, of_part: ops.made("sums of parts", x, *x.shape), of_parts)
-        del total, sums
+        del total, here, sums
         return ops.made("sums of both", x, *x.shape)
 
     def _long(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class CountedShadows:
         """What steps read beside the arena: tables, and experts that long steps copy."""
         first, each = self.layers[0], self.layers[0].layout.block_bytes // PLACE
         parts = [
-            product("first rows of experts", tables=2, layers=len(self.layers), experts=first.count, B=4),
+            product("first rows of experts", layers=len(self.layers), experts=first.count, B=4),
             product("rows of banks", tables=2, rows=sum(self.banks(rows)) * each, B=4),
             product("pairs of tokens and experts", pairs=sum(self._pairs(rows)), B=4),
         ]

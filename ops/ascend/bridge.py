@@ -21,7 +21,7 @@ class Job(ctypes.Structure):
     """The job that a worker receives; job.h has the shapes."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "slots", "sums")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "places", "sums")),
         *((name, ctypes.c_int64) for name in ("tokens", "top_k", "hidden", "layer", "step")),
         ("done", ctypes.c_void_p),
     )

@@ -15,7 +15,7 @@ from umbra.errors import UserError
 # (published: vllm-ascend 8851).
 MOST = 127 << 20
 PAGE = 4096
-TO_DEVICE = 1  # ACL_MEMCPY_HOST_TO_DEVICE
+TO_DEVICE, ON_DEVICE = 1, 3  # ACL_MEMCPY_HOST_TO_DEVICE, ACL_MEMCPY_DEVICE_TO_DEVICE
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
@@ -64,14 +64,13 @@ class Registered:
         self.slices.clear()
 
 
-def send(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies (to, from) registered memory to the device, on the current stream. `copy_` would wait for each: torch_npu
-    2.13 takes for pinned only what it has allocated."""
+def send(copies: Iterable[tuple[Tensor, Tensor]], way: int = TO_DEVICE) -> None:
+    """Copies (to, from) registered memory to the device, or memory of the device, on the current stream. `copy_` would
+    wait for each of the former, since torch_npu 2.13 takes for pinned only what it has allocated, and launch a kernel
+    for each of the latter."""
     stream = torch_npu.npu.current_stream().npu_stream  # what was launched before has reached the stream then
     for to, source in copies:
         if to.nbytes != source.nbytes:
             raise RuntimeError(f"{source.nbytes} bytes for {to.nbytes}")
-        if error := _acl().aclrtMemcpyAsync(
-            to.data_ptr(), to.nbytes, source.data_ptr(), source.nbytes, TO_DEVICE, stream
-        ):
+        if error := _acl().aclrtMemcpyAsync(to.data_ptr(), to.nbytes, source.data_ptr(), source.nbytes, way, stream):
             raise RuntimeError(f"aclrtMemcpyAsync returned {error}")

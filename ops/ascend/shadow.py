@@ -1,8 +1,12 @@
 """Experts on the CPU inside a step on the NPU: `submit` starts the CPU's part, the NPU then computes the resident
 experts, and `join` adds both sums.
 
-    main    .. x, ids, weights | submit    resident experts    join | own + sums ..
-    side                       |->  D2H, callback, H2D         ->|
+    main    .. x, ids, weights | submit: D2D   resident experts    join | own + sums ..
+    side                                |->  D2H, callback, H2D      ->|
+
+Who is resident may change at any moment of a step, since copies of experts end when they do. So `submit` first copies
+the layer's row of the table, and both sides decide by this copy: each pair of a token and an expert is computed by one
+of them.
 
 The callback (bridge.py) passes the job to the shadow pool (Worker in ops/cpu/shadow.py) and blocks only the side
 stream. It returns each token's weighted sum over the experts that are not resident, in the model's type, so `join` is
@@ -19,7 +23,7 @@ Nothing here was run on an NPU.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +31,14 @@ import torch_npu
 from torch import Tensor
 
 from ops.ascend.bridge import Bridge, BridgeError, Job
-from ops.ascend.host_memory import pinned
+from ops.ascend.host_memory import ON_DEVICE, pinned, send
 
 SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
-LIBRARY.define("shadow_submit(Tensor x, Tensor ids, Tensor weights, int layer, int nodes) -> Tensor")
+LIBRARY.define(
+    "shadow_submit(Tensor x, Tensor ids, Tensor weights, Tensor places, int layer, int nodes) -> (Tensor, Tensor)"
+)
 LIBRARY.define("shadow_join(Tensor sums, Tensor own, int layer, int nodes) -> Tensor")
 LIBRARY.define("shadow_rows(Tensor x, Tensor ids, Tensor(a!) out, int layer, int nodes) -> ()")
 
@@ -41,9 +47,10 @@ LIBRARY.define("shadow_rows(Tensor x, Tensor ids, Tensor(a!) out, int layer, int
 class Node:
     """One layer's buffers for one number of tokens. Captured graphs hold their addresses, so they are never freed."""
 
-    x: Tensor  # (tokens, hidden), the model's type; this and the next three are pinned
+    x: Tensor  # (tokens, hidden), the model's type; this and the next four are pinned
     ids: Tensor  # (tokens, top_k) int32
     weights: Tensor  # (tokens, top_k), the model's type
+    places: Tensor  # (experts) int32; below 0: not resident
     sums: Tensor  # as `x`
     fork: torch_npu.npu.Event
     back: torch_npu.npu.Event
@@ -52,8 +59,7 @@ class Node:
 
 
 class ShadowNodes:
-    """The nodes of a model's layers. For each layer number, `slots` has a table (experts) int64 on the host, which is
-    written in place between steps and passed with each job."""
+    """The nodes of the layers with these numbers, which have `experts` experts each."""
 
     alive: dict[int, "ShadowNodes"] = {}  # number, as captured in graphs, -> nodes  # noqa: RUF012
     numbers = itertools.count()
@@ -62,17 +68,17 @@ class ShadowNodes:
         self,
         submit: int,
         context: int,
-        slots: Mapping[int, Tensor],
+        layers: Sequence[int],
+        experts: int,
         hidden: int,
         top_k: int,
         dtype: torch.dtype,
         timeout_s: float,
         cann: str | None = None,
     ):
-        if any(row.device.type != "cpu" or row.dtype != torch.int64 for row in slots.values()):
-            raise ValueError("slots are to be int64 tables on the host")
         self.bridge = Bridge(submit, context, timeout_s, cann)
-        self.slots, self.hidden, self.top_k, self.dtype, self.timeout_s = slots, hidden, top_k, dtype, timeout_s
+        self.layers, self.experts, self.hidden, self.top_k = layers, experts, hidden, top_k
+        self.dtype, self.timeout_s = dtype, timeout_s
         self.nodes: dict[tuple[int, int], Node] = {}  # (tokens, layer) -> node
         self.side = torch_npu.npu.Stream()
         self.bridge.subscribe(self.side.npu_stream)
@@ -85,7 +91,7 @@ class ShadowNodes:
 
     def prepare(self, tokens: int) -> None:
         """Allocates the buffers of steps of `tokens` tokens, which cannot be allocated while a graph is captured."""
-        for layer in self.slots:
+        for layer in self.layers:
             if (tokens, layer) not in self.nodes:
                 self.nodes[tokens, layer] = self.make_node(tokens, layer)
 
@@ -94,43 +100,52 @@ class ShadowNodes:
         wide, narrow = (tokens, self.hidden), (tokens, self.top_k)
         x, sums = (pinned(wide, self.dtype, f"layer {layer}") for _ in range(2))
         ids, weights = (pinned(narrow, dtype, f"layer {layer}") for dtype in (torch.int32, self.dtype))
-        return self._node(x, ids, weights, sums, self.slots[layer], layer)
+        return self._node(x, ids, weights, self._places(f"layer {layer}"), sums, layer)
 
-    def _node(self, x: Tensor, ids: Tensor, weights: Tensor, sums: Tensor, slots: Tensor, layer: int) -> Node:
+    def _places(self, what: str) -> Tensor:
+        return pinned((self.experts,), torch.int32, what)
+
+    def _node(self, x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, sums: Tensor, layer: int) -> Node:
         job = Job(
-            *(t.data_ptr() for t in (x, ids, weights, slots, sums)), *ids.shape, self.hidden, layer, -1, None
+            *(t.data_ptr() for t in (x, ids, weights, places, sums)), *ids.shape, self.hidden, layer, -1, None
         )  # fmt: skip
         payload = self.bridge.payload(job, sums.nbytes)
-        return Node(x, ids, weights, sums, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
+        return Node(x, ids, weights, places, sums, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
 
     def prepare_rows(self, job_rows: int) -> None:
         """Allocates the buffers of `rows`, jobs of so many, which differ from all numbers of tokens of other steps."""
         x, sums = (pinned((job_rows, self.hidden), self.dtype, "long steps") for _ in range(2))
         ids, weights = (pinned((job_rows, 1), dtype, "long steps") for dtype in (torch.int32, self.dtype))
         weights.fill_(1)
-        self.nobody = torch.zeros_like(next(iter(self.slots.values())))  # who is resident, as those jobs see it
-        self.of_rows = {layer: self._node(x, ids, weights, sums, self.nobody, layer) for layer in self.slots}
+        nobody = self._places("long steps").fill_(-1)
+        self.of_rows = {layer: self._node(x, ids, weights, nobody, sums, layer) for layer in self.layers}
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """x (tokens, hidden), ids, weights (tokens, top_k) -> sums (tokens, hidden), which are valid only after `join`.
-        The main stream does not wait."""
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """x (tokens, hidden), ids, weights (tokens, top_k), places (experts) int32 -> sums (tokens, hidden), which are
+        valid only after `join`, and the places by which the host decides which experts are missing: those below 0. The
+        main stream does not wait."""
         node = self._of(len(x), layer)
-        for name, given, wanted in (("x", x, node.x), ("ids", ids, node.ids), ("weights", weights, node.weights)):
+        for name, given, wanted in (
+            ("x", x, node.x), ("ids", ids, node.ids), ("weights", weights, node.weights),
+            ("places", places, node.places),
+        ):  # fmt: skip
             if given.shape != wanted.shape or given.dtype != wanted.dtype or not given.is_contiguous():
                 raise ValueError(f"layer {layer}: {name} is {given.dtype} {tuple(given.shape)}, or not contiguous")
-        sums = torch.empty_like(x)
+        sums, here = torch.empty_like(x), torch.empty_like(places)
+        send([(here, places)], ON_DEVICE)
         node.fork.record()
         with torch_npu.npu.stream(self.side):
             node.fork.wait()
             node.x.copy_(x, non_blocking=True)
             node.ids.copy_(ids, non_blocking=True)
             node.weights.copy_(weights, non_blocking=True)
+            node.places.copy_(here, non_blocking=True)
             # Reading `npu_stream` drains torch_npu's task queue, so the callback is enqueued after the copies.
             self.bridge.launch(self.side.npu_stream, node.payload)
             sums.copy_(node.sums, non_blocking=True)
             node.back.record()
-        node.held = (x, ids, weights, sums)
-        return sums
+        node.held = (x, ids, weights, here, sums)
+        return sums, here
 
     def join(self, sums: Tensor, own: Tensor, layer: int) -> Tensor:
         """own (tokens, hidden), the resident experts' weighted sums in the model's type -> own + sums."""
@@ -226,8 +241,8 @@ def happened(event: torch_npu.npu.Event) -> bool:
         return False
 
 
-def _submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
-    return ShadowNodes.alive[nodes].submit(x, ids, weights, layer)
+def _submit(x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, layer: int, nodes: int) -> tuple[Tensor, Tensor]:
+    return ShadowNodes.alive[nodes].submit(x, ids, weights, places, layer)
 
 
 def _join(sums: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
@@ -241,5 +256,9 @@ def _rows(x: Tensor, ids: Tensor, out: Tensor, layer: int, nodes: int) -> None:
 LIBRARY.impl("shadow_rows", _rows, "PrivateUse1")
 LIBRARY.impl("shadow_submit", _submit, "PrivateUse1")
 LIBRARY.impl("shadow_join", _join, "PrivateUse1")
-LIBRARY.impl("shadow_submit", lambda x, ids, weights, layer, nodes: torch.empty_like(x), "Meta")
+LIBRARY.impl(
+    "shadow_submit",
+    lambda x, ids, weights, places, layer, nodes: (torch.empty_like(x), torch.empty_like(places)),
+    "Meta",
+)
 LIBRARY.impl("shadow_join", lambda sums, own, layer, nodes: torch.empty_like(own), "Meta")

@@ -94,6 +94,12 @@ def races(given: list[str]) -> list[tuple[str, str]]:
     return found
 
 
+def touching(given: list[str], memory: range) -> list[str]:
+    """The tasks that read or write some of this memory."""
+    parts = map(_parts, given)
+    return [text for _, text, of in parts if any(a < memory.stop and memory.start < b for a, b in of)]
+
+
 def _parts(line: str) -> tuple[str, str, Ranges]:
     """-> stream, what it is given, and the memory that it reads and writes"""
     stream, _, rest = line.partition(" ")

@@ -1,13 +1,17 @@
 """Cases with shadow experts on the fake device: the calls of a step, experts that move between steps, and faults."""
 
+import ctypes
 import itertools
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cpu_offload import ascend
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.expert_ring import GROUPS
 from cpu_offload.manager import ShadowExperts
@@ -17,19 +21,23 @@ from executor.run.memory_report import show_plan
 from executor.run.shadow_plan import show_offload_plan
 from models.layers.base import layers_of
 from ops.ascend import vector_core
-from ops.ascend.bridge import BridgeError
+from ops.ascend.bridge import BridgeError, Job
 from ops.ascend.ops import AscendOps
 from planner.streams import CPU
-from tests.ascend.clock import Rates, races, timed
+from tests.ascend.clock import Rates, races, timed, touching
 from tests.ascend.engine import CAPTURE_MODES, PROMPTS, ascend_case, ascend_runner, generate, prefilled, value_copies
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
-from tests.ascend.workers import close_nodes
+from tests.ascend.workers import Gate, WatchedWorker, array, close_nodes
 from umbra.errors import UserError
 
 SLOT = 3 * 128 * 64 * 2  # bytes
-FORK = ["memcpy async D2H 768", "memcpy async D2H 36", "memcpy async D2H 18", "host function", "memcpy async H2D 768"]
+PLACES = 8 * 4  # bytes of a layer
+FORK = [
+    f"memcpy async D2D {PLACES}", "memcpy async D2H 768", "memcpy async D2H 36", "memcpy async D2H 18",
+    f"memcpy async D2H {PLACES}", "host function", "memcpy async H2D 768",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +83,18 @@ def untiled(line: str) -> str:
 
 
 def test_a_layer(tmp_path: Path) -> None:
-    """Between fork and join the main stream computes the residents and does not wait; slots hold no tiles (NZ)."""
-    runner = runner_of(tmp_path, "exe_mode=eager", "slots=5")
-    lines = step_log(runner, prefilled(runner))
+    """Between fork and join the main stream computes the residents and does not wait; slots hold no tiles (NZ). The
+    table is looked at once."""
+    runner = runner_of(tmp_path, "exe_mode=eager", "slots=5", "max_swaps=-1")
+    prefilled(runner)
+    with device_log() as log:
+        runner.loop.step()
+    lines, table = log.lines, parts(runner)[1].on_device
     start = lines.index(ROUTER[-1]) + 1
-    own = [*bank(8, 1920), MOE["fusion_v2"][0], *map(untiled, EXPERTS), FINALIZE]
+    own = ["aclnnAbs (8)int32 (8)int32", *bank(8, 1920), MOE["fusion_v2"][0], *map(untiled, EXPERTS), FINALIZE]
     expected = [*FORK, *own, JOIN, ATTENTION[-1]]
     assert lines[start : start + len(expected)] == expected
+    assert touching(log.given, range(table.data_ptr(), table.data_ptr() + table.nbytes)) == 2 * FORK[:1]
 
 
 @pytest.mark.parametrize(("copy", "copied"), [(0, 5 + 6), (99, 0)])
@@ -163,19 +176,80 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     here = [place for place in shadows.slots if place[0] == 0]
     for place in here:
         shadows.evict(place)
-    table = f"memcpy async H2D {2 * 2 * 8 * 4}"
+    table = f"memcpy async H2D {2 * PLACES}"
     assert step_log(runner, running)[0] == table
     node = device.nodes.nodes[4, 0]
     assert device.nodes.bridge.seen(node.payload) == int(shadows.pool.step)
     with device_log() as log:
         for place in here:
             shadows.fetch(place)
-    assert log.lines == ["memcpy async H2D 32768", "memcpy async H2D 16384"] * len(here)
+    assert log.lines == ["memcpy async H2D 32768", "memcpy async H2D 16384", "memcpy async H2D 4"] * len(here)
     assert not shadows.published[0].any()
     assert step_log(runner, running)[0] == table
     assert [line.split()[0] for line in step_log(runner, running)] == usual
     assert shadows.published[0].sum() == len(here)
     assert runner.engine.decode_step.compiles == 1
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModelRunner], Gate]]:
+    """Gives the gate of a runner's copies of experts."""
+    gates = list[Gate]()
+
+    def gate(runner: ModelRunner) -> Gate:
+        gates.append(Gate(parts(runner)[1].side.npu_stream))
+        return gates[-1]
+
+    monkeypatch.setattr(ascend, "Worker", WatchedWorker)
+    monkeypatch.setattr(WatchedWorker, "watch", lambda _: None, raising=False)
+    yield gate
+    for one in gates:
+        one.end()
+
+
+@pytest.mark.parametrize("mode", ["eager", *CAPTURE_MODES])
+def test_a_copy_is_used_by_the_layers_whose_turn_comes_after_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Callable[[ModelRunner], Gate], mode: str
+) -> None:
+    """It ends while the host has the first layer's job. Two of a step's pairs use expert 0; experts 1 and 2 are
+    resident in the first layer, 1 in the second."""
+    spread_evenly(monkeypatch)
+    runner = runner_of(tmp_path, f"exe_mode={mode}", "slots=5", "max_swaps=-1")
+    shadows, device = parts(runner)
+    running, gate = prefilled(runner), watched(runner)
+    step_log(runner, running)
+    for layer in range(2):
+        shadows.evict((layer, 0))
+    said = list[tuple[int, bool]]()
+
+    def watch(job: Job) -> None:
+        said.append((job.layer, bool(array(job.places, ctypes.c_int32, 8)[0] >= 0)))
+        if said == [(0, False)]:
+            gate.open()
+            while array(device.on_device.data_ptr(), ctypes.c_int32, 2, 8)[1, 0] < 0:
+                time.sleep(0.001)
+
+    def step() -> list[int]:
+        said.clear()
+        runner.loop.step()
+        hits: list[int] = shadows.history.steps[-1].hits.tolist()
+        return hits
+
+    WatchedWorker.watch = watch
+    gate.shut()
+    for layer in range(2):
+        shadows.fetch((layer, 0))
+    assert (step(), said) == ([2, 3], [(0, False), (1, True)])
+    assert not shadows.published[:, 0].any()
+    assert (step(), said) == ([4, 3], [(0, True), (1, True)])
+    assert shadows.published[:, 0].all()
+
+    shadows.evict((0, 0))
+    gate.shut()
+    shadows.fetch((0, 0))
+    threading.Timer(0.05, gate.open).start()
+    shadows.evict((0, 0))  # waits for the copy, whose expert reaches the device's table first
+    assert (step(), said) == ([2, 3], [(0, False), (1, True)])
 
 
 def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +319,11 @@ def test_a_stopped_pool_ends_a_prefill(tmp_path: Path, monkeypatch: pytest.Monke
         prefilled(runner)
 
 
-def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_copy_that_fails_is_an_error_and_nobody_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """Before a step, or within one, which gives no tokens then."""
     runner = runner_of(tmp_path, "exe_mode=eager", "slots=5", "max_swaps=-1")
     shadows, _ = parts(runner)
     running = prefilled(runner)
@@ -253,13 +331,17 @@ def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, m
     shadows.evict((0, 0))
     shadows.fetch((0, 0))
 
+    calls = itertools.count()
+
     def failed(self: object) -> bool:
+        if next(calls) < before:
+            return False
         raise RuntimeError("ACL stream synchronize failed, error code:507899")
 
     monkeypatch.setattr(torch.npu.Event, "query", failed)
     with pytest.raises(RuntimeError, match="507899"):
         runner.loop.step()
-    assert not shadows.layers[0].layer.device[0]
+    assert not shadows.published[0, 0]
 
 
 def test_the_plan_counts_slots_in_the_devices_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,9 +36,11 @@ for name in (
     LIBRARY.impl(name, counted(name), "CPU")
 
 
-def shadow_submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
+def shadow_submit(
+    x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, layer: int, nodes: int
+) -> tuple[Tensor, Tensor]:
     """Copies run at once here, the callback when the fake device reaches it."""
-    return ShadowNodes.alive[nodes].submit(x, ids, weights, layer)
+    return ShadowNodes.alive[nodes].submit(x, ids, weights, places, layer)
 
 
 def shadow_join(sums: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:

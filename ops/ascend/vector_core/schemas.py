@@ -15,7 +15,7 @@ fused_moe_scores_w4a16  as fused_moe_w4a16, with scores (T, all experts) float32
                      chosen; a row of scores with a NaN gives NaN
 fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) -> (T, H)
                      as fused_moe_w4a16, with experts in an arena (blocks.py): places holds an expert's first byte
-                     / 512, or -1 if not resident; experts not resident, and ids below 0 or from E on, add nothing
+                     / 512, below 0: not resident; experts not resident, and ids below 0 or from E on, add nothing
 gemv_w4a16           x (T, K), w (planes, N, bytes), scales, zeros (sections, N, groups) -> (T, N)
 unpack_w4a16         w (E, planes, N, bytes) -> (E, N, K) in the type of scales, K in the order of planes. `ordered`: w
                      is a w2; `pairs`: it is a w13, and all gates come before all ups

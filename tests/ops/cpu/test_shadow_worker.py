@@ -40,10 +40,10 @@ class Caller:
         worker.layer(model.layer, tokens, top_k, dtype)
         self.x, self.sums = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, hidden, dtype=dtype)
         self.ids, self.weights = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k, dtype=dtype)
-        self.slots = torch.zeros(len(model.layer.store), dtype=torch.int64)
+        self.places = torch.full((len(model.layer.store),), -1, dtype=torch.int32)
         self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.done = DONE(lambda _, failed: self.told.put(failed))
-        buffers = self.x, self.ids, self.weights, self.slots, self.sums
+        buffers = self.x, self.ids, self.weights, self.places, self.sums
         done = ctypes.cast(self.done, ctypes.c_void_p)
         self.job = Job(*(t.data_ptr() for t in buffers), tokens, top_k, hidden, model.layer.number, 0, done)
 
@@ -51,14 +51,14 @@ class Caller:
         random = torch.manual_seed(seed)
         self.x.copy_(torch.randn(self.x.shape, generator=random))
         tokens, top_k = self.ids.shape
-        weights, ids = routing(tokens, top_k, len(self.slots))
+        weights, ids = routing(tokens, top_k, len(self.places))
         self.weights.copy_(weights)
         self.ids.copy_(ids)
 
     def place(self, resident: list[int]) -> None:
-        """What a slot's number is does not matter, unless it is 0."""
-        self.slots.zero_()
-        self.slots[resident] = torch.tensor([random.choice([-1, 7, 1 << 40]) for _ in resident], dtype=torch.int64)
+        """What a place is does not matter, unless it is below 0."""
+        for expert in range(len(self.places)):
+            self.places[expert] = random.choice([0, 7, 2**31 - 1] if expert in resident else [-1, -7, -(2**31)])
 
     def submit(self) -> int:
         self.sums.fill_(torch.nan)
@@ -72,11 +72,11 @@ class Caller:
     def here(self) -> Tensor:
         """(tokens, top_k) pairs that count."""
         e = self.ids - self.model.first
-        return (e >= 0) & (e < len(self.slots)) & (self.worker.live[len(self.ids)] > 0)[:, None]
+        return (e >= 0) & (e < len(self.places)) & (self.worker.live[len(self.ids)] > 0)[:, None]
 
     def missing(self) -> Tensor:
         e = self.ids - self.model.first
-        return self.here() & (self.slots[e.clamp(0, len(self.slots) - 1)] == 0)
+        return self.here() & (self.places[e.clamp(0, len(self.places) - 1)] < 0)
 
     def expected(self) -> Tensor:
         ids = self.ids.long().where(self.missing(), -1)
@@ -84,7 +84,7 @@ class Caller:
         return sums.to(self.x.dtype)
 
     def routed(self) -> Tensor:
-        return (self.ids - self.model.first)[self.here()].bincount(minlength=len(self.slots))
+        return (self.ids - self.model.first)[self.here()].bincount(minlength=len(self.places))
 
     def check(self) -> None:
         counts, hits, times = self.model.layer.counts, self.model.layer.hits, self.model.layer.times

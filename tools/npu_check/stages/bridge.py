@@ -32,7 +32,8 @@ def checks(logs: Path) -> list[Check]:
 
 
 class Host:
-    """Takes the place of the shadow pool: a thread gives each token x times the sum of its weights, plus its ids."""
+    """Takes the place of the shadow pool: a thread gives each token x times the sum of its weights, plus its ids and
+    all places."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -56,7 +57,8 @@ class Host:
             weights = _array(given.weights, ctypes.c_float, given.tokens, given.top_k)
             ids = _array(given.ids, ctypes.c_int32, given.tokens, given.top_k)
             sums = _array(given.sums, ctypes.c_float, given.tokens, given.hidden)
-            sums[:] = x * weights.sum(1, keepdims=True) + ids.sum(1, keepdims=True)
+            places = _array(given.places, ctypes.c_int32, 1, EXPERTS)
+            sums[:] = x * weights.sum(1, keepdims=True) + ids.sum(1, keepdims=True) + places.sum()
             self.calls += 1
             DONE(given.done)(job, 0)
 
@@ -70,26 +72,30 @@ class BridgeStep:
 
     def __init__(self, timeout_s: float):
         self.host = Host()
-        slots = {layer: torch.zeros(EXPERTS, dtype=torch.int64) for layer in range(LAYERS)}
         cann = read_versions(cann_home(), get_cann_version() or None).cann
-        self.nodes = ShadowNodes(self.host.submit, 0, slots, HIDDEN, TOP_K, torch.float32, timeout_s, cann)
+        self.nodes = ShadowNodes(
+            self.host.submit, 0, range(LAYERS), EXPERTS, HIDDEN, TOP_K, torch.float32, timeout_s, cann
+        )  # fmt: skip
         self.nodes.prepare(TOKENS)
         self.x, self.weights = torch.zeros(TOKENS, HIDDEN, device=NPU), torch.zeros(TOKENS, TOP_K, device=NPU)
         self.ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int32, device=NPU)
+        self.places = torch.zeros(EXPERTS, dtype=torch.int32, device=NPU)
 
     def fill(self, seed: int) -> Tensor:
         """New inputs; returns the sums that are right."""
         torch.manual_seed(seed)
         x, weights, ids = torch.rand(TOKENS, HIDDEN), torch.rand(TOKENS, TOP_K), torch.randint(EXPERTS, (TOKENS, TOP_K))
-        for there, here in ((self.x, x), (self.weights, weights), (self.ids, ids.int())):
+        places = torch.randint(-9, 9, (EXPERTS,))
+        given = (self.x, x), (self.weights, weights), (self.ids, ids.int()), (self.places, places.int())
+        for there, here in given:
             there.copy_(here)
-        return x * weights.sum(1, keepdim=True) + ids.sum(1, keepdim=True)
+        return x * weights.sum(1, keepdim=True) + ids.sum(1, keepdim=True) + places.sum()
 
     def run(self) -> list[Tensor]:
-        results = []
+        results, number = [], self.nodes.number
         for layer in range(LAYERS):
-            sums = torch.ops.umbra.shadow_submit(self.x, self.ids, self.weights, layer, self.nodes.number)
-            results.append(torch.ops.umbra.shadow_join(sums, self.x, layer, self.nodes.number))
+            sums, _ = torch.ops.umbra.shadow_submit(self.x, self.ids, self.weights, self.places, layer, number)
+            results.append(torch.ops.umbra.shadow_join(sums, self.x, layer, number))
         return results
 
     def check(self, number: int, run: Callable[[], list[Tensor]]) -> None:

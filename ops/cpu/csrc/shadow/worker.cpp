@@ -16,7 +16,7 @@ JobWork::Missing JobWork::take(Job* given) {
     bool nowhere = false;
     for (int64_t a = 0; a < rows.tokens * rows.k; a++) {
         const int64_t id = job->ids[a], e = id - rows.first_expert;
-        const bool here = live[a / rows.k] && e >= 0 && e < rows.experts, missing = here && job->slots[e] == 0;
+        const bool here = live[a / rows.k] && e >= 0 && e < rows.experts, missing = here && job->places[e] < 0;
         if (here) counts[e]++;
         *hits += here && !missing;
         nowhere |= missing && rows.address[e] == 0;

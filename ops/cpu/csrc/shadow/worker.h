@@ -1,10 +1,10 @@
 // Uses the shadow pool as the worker of a bridge (ops/ascend/csrc/bridge.cpp): computes each job's sums over the
 // experts that are not resident, in the model's type.
 //
-// Data access. Only `submit`, on the callback's thread, reads a job's ids and slots: it counts the routing, copies the
+// Data access. Only `submit`, on the callback's thread, reads a job's ids and places: it counts the routing, copies the
 // ids of experts that are not resident (the others become -1), and sorts them. The pool's threads then read x, the
-// weights, those copied ids and the store. So a late job that is still computed while the next step's tables are
-// written does not read those tables. Works may share scratch memory: one job is computed at a time, and jobs that
+// weights, those copied ids and the store. So a late job that is still computed does not read the next step's places.
+// Works may share scratch memory: one job is computed at a time, and jobs that
 // arrive while a late one is computed fail.
 //
 // Sums are those of AddRows over the experts that are not resident: float32, in order of expert, rounded once.

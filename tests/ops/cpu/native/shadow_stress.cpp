@@ -54,6 +54,7 @@ struct Interrupt {  // a step that ends between Submit and Join
 
 struct Call {  // as a bridge's callback makes it
     Job job{};
+    std::vector<int32_t> places = std::vector<int32_t>(kExperts);
     std::mutex guard;
     std::condition_variable moved;
     int told = 0, failed = 0;
@@ -161,7 +162,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         calls[l].job = {x.data(),
                         narrow_ids.data(),
                         weights.data(),
-                        layer.device.data(),
+                        calls[l].places.data(),
                         sums.data(),
                         kTokens,
                         kTopK,
@@ -238,8 +239,9 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
             }
         std::copy(ids.begin(), ids.end(), narrow_ids.begin());
         for (Call& call : calls) {
+            for (int64_t e = 0; e < kExperts; e++) call.places[e] = layers[call.job.layer].device[e] ? 0 : -1;
             for (size_t a = 0; a < ids.size(); a++)
-                missing[a] = ids[a] >= 0 && ids[a] < kExperts && !call.job.slots[ids[a]] ? ids[a] : -1;
+                missing[a] = ids[a] >= 0 && ids[a] < kExperts && call.places[ids[a]] < 0 ? ids[a] : -1;
             moe_missing.run(reference);
             if (!call.run(worker) || std::memcmp(sums.data(), expected.data(), sums.size() * sizeof(float)) != 0) {
                 std::printf("other sums in step %d\n", static_cast<int>(step));

@@ -1,4 +1,4 @@
-// Jobs of the bridge, through the worker to the shadow pool: any ids and slots, values of any bits, sizes that no work
+// Jobs of the bridge, through the worker to the shadow pool: any ids and places, values of any bits, sizes that no work
 // was made for, and AscendCL's calls refused in any order. A job is answered once, in full, and only its sums are
 // written; what the worker does not know it refuses.
 
@@ -141,16 +141,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         if (input.flag())
             for (int32_t& id : near) id = id % 9 - 1;  // most of them experts of this rank
         const auto x = input.values<uint16_t>(tokens * kHidden), weights = input.values<uint16_t>(tokens * kTopK);
-        std::vector<int64_t> slots = input.values<int64_t>(kExperts);
-        for (int64_t& slot : slots) slot = slot & 1 ? slot : 0;
+        const std::vector<int32_t> places = input.values<int32_t>(kExperts);
         std::vector<uint16_t> sums(tokens * kHidden, 0x1234);
         for (uint8_t& live : host.layers[layer].live) live = input.flag();
         auto& address = host.layers[layer].address;
         const size_t lost = input.range<size_t>(0, 15);  // an expert that the store does not have
         const int64_t before = lost < kExperts ? std::exchange(address[lost], 0) : 0;
 
-        Job job{x.data(), near.data(), weights.data(), slots.data(), sums.data(), tokens,
-                kTopK,    kHidden,     layer,          -1,           nullptr};
+        Job job{x.data(), near.data(), weights.data(), places.data(), sums.data(), tokens, kTopK, kHidden,
+                layer,    -1,          nullptr};
         for (int64_t* size : {&job.tokens, &job.top_k, &job.hidden, &job.layer})
             if (!input.range(0, 31))
                 *size = input.flag() ? input.range<int64_t>(-1, 6) : input.ConsumeIntegral<int64_t>();
