@@ -152,12 +152,12 @@ def test_floats_are_quantised_alike_with_shadows(tmp_path: Path, family: Family,
     assert used(runner)[1] > 0
 
 
-@pytest.mark.parametrize("gemv_tokens", [0, 8])
+@pytest.mark.parametrize(("gemv_tokens", "experts"), [(0, 8), (0, 32), (8, 8)], ids=["all", "by pair", "one kernel"])
 def test_each_pair_is_computed_once_whenever_experts_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gemv_tokens: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gemv_tokens: int, experts: int
 ) -> None:
     """All experts are in slots; whether the device's table says so changes before and after each look at it."""
-    save(QWEN3, tmp_path, **WIDE)
+    save(QWEN3, tmp_path, num_experts=experts, **WIDE)
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32, 4, symmetric=False)
     model = "quantised" if gemv_tokens else "model"
     expected = collect_logits(runner_of(tmp_path, model, gemv_tokens), IDS, steps=8)

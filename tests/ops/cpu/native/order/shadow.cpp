@@ -12,12 +12,13 @@ constexpr double kSeconds = 1;
 struct Step {
     Layer& layer;
     Context& context;
+    int64_t hits = 0;
     Submit submit;
     Join join;
 
     Step(Layer& layer, Context& context, const std::shared_ptr<ShadowPool>& pool)
         : layer(layer), context(context),
-          submit{pool, std::make_shared<ShadowWork>(layer.moe(), 0, &layer.step, nullptr), layer.counts.data()},
+          submit{pool, std::make_shared<ShadowWork>(layer.moe(), 0, &layer.step, nullptr), layer.counts.data(), &hits},
           join{pool,
                submit.work,
                {layer.rows.data(), layer.weights.data(), layer.ids.data(), layer.out.data(), 1, 2, 2, 0, 1},
