@@ -73,4 +73,4 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], way: int = TO_DEVICE) -> None:
         if to.nbytes != source.nbytes:
             raise RuntimeError(f"{source.nbytes} bytes for {to.nbytes}")
         if error := _acl().aclrtMemcpyAsync(to.data_ptr(), to.nbytes, source.data_ptr(), source.nbytes, way, stream):
-            raise RuntimeError(f"aclrtMemcpyAsync returned {error}")
+            raise RuntimeError(f"aclrtMemcpyAsync: error {error}")
