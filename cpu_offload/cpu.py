@@ -42,6 +42,9 @@ class CpuExperts(ShadowedExperts):
     def __init__(self, pool: ShadowPool, number: int, here: slice, blocks: ExpertBlocks):
         self.store = ExpertStore(here.stop - here.start, blocks, pool)
         super().__init__(pool, number, here, self.store)
+        self.arrived = np.zeros(self.count, np.int64)  # slots of complete copies; the copier writes it while steps run
+        self.arrived_at = self.arrived.ctypes.data
+        self.layer = dataclasses.replace(self.layer, arrived=torch.from_numpy(self.arrived))
 
     def open(self, device: "CpuDevice", index: int, note: Callable[[LongLayer], None]) -> None:
         """To be called before the first step. `index` is the layer's number among those with shadows; `note` is called
@@ -57,7 +60,7 @@ class CpuExperts(ShadowedExperts):
         if not device.streams and len(x) <= device.decode_tokens:
             return self._by_both(x, weights, ids)
         self.long_ids = ids
-        before, resident, streamed = layer.counts.clone(), layer.device != 0, 0
+        before, streamed = layer.counts.clone(), 0
         if not device.streams:
             out = self._by_both(x, weights, ids)
         elif device.ring:
@@ -69,7 +72,7 @@ class CpuExperts(ShadowedExperts):
             return out
         ms = 1e3 * (time.perf_counter() - start)
         routed = layer.counts - before
-        hits, step = int(routed[resident].sum()), int(self.pool.step)
+        hits, step = int(routed[layer.device != 0].sum()), int(self.pool.step)
         self.note(LongLayer(step, len(x), hits, int(routed.sum()) - hits, streamed, ms))
         return out
 
@@ -86,7 +89,8 @@ class CpuExperts(ShadowedExperts):
         computed = ring.plan(self.index, pairs_of(layer, ids).numpy())
         table = torch.ones_like(layer.device)
         table[computed] = 0
-        job = submit(self.pool, dataclasses.replace(layer, device=table), x, ids)  # reads the table before it returns
+        shown = dataclasses.replace(layer, device=table, arrived=None)
+        job = submit(self.pool, shown, x, ids)  # reads the table before it returns
         table.copy_(layer.device)
         resident_rows(job)
         for group, experts in ring.groups(self.index):
@@ -130,7 +134,8 @@ class CpuDevice(Device):
         return self.link.blocks.nbytes if self.ring else 0
 
     def copy(self, id: ExpertId, start: int) -> int:
-        return self.copier.fill(self.start + start, self.layers[id[0]].store[id[1]])
+        layer, expert = self.layers[id[0]], id[1]
+        return self.copier.fill(self.start + start, layer.store[expert], layer.arrived_at + 8 * expert)
 
     def done(self, ticket: int) -> bool:
         return self.copier.done(ticket)
@@ -142,7 +147,9 @@ class CpuDevice(Device):
         self.layers[id[0]].set_address(id[1], self.start + start)
 
     def withdraw(self, id: ExpertId) -> None:
-        self.layers[id[0]].set_address(id[1], 0)
+        layer, expert = self.layers[id[0]], id[1]
+        layer.set_address(expert, 0)
+        layer.arrived[expert] = 0
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
         self.streams = 0 < self.stream_tokens <= sum(tokens)

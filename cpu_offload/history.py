@@ -14,7 +14,7 @@ Counts = NDArray[np.int64]
 class StepRecord:
     """One decode step. L: layers with shadows, E: experts of each. Times are nanoseconds of one clock.
 
-    A hit is a (token, expert) pair whose expert is resident, a miss is any other pair.
+    A hit is a (token, expert) pair whose expert was resident at its layer's turn, a miss is any other pair.
     """
 
     start: int
@@ -30,7 +30,7 @@ class StepRecord:
 
     @property
     def resident(self) -> NDArray[np.bool_]:
-        """Whether each expert was resident during the step. (L, E)"""
+        """Whether each expert was resident as the step ended. (L, E)"""
         return np.unpackbits(self.packed, axis=1, count=self.experts).astype(np.bool_)
 
 

@@ -1,13 +1,14 @@
 """Manages the experts of all layers with shadows: it decides which are resident, copies them, and makes room for the KV
 cache.
 
-    begin() --- the step's ops read the tables --- end()     one thread calls both; tables do not change in between
+    begin() --- the step's ops read the tables --- end()     one thread calls both
 
 An expert becomes resident in two halves. At the end of a step it is given a slot, and a copy begins that runs
-concurrently with the next steps. At the beginning of the first step after the copy is complete it is published: the
-address of its slot is written into the device's table. An eviction is a single action: the address becomes 0 while no
-op runs, so no later op reads the slot. So a slot in use is never written, and no step sees half of an expert. Captured
-steps read the tables at fixed addresses and stay valid."""
+concurrently with the next steps. Once the copy is complete the address of its slot enters the device's table: at the
+turn of its layer, where the device decides which side computes which expert, even within a step (on the CPU, see
+csrc/shadow/copier.h), and at the latest at the beginning of the next step. An eviction is a single action: after the
+copy, if it is in flight, the address becomes 0 while no op runs, so no later op reads the slot. So a slot in use is
+never written, and no step sees half of an expert. Captured steps read the tables at fixed addresses and stay valid."""
 
 import re
 import time
@@ -129,8 +130,7 @@ class ShadowExperts:
         self.step = self.pool.count_step()
         if self.settings.mode == "elastic":
             self.balance.step()
-        for copy in [copy for copy in self.copies.values() if self.device.done(copy.ticket)]:
-            self._publish(copy)
+        self._publish_complete()
 
     def started(self, tokens: Sequence[int], lengths: Sequence[Sequence[int]]) -> None:
         """To be called before the step's ops run. `tokens` has the number of tokens of each data-parallel group, with
@@ -143,6 +143,7 @@ class ShadowExperts:
         """To be called after a step; `coming` are the tokens that sequences take in the next one. Records a decode
         step, and decides which experts are to be resident after every `interval` of these and after a long step."""
         self.device.finish()
+        self._publish_complete()
         seen = self.counts - self.seen
         self.seen += seen
         hits = (self.hits - self.seen_hits)[:, 0]
@@ -174,7 +175,7 @@ class ShadowExperts:
         self._swap(0)  # no more memory for experts while prompts come
 
     def _swap(self, free_slots: int) -> None:
-        for swap in self.residency.swaps(self.in_slot, free_slots):
+        for swap in self.residency.swaps(self.in_slot, free_slots, len(self.copies)):
             if swap.expert_out is not None:
                 if swap.expert_out not in self.slots:
                     continue
@@ -238,11 +239,13 @@ class ShadowExperts:
                 self.device.publish((layer, expert), start)
                 self.in_slot[layer, expert] = self.published[layer, expert] = True
 
-    def _publish(self, copy: Copy) -> None:
-        self.device.publish(copy.id, self.arena.slot_offset(copy.slot))
-        self.published[copy.id] = True
-        del self.copies[copy.id]
-        self.history.copies.append((copy.start, time.monotonic_ns(), *copy.id))
+    def _publish_complete(self) -> None:
+        """Publishes the experts whose copies are complete."""
+        for copy in [copy for copy in self.copies.values() if self.device.done(copy.ticket)]:
+            self.device.publish(copy.id, self.arena.slot_offset(copy.slot))
+            self.published[copy.id] = True
+            del self.copies[copy.id]
+            self.history.copies.append((copy.start, time.monotonic_ns(), *copy.id))
 
     def _record(self, seen: Counts, hits: Counts) -> None:
         free, experts = self.arena.free_frames, self.arena.slot_frames

@@ -15,10 +15,10 @@ a1 .. a5 are running least-squares coefficients, weighted by how much uses vary,
 there is evidence. On traffic without structure they fall to 0, which leaves the slow frequency with its small noise, so
 that a policy does not follow noise. Forecasts of different layers are comparable.
 
-The forecast is for the interval that is `ahead` intervals away, in which a copy that begins now has arrived.
+The forecast is for the next interval.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,36 +54,31 @@ class Made:
 
 
 class Forecast:
-    def __init__(self, layers: int, experts: int, ahead: int = 1):
+    def __init__(self, layers: int, experts: int):
         self.experts, size = experts, layers * experts
         self.intervals = self.decoded = 0  # of all steps, and of decode steps
         self._frequencies = np.zeros((len(HALF_LIVES), size), np.float32)
         self._rows: OrderedDict[int, int] = OrderedDict()  # token: its row of weights, in order of last use
         self._weights = np.zeros((max(1, HINTS // (4 * size)), size), np.float32)
         self._fit = Fit(BELIEVED)
-        made = Made(self._frequencies[-1], np.zeros((len(BELIEVED), size), np.float32), [], self._frequencies[-1])
-        self._made = deque([made] * ahead, ahead)  # for the coming intervals, in their order
+        slow = self._frequencies[-1]
+        self._made = Made(slow, np.zeros((len(BELIEVED), size), np.float32), [], slow)
 
     @property
-    def arriving(self) -> Floats:
-        """The forecast number of uses in the interval `ahead` intervals from now. (layers * experts)"""
-        return self._made[-1].result
-
-    @property
-    def before(self) -> Floats | float:
-        """The forecast number of uses in all intervals before that one."""
-        return sum(made.result for made in list(self._made)[:-1])
+    def coming(self) -> Floats:
+        """The forecast number of uses in the next interval. (layers * experts)"""
+        return self._made.result
 
     @property
     def lasting(self) -> Floats:
         """The forecast number of uses in any later interval, regardless of the hint and the last few steps."""
-        made = self._made[-1]
+        made = self._made
         return made.slow + self._fit.values[1:-1] @ made.corrections[1:-1]
 
     def learn(self, counts: Counts, tokens: Sequence[int] = ()) -> None:
         """Learns an interval of decode steps with these routing counts (layers, experts). `tokens` are those that the
         sequences take next."""
-        seen, made = counts.reshape(-1).astype(np.float32), self._made[0]
+        seen, made = counts.reshape(-1).astype(np.float32), self._made
         if not self.intervals:
             self._frequencies[:] = seen.mean()
         error = seen - made.slow
@@ -92,7 +87,7 @@ class Forecast:
             self._weights[made.rows] += STEP / len(made.rows) * (error - made.corrections[-1])
         self._frequencies += self._rates(1)[:, None] * (seen - self._frequencies)
         self.intervals, self.decoded = self.intervals + 1, self.decoded + 1
-        self._made.append(self._make(tokens))
+        self._made = self._make(tokens)
 
     def learn_long(
         self, routed: Sequence[Indices | None], lengths: Sequence[int], interval: int, tokens: Sequence[int] = ()
@@ -123,7 +118,7 @@ class Forecast:
                 frequencies[:, layer] *= kept[:, None]
                 frequencies[:, layer] += weight @ counts
         self.intervals += round(most)
-        self._made.extend([self._make(tokens)] * len(self._made))
+        self._made = self._make(tokens)
 
     def _rates(self, intervals: float) -> Floats:
         """The part of each frequency that one of so many new intervals replaces."""

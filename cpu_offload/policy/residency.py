@@ -4,14 +4,14 @@ Between two steps, after every interval of one or more steps, the caller runs
 
     residency.observe(counts, tokens)                 # (layers, experts): the routing of the interval
     residency.observe_long(routed, lengths, tokens)   # in its place after a step with prompts
-    for swap in residency.swaps(resident, free): ...  # at most max_swaps copies
+    for swap in residency.swaps(resident, free, under_way): ...  # copies in this order
 
 All layers share one pool of slots. An expert's worth is the number of misses it is forecast to save over `horizon`
-intervals, beginning with the one in which a copy that begins now has arrived. A swap's gain is the worth of the expert
-that comes minus that of the expert that goes, which would have saved misses in the `delay` intervals before as well. A
-swap is done if its gain times `trust` exceeds `swap_cost`, the cost of a copy in misses. This is also the hysteresis:
-two experts of similar worth are never swapped. If copies are expensive the horizon is long and residents change as
-slowly as the traffic. If they are nearly free (0.02) it is one interval, or three if copies arrive one late.
+intervals, beginning with the next, for whose layers most copies that begin now are in time. A swap's gain is the worth
+of the expert that comes minus that of the expert that goes. A swap is done if its gain times `trust` exceeds
+`swap_cost`, the cost of a copy in misses. This is also the hysteresis: two experts of similar worth are never swapped.
+If copies are expensive the horizon is long and residents change as slowly as the traffic. If they are nearly free
+(0.02) it is one interval.
 
 Trust. Routing counts have the use of every expert, resident or not, so a proposal can be judged whether it was done or
 not. One batch of proposals at a time, those whose gain exceeds the cost, is kept on paper. After `horizon` intervals,
@@ -35,26 +35,27 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]  # layer * experts + expert
 
 PAYBACK = 24  # intervals in which a swap that costs one miss must have saved it
-STAYS = 2  # further intervals in which it must have saved what it loses in each interval of its delay
 BELIEVED = 16.0  # misses that proposals are believed to have saved at the start
 JUDGED = 64  # batches of proposals: half-life of what `trust` is computed from
+# Copies are made in the order of layers, but those of the first 1 / LAST of the layers, whose turn is over soonest, are
+# the last ones: so the others are in time even if all together take a whole step.
+LAST = 8
 
 
 @dataclass(frozen=True)
 class ResidencySettings:
-    max_swaps: int = 32  # most copies at one decision, including those into free slots
+    max_swaps: int = 32  # most copies under way after a decision, including those into free slots
     swap_cost: float = 0.02  # what one copy costs, in misses that it must save
     interval: int = 1  # decode steps between two decisions
-    delay: int = 1  # whole intervals that pass until a copy has arrived
 
     def __post_init__(self) -> None:
-        if self.max_swaps < 0 or self.swap_cost < 0 or self.delay < 0:
+        if self.max_swaps < 0 or self.swap_cost < 0:
             raise ValueError(f"{self}: none may be negative")
 
     @property
     def horizon(self) -> int:
         """Intervals in which a swap has to save what it costs."""
-        return max(1 + STAYS * self.delay, round(PAYBACK * self.swap_cost))
+        return max(1, round(PAYBACK * self.swap_cost))
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,17 @@ class Swap:
 class Proposals:
     """Swaps that are recorded, whether they were done or not, and judged later."""
 
-    arrival: int  # the interval after which copies have arrived
+    decoded: int  # intervals before
     come: Indices
     go: Indices
     gains: Floats
-    uses: npt.NDArray[np.int64]  # uses of each expert that comes until copies arrive, minus those that go until now
+    uses: npt.NDArray[np.int64]  # until now: of each expert that comes, minus those of the one that goes
 
 
 class Residency:
     def __init__(self, layers: int, experts: int, settings: ResidencySettings = ResidencySettings()):
         self.experts, self.settings = experts, settings
-        self.forecast = Forecast(layers, experts, settings.delay + 1)
+        self.forecast = Forecast(layers, experts)
         self.trust = 1.0  # 0..1: the part of a predicted gain to count on
         self._uses = np.zeros(layers * experts, np.int64)
         self._paper: Proposals | None = None
@@ -89,12 +90,9 @@ class Residency:
         sequences take next."""
         self.forecast.learn(counts, tokens)
         self._uses += counts.reshape(-1)
-        if paper := self._paper:
-            if self.forecast.decoded == paper.arrival:
-                paper.uses[:] += self._uses[paper.come]
-            if self.forecast.decoded >= paper.arrival + self.settings.horizon:
-                self._judge(paper)
-                self._paper = None
+        if (paper := self._paper) and self.forecast.decoded >= paper.decoded + self.settings.horizon:
+            self._judge(paper)
+            self._paper = None
 
     def observe_long(
         self, routed: Sequence[Indices | None], lengths: Sequence[int], tokens: Sequence[int] = ()
@@ -102,48 +100,48 @@ class Residency:
         """Learns from the routing of a step with prompts, as of `Forecast.learn_long`."""
         self.forecast.learn_long(routed, lengths, self.settings.interval, tokens)
 
-    def swaps(self, resident: Bools, free_slots: int) -> list[Swap]:
-        """The copies to begin before the next interval. `resident` (layers, experts) counts copies in flight as done.
+    def swaps(self, resident: Bools, free_slots: int, under_way: int = 0) -> list[Swap]:
+        """The copies to begin before the next interval, in the order in which they are to be made. `resident` (layers,
+        experts) counts copies in flight as done; `under_way` is their number.
 
-        Experts for free slots come first, in order of worth, then swaps, in order of gain.
+        Experts for free slots are chosen first, in order of worth, then swaps, in order of gain.
         """
-        worth, here = self._worth(), resident.reshape(-1)
-        staying = worth + self.forecast.before
+        worth, here, most = self._worth(), resident.reshape(-1), self.settings.max_swaps - under_way
         inside, outside = np.flatnonzero(here), np.flatnonzero(~here)
+        if most <= 0:
+            return []
         if not free_slots:
-            inside, outside = self._worth_swapping(worth, staying, inside, outside)
+            inside, outside = self._worth_swapping(worth, inside, outside)
             if not len(inside):
                 return []
-        come = highest(worth, outside, self.settings.max_swaps)
+        come = highest(worth, outside, most)
         filling = come[:free_slots][worth[come[:free_slots]] > 0]
         come = come[free_slots:]
-        go = highest(-staying, inside, len(come))
+        go = highest(-worth, inside, len(come))
         come = come[: len(go)]
-        gains = worth[come] - staying[go]
+        gains = worth[come] - worth[go]
         if self._paper is None:
             self._propose(come, go, gains)
         done = self.trust * gains > self.settings.swap_cost
         pairs = zip(come[done].tolist(), go[done].tolist(), strict=True)
-        free = [Swap(*self._place(i), None) for i in filling.tolist()]
-        return free + [Swap(*self._place(i), self._place(o)) for i, o in pairs]
+        chosen = [Swap(*self._place(i), None) for i in filling.tolist()]
+        chosen += [Swap(*self._place(i), self._place(o)) for i, o in pairs]
+        layers = len(resident)
+        return sorted(chosen, key=lambda swap: (swap.layer - layers // LAST) % layers)
 
     def coldest(self, resident: Bools, n: int) -> list[tuple[int, int]]:
         """(layer, expert) of the n resident experts of least worth, in order of worth: to be evicted for memory."""
-        return [
-            self._place(i) for i in highest(-self._worth() - self.forecast.before, np.flatnonzero(resident), n).tolist()
-        ]
+        return [self._place(i) for i in highest(-self._worth(), np.flatnonzero(resident), n).tolist()]
 
     def _worth(self) -> Floats:
-        """Number of misses that each expert would save over the horizon, once it has arrived. (layers * experts)"""
-        return self.forecast.arriving + (self.settings.horizon - 1) * self.forecast.lasting
+        """Number of misses that each expert would save over the horizon. (layers * experts)"""
+        return self.forecast.coming + (self.settings.horizon - 1) * self.forecast.lasting
 
-    def _worth_swapping(
-        self, worth: Floats, staying: Floats, inside: Indices, outside: Indices
-    ) -> tuple[Indices, Indices]:
+    def _worth_swapping(self, worth: Floats, inside: Indices, outside: Indices) -> tuple[Indices, Indices]:
         """The experts of `inside` and `outside` that can be part of a swap that is done or recorded; they are few."""
         if not len(inside) or not len(outside):
             return inside[:0], outside[:0]
-        kept, others, cost = staying[inside], worth[outside], self.settings.swap_cost
+        kept, others, cost = worth[inside], worth[outside], self.settings.swap_cost
         least, most = kept.min(), others.max()
         if self._paper and self.trust * (most - least) <= cost:
             return inside[:0], outside[:0]
@@ -153,9 +151,8 @@ class Residency:
         """Records the swaps whose gain exceeds the cost, to judge them after the horizon."""
         kept = gains > self.settings.swap_cost
         if kept.any():
-            come, go, arrival = come[kept], go[kept], self.forecast.decoded + self.settings.delay
-            uses = -self._uses[go] if self.settings.delay else self._uses[come] - self._uses[go]
-            self._paper = Proposals(arrival, come, go, gains[kept], uses)
+            come, go = come[kept], go[kept]
+            self._paper = Proposals(self.forecast.decoded, come, go, gains[kept], self._uses[come] - self._uses[go])
 
     def _judge(self, paper: Proposals) -> None:
         """Updates `trust` by what the recorded swaps would have saved."""

@@ -6,7 +6,7 @@ One layer's mixture, eager or on a tape:
     resident_rows(job)                 # meanwhile the engine computes the resident ones
     out = join(job, weights)           # waits, and adds up all rows: bit for bit the result of ops.moe
 
-Tables are written in place between steps, never while ops run. The caller calls `pool.count_step()` before each step.
+The caller writes tables in place between steps, never while ops run, and calls `pool.count_step()` before each step.
 """
 
 from collections.abc import Callable, Sequence
@@ -152,13 +152,14 @@ class ShadowLayer:
     number: int
     blocks: Blocks
     store: Tensor  # table of the blocks in the shadow store; never changes
-    device: Tensor  # table of the resident experts' blocks; 0: not resident
+    device: Tensor  # table of the resident experts' blocks; 0: not resident; `submit` adds those that have arrived
     counts: Tensor  # (experts) int64: += 1 for each time that a token is routed to the expert
-    hits: Tensor  # (1) int64: += 1 for each of these whose expert was resident at the layer's turn
+    hits: Tensor  # (1) int64: += 1 for each of these whose expert was resident when it was submitted
     times: Tensor  # (4) int64 ns, last step: pool began, pool ended, `join` began to wait, `join` went on; 0: no wait
     memory: object  # owns what the addresses in `store` point to
     first_expert: int = 0
     handles: "tuple[SplitMatrix, SplitMatrix] | None" = None  # w13 and w2 at `store`; None: blocks lie in one piece
+    arrived: Tensor | None = None  # table of the blocks that a `Copier` has completed, also while ops run; 0: none
 
     def shadows(self, pool: ShadowPool) -> "tuple[SplitMatrix, SplitMatrix]":
         """w13 and w2 as the shadow pool reads them, relative to an address of `store`."""
@@ -179,10 +180,13 @@ class Job:
 
 @traced
 def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
-    """Counts the routing of x (T, hidden) to ids (T, k) and hands the experts that are not resident to the pool.
-    Returns without waiting for them."""
+    """Makes used experts resident whose copies have arrived, counts the routing of x (T, hidden) to ids (T, k) and
+    hands the experts that are not resident to the pool. Returns without waiting for them."""
     job = prepare(pool, layer, x, ids)
-    native.submit(pool=pool.native, work=job.work, counts=pointer(layer.counts, INT), hits=pointer(layer.hits, INT))
+    native.submit(
+        pool=pool.native, work=job.work, counts=pointer(layer.counts, INT), hits=pointer(layer.hits, INT),
+        arrived=0 if layer.arrived is None else pointer(layer.arrived, INT),
+    )  # fmt: skip
     return job
 
 
@@ -340,10 +344,10 @@ class Copier:
         self._kept[ticket] = to, source
         return ticket
 
-    def fill(self, address: int, source: Pieces) -> int:
+    def fill(self, address: int, source: Pieces, arrived: int = 0) -> int:
         """Like `submit`, for a target of `len(source)` bytes at `address`, which the caller keeps alive. Takes less
-        time."""
-        ticket = self.native.submit(to=address, source=source.address, pieces=source.pieces)
+        time. A finished copy writes `address` to the element at `arrived` of a layer's table of this name."""
+        ticket = self.native.submit(to=address, source=source.address, pieces=source.pieces, arrived=arrived)
         self._kept[ticket] = source
         return ticket
 

@@ -63,7 +63,7 @@ class FakeForecasts:
     forecast: FakeForecast
 
 
-def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
+def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int, under_way: int = 0) -> list[Swap]:
     """Stands for `Residency.swaps`: a random expert that is not resident comes, for another or into a free slot."""
     coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
     if not coming or not (leaving or free_slots):

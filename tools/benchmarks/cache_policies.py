@@ -5,6 +5,7 @@ prompt as from a decode step; the residency policy copies only between steps.
 """
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,26 +180,30 @@ def optimum(trace: Trace, slots: int) -> Run:
     return by_step(trace, np.array(hits), np.array(copies))
 
 
-def residency(settings: ResidencySettings, warm: bool = True) -> Policy:
-    """Umbra's policy, which decides after every step. Not `warm`: it does not learn from prompts."""
+def residency(settings: ResidencySettings, link: float = math.inf, warm: bool = True) -> Policy:
+    """Umbra's policy, which decides after every step. Its copies are made one after another from then on, `link` of
+    them in the time of a step. A use is a hit if the copy is complete at the layer's turn; turns are evenly spread over
+    the step. Not `warm`: the policy does not learn from prompts."""
 
     def run(trace: Trace, slots: int) -> Run:
         policy = Residency(trace.layers, trace.experts, settings)
-        here, ready = (np.zeros(trace.size, bool) for _ in range(2))  # residents, with and without copies under way
-        uses, hits, copies = [], [], []
+        here = np.zeros(trace.size, bool)
+        arrival = np.zeros(trace.size)  # of those here: when the copy is complete, in steps
+        turns = np.repeat((np.arange(trace.layers) + 0.5) / trace.layers, trace.experts)  # of the layers, in a step
+        uses, hits, copies, free = [], [], [], 0.0  # free: when all copies are complete
         prompts = deque(trace.prompts if warm else ())
-        under_way: deque[list[int]] = deque(
-            ([] for _ in range(settings.delay + 1)), settings.delay + 1
-        )  # copies of the last steps
 
-        def decide() -> list[int]:
-            swaps = policy.swaps(here.reshape(trace.layers, trace.experts), slots - int(here.sum()))
+        def decide(now: int) -> int:
+            nonlocal free
+            under_way = int(((arrival > now) & here).sum())
+            swaps = policy.swaps(here.reshape(trace.layers, trace.experts), slots - int(here.sum()), under_way)
             for swap in swaps:
                 if swap.expert_out is not None:
-                    out = swap.expert_out[0] * trace.experts + swap.expert_out[1]
-                    here[out] = ready[out] = False
-                here[swap.layer * trace.experts + swap.expert_in] = True
-            return [swap.layer * trace.experts + swap.expert_in for swap in swaps]
+                    here[swap.expert_out[0] * trace.experts + swap.expert_out[1]] = False
+                key = swap.layer * trace.experts + swap.expert_in
+                free = max(free, now) + 1 / link
+                here[key], arrival[key] = True, free
+            return len(swaps)
 
         for step, keys in enumerate(trace.places()):
             while prompts and prompts[0].before == step:
@@ -206,15 +211,13 @@ def residency(settings: ResidencySettings, warm: bool = True) -> Policy:
                 others = np.full((trace.sequences - 1, *ids.shape[1:]), -1)  # they decode in the same step
                 routed = list(np.concatenate([ids, others]).transpose(1, 0, 2))
                 policy.observe_long(routed, [len(ids), *[1] * len(others)], trace.tokens_of(step))
-                under_way[-1].extend(decide())
-            arrived = [key for key in under_way[0] if here[key]]
-            ready[arrived] = True
+                arrival, free = np.minimum(arrival, step), step  # prompts take longer than copies
+                decide(step)
             counts = np.bincount(keys, minlength=trace.size)
             uses.append(np.count_nonzero(counts))
-            hits.append(np.count_nonzero(counts[ready]))
+            hits.append(np.count_nonzero(counts[here & (arrival <= step + turns)]))
             policy.observe(counts.reshape(trace.layers, trace.experts), trace.tokens_of(step + 1))
-            under_way.append(decide())
-            copies.append(len(under_way[-1]))
+            copies.append(decide(step + 1))
         return Run(np.array(uses), np.array(hits), np.array(copies))
 
     return run

@@ -9,10 +9,13 @@ statistics of real models. Slots, one pool for all layers, are a percentage of a
 is an expert of a layer in a step; the first tenth of a trace, from which `static` learns, is not counted.
 
 Columns of the tables, keys of `rows` in the JSON file, `hits_`, `copies_` and `saved_` before each:
-  ours      copies between two steps, at most 32, of V4-Flash 80 in 43 layers (27 GB/s), at a cost of 0.02
-  late      the same, but they run during a step and arrive after it, as in a run
-  cold      the same as late, without learning from prompts
-  priced    late, where a copy costs 0.7 misses, as the planner measured for the demo on the CPU platform
+  runs      as in a run: copies, at most 32 under way, at a cost of 0.02, are made one after another from the end of a
+            step on, and a copy counts from its layer's next turn on. In the time of a step fit 50 copies of the demo
+            (measured: 0.44 ms and .008 ms) and of V4-Flash, in 43 layers, 80 (13.4 MB, 27 GB/s and 40 ms), all of which
+            may be under way; of the others as many as a token has experts, which is assumed
+  ours      the same, but copies take no time
+  cold      the same as runs, without learning from prompts
+  priced    runs, where a copy costs 0.7 misses, as the planner measured for the demo on the CPU platform
   lru       least recently used, one pool
   lfu       least often used since the start
   static    those most used in the learning part
@@ -20,7 +23,7 @@ Columns of the tables, keys of `rows` in the JSON file, `hits_`, `copies_` and `
   tail      the same, by the prompt's last 64 tokens
   known     knows every expert's probability, but not what is drawn: made-up traces only
   best      Belady's optimum, which knows the future
-LRU, LFU and the optimum copy at any miss, within a step and at no cost; ours copies only between two steps.
+LRU, LFU and the optimum copy at any miss, within a step and at no cost; ours decides only between two steps.
 
 Decode speed of V4-Flash at one request is that of cann-recipes-infer's formula, with 4-bit experts at 28 % of slots.
 """
@@ -50,16 +53,17 @@ from umbra.errors import run_main
 BUDGETS = (12.5, 25, 50, 75)  # percent of all experts
 OF_PUBLISHED = (12.5, 28, 50)
 LINK = 80 / 43  # copies of V4-Flash's 4-bit experts a layer in a step of 40 ms at 27 GB/s
+DEMO_LINK = 50  # copies of the demo's experts in a step
 KINDS_OF_TRACE = ("demo", "requests", "made-up", "published")
 
 
-def policies(most: int) -> dict[str, Policy]:
-    late = ResidencySettings(most)
+def policies(most: int, link: float) -> dict[str, Policy]:
+    chosen = ResidencySettings(most)
     return {
-        "ours": residency(replace(late, delay=0)),
-        "late": residency(late),
-        "cold": residency(late, warm=False),
-        "priced": residency(replace(late, swap_cost=0.7)),
+        "runs": residency(chosen, link),
+        "ours": residency(chosen),
+        "cold": residency(chosen, link, warm=False),
+        "priced": residency(replace(chosen, swap_cost=0.7), link),
         "lru": lru,
         "lfu": lfu,
         "static": static,
@@ -70,7 +74,7 @@ def policies(most: int) -> dict[str, Policy]:
     }
 
 
-NAMES = tuple(policies(1))
+NAMES = tuple(policies(1, 1))
 FIGURES = {"hits": ".3f", "copies": ".0f", "saved": ".2f"}
 TITLES = {
     "hits": "hit rate",
@@ -79,11 +83,11 @@ TITLES = {
 }
 
 
-def measure(traces: Iterator[tuple[Trace, int, tuple[float, ...]]]) -> Iterator[Row]:
-    for trace, most, budgets in traces:
+def measure(traces: Iterator[tuple[Trace, int, float, tuple[float, ...]]]) -> Iterator[Row]:
+    for trace, most, link, budgets in traces:
         for budget in budgets:
             row: Row = {"trace": trace.name, "budget": budget, "steps": len(trace.ids)}
-            for name, policy in policies(most).items():
+            for name, policy in policies(most, link).items():
                 hits, copies, saved = policy(trace, int(trace.size * budget / 100)).measured()
                 row |= {f"hits_{name}": hits, f"copies_{name}": 1000 * copies, f"saved_{name}": saved}
             yield row
@@ -121,22 +125,23 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     wanted = [args.only] if args.only else KINDS_OF_TRACE
 
-    def traces() -> Iterator[tuple[Trace, int, tuple[float, ...]]]:
+    def traces() -> Iterator[tuple[Trace, int, float, tuple[float, ...]]]:
         if "demo" in wanted or "requests" in wanted:
             demo = demo_trace(args.trace, args.record, args.steps)
         for sequences in (1, 4):
             if "demo" in wanted:
-                yield demo.together(sequences) if sequences > 1 else demo, 32, BUDGETS
+                yield demo.together(sequences) if sequences > 1 else demo, 32, DEMO_LINK, BUDGETS
             if "requests" in wanted:
-                yield demo.requests(sequences), 32, BUDGETS
+                yield demo.requests(sequences), 32, DEMO_LINK, BUDGETS
         for kind in KINDS if "made-up" in wanted else ():
-            yield made_up(kind, min(args.steps or 4000, 4000)), 32, BUDGETS
+            yield made_up(kind, min(args.steps or 4000, 4000)), 32, 32, BUDGETS
         for model in MODELS if "published" in wanted else ():
             trace = trace_of(model)
             for policy, percent, value, here in statistics_of(model, trace):
                 print(f"{model.name}, {policy} at {percent} %: published {value:.3f}, here {here:.3f}")
-            most = LINK if model is MODELS[0] else model.k  # only that model's experts have a published size
-            yield trace, round(most * trace.layers), OF_PUBLISHED
+            each = LINK if model is MODELS[0] else model.k  # only that model's experts have a published size
+            most = round(each * trace.layers)
+            yield trace, most, most, OF_PUBLISHED
 
     print(TITLES["hits"])
     rows = printed(measure(traces()), columns("hits"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_offload.cpu import CpuDevice
+from cpu_offload.cpu import CpuDevice, CpuExperts
 from executor.model_runner import ModelRunner
 from executor.platform.cpu import CpuPlatform
 from executor.run.shadow_report import write_shadow_report
@@ -91,6 +91,22 @@ def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_pa
     assert all(step.kv_frames + step.expert_frames + step.free_frames == arena.frames for step in steps)
     assert shadows.history.for_cache > 0
     assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others were given back
+
+
+def test_an_expert_may_leave_while_its_copy_is_under_way(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="fixed", slots=5, max_swaps=-1)
+    shadows = runner.engine.shadows
+    assert shadows
+    layer, expert = place = next(iter(shadows.slots))
+    for _ in range(50):
+        shadows.evict(place)
+        experts = shadows.layers[layer]
+        assert isinstance(experts, CpuExperts)
+        assert experts.table[expert] == experts.arrived[expert] == 0
+        shadows.fetch(place)
+    assert [s.ids for s in runner.model_generate(PROMPTS)] == [
+        s.ids for s in runner_of(model, tmp_path, mode="none").model_generate(PROMPTS)
+    ]
 
 
 def test_what_a_run_leaves(model: Path, tmp_path: Path) -> None:

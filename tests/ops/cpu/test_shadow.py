@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,6 +139,37 @@ def test_routing_is_counted_and_nobody_waits_where_all_are_resident(pool: shadow
     assert torch.equal(model.layer.counts, 3 * here.bincount(minlength=8))
     assert model.layer.hits == 2 * len(here)
     assert int(model.layer.times.min()) > 0
+
+
+def test_copies_that_arrive_within_a_step_count_in_it(pool: shadow.ShadowPool) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    copier, model = shadow.Copier(), Model(FORMATS["q4"], first=2)
+    arrived, size, coming = torch.zeros(8, dtype=torch.int64), model.blocks.block_bytes, list[int]()
+    layer = model.layer = replace(model.layer, arrived=arrived)
+    x, (weights, ids) = torch.randn(9, 192), routing(9, 3, 8)
+
+    def copy() -> None:
+        free = [slot for slot in model.slots if not (layer.device == slot.data_ptr()).any()]
+        for e, slot in zip(coming, free, strict=False):
+            source = shadow.Pieces(model.store[e].data_ptr(), [(0, 0, size)], size, model.store)
+            copier.wait(copier.fill(slot.data_ptr(), source, arrived.data_ptr() + 8 * e))
+
+    tape = engine.Tape()
+    with tape.capture():
+        before = model.moe(pool, x, weights, ids)
+        engine.host(copy)
+        after = model.moe(pool, x, weights, ids)
+    for resident in placements(8):
+        model.place(resident)
+        arrived.zero_()
+        coming[:] = [e for e in range(8) if e not in resident and random.random() < 0.7]
+        layer.hits.zero_()
+        tape.replay()
+        pairs, expected = [(ids == e + 2).sum() for e in range(8)], model.expected(x, weights, ids)
+        assert torch.equal(before, expected)
+        assert torch.equal(after, expected)
+        assert layer.hits == 2 * sum(pairs[e] for e in resident) + sum(pairs[e] for e in coming)
 
 
 def test_ten_thousand_replays_of_one_tape_while_experts_move() -> None:

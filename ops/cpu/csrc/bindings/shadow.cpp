@@ -38,8 +38,10 @@ void bind_shadow(py::module_& m) {
     m.def(
         "submit",
         [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work, uintptr_t counts,
-           uintptr_t hits) { submit(Submit{pool, work, at<int64_t>(counts), at<int64_t>(hits)}); },
-        py::arg("pool"), py::arg("work"), py::arg("counts"), py::arg("hits"));
+           uintptr_t hits, uintptr_t arrived) {
+            submit(Submit{pool, work, at<int64_t>(counts), at<int64_t>(hits), at<std::atomic<int64_t>>(arrived)});
+        },
+        py::arg("pool"), py::arg("work"), py::arg("counts"), py::arg("hits"), py::arg("arrived"));
     m.def(
         "join",
         [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work, uintptr_t weights,
@@ -70,12 +72,14 @@ void bind_shadow(py::module_& m) {
         .def(py::init<std::vector<int>>(), py::arg("cpus"))
         .def(
             "submit",
-            [](Copier& copier, uintptr_t to, uintptr_t source, const std::vector<std::array<int64_t, 3>>& pieces) {
+            [](Copier& copier, uintptr_t to, uintptr_t source, const std::vector<std::array<int64_t, 3>>& pieces,
+               uintptr_t arrived) {
                 std::vector<Piece> of;
                 for (const auto& piece : pieces) of.push_back({piece[0], piece[1], piece[2]});
-                return copier.submit(at<void>(to), at<const void>(source), std::move(of));
+                return copier.submit(at<void>(to), at<const void>(source), std::move(of),
+                                     at<std::atomic<int64_t>>(arrived));
             },
-            py::arg("to"), py::arg("source"), py::arg("pieces"))
+            py::arg("to"), py::arg("source"), py::arg("pieces"), py::arg("arrived"))
         .def("done", &Copier::done, py::arg("ticket"))
         .def("wait", &Copier::wait, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
         .def("stop", &Copier::stop);

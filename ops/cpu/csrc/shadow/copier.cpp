@@ -25,10 +25,10 @@ Copier::~Copier() {
     thread_.join();
 }
 
-uint64_t Copier::submit(void* to, const void* from, std::vector<Piece> pieces) {
+uint64_t Copier::submit(void* to, const void* from, std::vector<Piece> pieces, std::atomic<int64_t>* arrived) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopped_) throw ShadowError("expert copies: the copier was stopped");
-    queue_.push_back({to, from, std::move(pieces)});
+    queue_.push_back({to, from, std::move(pieces), arrived});
     changed_.notify_all();
     return ++submitted_;
 }
@@ -62,6 +62,8 @@ void Copier::work() {
         for (const Piece& piece : copy.pieces)
             std::memcpy(static_cast<char*>(copy.to) + piece.to, static_cast<const char*>(copy.from) + piece.from,
                         static_cast<size_t>(piece.bytes));
+        if (copy.arrived)
+            copy.arrived->store(static_cast<int64_t>(reinterpret_cast<uintptr_t>(copy.to)), std::memory_order_release);
         lock.lock();
         finished_.fetch_add(1, std::memory_order_release);
         changed_.notify_all();

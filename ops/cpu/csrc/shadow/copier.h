@@ -1,9 +1,10 @@
 // Copies experts' blocks into expert slots, one after another, on its own thread while steps run.
 //
-// Ordering. A copy's bytes are written before `finished_` counts it (release); `done` reads the counter (acquire). The
-// thread that sees a copy done writes the slot's address into the device's table between two replays, and runs the next
-// replay itself, so no step reads a slot before it is complete. No slot is overwritten while in use: before it becomes
-// the target of a copy, its address is removed from the table, also between two replays.
+// Ordering. A copy's bytes are written before the slot's address is stored to `arrived` (release), from where Submit
+// takes it over (acquire), and that before `finished_` counts the copy (release); `done` reads the counter (acquire). So
+// no step reads a slot before it is complete. No slot is overwritten while in use: before it becomes the target of a
+// copy, its address is removed from `arrived` and the device's table, between two replays and once its copy is done, by
+// the thread that submits the copy.
 #pragma once
 
 #include <atomic>
@@ -31,7 +32,8 @@ public:
 
     // `submit` queues a copy and returns its ticket. `done` says without blocking whether it is finished; `wait` blocks
     // until it is. Once the copier is stopped they throw, except for finished copies, and no more bytes are written.
-    uint64_t submit(void* to, const void* from, std::vector<Piece> pieces);
+    // A finished copy stores `to` to `arrived`, unless that is null.
+    uint64_t submit(void* to, const void* from, std::vector<Piece> pieces, std::atomic<int64_t>* arrived = nullptr);
     bool done(uint64_t ticket) const;
     void wait(uint64_t ticket);
 
@@ -43,6 +45,7 @@ private:
         void* to;
         const void* from;
         std::vector<Piece> pieces;
+        std::atomic<int64_t>* arrived;
     };
     void work();
 

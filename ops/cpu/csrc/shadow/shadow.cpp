@@ -179,14 +179,22 @@ void Submit::run(Context&) const {
     pool->wait();
     work->pending = false;
     const MoeRows& rows = work->rows;
-    for (int64_t a = 0; a < rows.tokens * rows.k; a++) {
-        const int64_t e = rows.ids[a] - rows.first_expert;
-        if (e < 0 || e >= rows.experts) continue;
-        if (!rows.elsewhere[e] && !rows.address[e])
+    auto* const resident = const_cast<int64_t*>(rows.elsewhere);
+    const auto each_pair = [&](auto&& with_expert) {
+        for (int64_t a = 0; a < rows.tokens * rows.k; a++) {
+            const int64_t e = rows.ids[a] - rows.first_expert;
+            if (e >= 0 && e < rows.experts) with_expert(e);
+        }
+    };
+    if (arrived) each_pair([&](int64_t e) {
+        if (!resident[e]) resident[e] = arrived[e].load(std::memory_order_acquire);
+    });
+    each_pair([&](int64_t e) {
+        if (!resident[e] && !rows.address[e])
             throw work->error("expert " + std::to_string(e) + " is neither resident nor in the shadow store");
         counts[e]++;
-        *hits += rows.elsewhere[e] != 0;
-    }
+        *hits += resident[e] != 0;
+    });
     if (!rows.sort()) return;
     if (!pool->submit(work)) throw work->error("the shadow pool was stopped");
     work->pending = true;

@@ -2,10 +2,11 @@
 // main pool ("the device") computes the resident ones. On the tape a layer's mixture is Submit, MoeRows, Join.
 //
 // Data access. Only the device's thread reads and writes the tables of addresses, `ids`, the counters and the step
-// number. Submit sorts the pairs on that thread before it publishes the work, so the shadow pool never reads a table
-// that changes between replays. The shadow pool reads x, the sorted pairs and the store (written once, before the first
-// step), and writes the rows of its pairs and its own scratch memory. The device writes the rows of the other pairs.
-// The store's table never changes.
+// number. Submit takes over the addresses of copies that have arrived (copier.h) and sorts the pairs on that thread
+// before it publishes the work, so the shadow pool never reads a table that changes, and both pools agree on which
+// experts are resident for this layer in this step. The shadow pool reads x, the sorted pairs and the store (written
+// once, before the first step), and writes the rows of its pairs and its own scratch memory. The device writes the rows
+// of the other pairs. The store's table never changes.
 //
 // Ordering. `submit` writes the work and publishes it by incrementing `submitted`; the coordinator, thread 0 of the
 // shadow pool, sees it by an acquire load. The coordinator reports by a store to `done` and a release increment of
@@ -22,6 +23,7 @@
 // A step allocates nothing: works are made at capture and passed by reference.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -84,12 +86,13 @@ private:
     std::thread coordinator_;
 };
 
-// Counts the routing and submits the layer's work, if there is any.
+// Makes used experts resident whose copies have arrived, counts the routing and submits the layer's work, if any.
 struct Submit {
     std::shared_ptr<ShadowPool> pool;
     std::shared_ptr<ShadowWork> work;
     int64_t* counts;  // (experts) += 1 for each pair
     int64_t* hits;    // += 1 for each pair whose expert is resident
+    const std::atomic<int64_t>* arrived;  // (experts) where copies have arrived; 0: none; or null
     void run(Context&) const;
 };
 

@@ -1,9 +1,10 @@
-// Steps of a tape whose experts move between slots and the shadow store from step to step, while a copier fills slots
-// ahead; built with ThreadSanitizer, and with AddressSanitizer. Every step must give the bits of Moe, and so must jobs for
-// what is missing, on a pool of their own. At the end pools are stopped and destroyed at work.
+// Steps of a tape whose experts go between steps and come within them, as soon as a copier has filled their slots; built
+// with ThreadSanitizer, and with AddressSanitizer. Every step must give the bits of Moe, and so must jobs for what is
+// missing, on a pool of their own. At the end pools are stopped and destroyed at work.
 
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
@@ -79,6 +80,8 @@ struct Call {  // as a bridge's callback makes it
 struct Layer {
     std::vector<int64_t> store, device, counts, times, slot_of;
     std::vector<int> free;  // slots
+    std::vector<std::atomic<int64_t>> arrived = std::vector<std::atomic<int64_t>>(kExperts);
+    std::vector<uint64_t> copies = std::vector<uint64_t>(kExperts);  // tickets of those not published; 0: none
     int64_t hits = 0;
 };
 
@@ -95,6 +98,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
     Buffer store(kExperts * kBlockBytes), slots(kLayers * kSlots * kBlockBytes);
     auto* const blocks = reinterpret_cast<uint8_t*>(store.address());
     auto* const places = reinterpret_cast<uint8_t*>(slots.address());
+    std::vector<uint8_t> aside(kBlockBytes);
     for (int64_t e = 0; e < kExperts; e++) {
         const Matrix a = w13.matrix.like().at(e), b = w2.matrix.like().at(e);
         uint8_t* to = blocks + e * kBlockBytes;
@@ -146,7 +150,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         };
         const auto work = std::make_shared<ShadowWork>(ShadowWork{
             part(theirs, layer.store.data(), layer.device.data(), shadow_scratch.data()), l, &step, nullptr});
-        tape.add(Submit{shadow, work, layer.counts.data(), &layer.hits});
+        tape.add(Submit{shadow, work, layer.counts.data(), &layer.hits, layer.arrived.data()});
         if (l == 1) tape.add(Interrupt{&interrupt});
         tape.add(part(ours, layer.device.data(), nullptr, scratch.data()));
         tape.add(Join{shadow,
@@ -177,46 +181,34 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
     moe_missing.ids = missing.data();
     Context reference{alone, kernels_generic()};
 
-    struct Promotion {
-        uint64_t ticket;
-        Layer* layer;
-        int64_t expert;
-        int slot;
-    };
-    std::vector<Promotion> promotions;
     uint64_t random = 1;
     const auto below = [&](int64_t limit) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         return static_cast<int64_t>((random >> 33) % static_cast<uint64_t>(limit));
     };
-    int64_t routed = 0, moved = 0;
+    int64_t routed = 0, published = 0, within = 0;  // copies taken over between steps, and within one
     for (; step < kSteps; step++) {
-        // Between steps: publish what was copied, take a resident expert away, start a copy into a free slot.
-        for (size_t i = 0; i < promotions.size();) {
-            const Promotion p = promotions[i];
-            if (!copier.done(p.ticket)) {
-                i++;
-                continue;
-            }
-            p.layer->device[p.expert] = address(places + p.slot * kBlockBytes);
-            p.layer->slot_of[p.expert] = p.slot;
-            promotions.erase(promotions.begin() + static_cast<int64_t>(i));
-            moved++;
-        }
+        // Between steps: publish what was copied, take an expert away, its copy in flight or not, and start a copy into a
+        // free slot, behind others, so that it ends at any moment of the steps to come.
         for (Layer& layer : layers) {
-            const int64_t out = below(kExperts), in = below(kExperts);
-            if (layer.device[out] && below(3) == 0) {
-                layer.device[out] = 0;
-                layer.free.push_back(static_cast<int>(layer.slot_of[out]));
+            for (int64_t e = 0; e < kExperts; e++) {
+                if (!layer.copies[e] || !copier.done(layer.copies[e])) continue;
+                (layer.device[e] ? within : published)++;
+                layer.device[e] = address(places + layer.slot_of[e] * kBlockBytes);
+                layer.copies[e] = 0;
             }
-            bool coming = layer.device[in] != 0;
-            for (const Promotion& p : promotions) coming |= p.layer == &layer && p.expert == in;
-            if (coming || layer.free.empty()) continue;
-            const int slot = layer.free.back();
+            const int64_t out = below(kExperts), in = below(kExperts);
+            if (layer.slot_of[out] >= 0 && below(3) == 0) {
+                if (layer.copies[out]) copier.wait(layer.copies[out]);
+                layer.free.push_back(static_cast<int>(layer.slot_of[out]));
+                layer.device[out] = layer.arrived[out] = layer.copies[out] = 0;
+                layer.slot_of[out] = -1;
+            }
+            if (layer.slot_of[in] >= 0 || layer.free.empty()) continue;
+            for (int64_t i = below(80); i > 0; i--) copier.submit(aside.data(), blocks, {{0, 0, kBlockBytes}});
+            uint8_t* const to = places + (layer.slot_of[in] = layer.free.back()) * kBlockBytes;
             layer.free.pop_back();
-            const auto ticket =
-                copier.submit(places + slot * kBlockBytes, blocks + in * kBlockBytes, {{0, 0, kBlockBytes}});
-            promotions.push_back({ticket, &layer, in, slot});
+            layer.copies[in] = copier.submit(to, blocks + in * kBlockBytes, {{0, 0, kBlockBytes}}, &layer.arrived[in]);
         }
         for (float& v : x) v = pseudo_random(below(1 << 30));
         for (float& v : weights) v = pseudo_random(below(1 << 30));
@@ -230,7 +222,15 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
             }
             for (const int64_t id : ids) interrupted += id >= 0 && id < kExperts;
         }
+        for (Layer& layer : layers) layer.hits = 0;
         tape.replay(context);
+        for (Layer& layer : layers) {
+            for (const int64_t id : ids) layer.hits -= id >= 0 && id < kExperts && layer.device[id];
+            if (layer.hits) {
+                std::puts("other hits");
+                return 1;
+            }
+        }
         moe.run(reference);
         for (const auto& out : outs)
             if (std::memcmp(out.data(), expected.data(), out.size() * sizeof(float)) != 0) {
@@ -259,13 +259,18 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         std::puts("jobs miscounted");
         return 1;
     }
-    if (moved < kSteps / 20) {
-        std::puts("nothing moved");
+    if (published < kSteps / 20 || within < kSteps / 20) {
+        std::printf("copies published: %d, within steps: %d\n", static_cast<int>(published), static_cast<int>(within));
         return 1;
     }
 
     // The end comes while all are at work: from another thread, in the middle of steps, with copies queued.
-    for (Layer& layer : layers) std::fill(layer.device.begin(), layer.device.end(), 0);
+    for (Layer& layer : layers) {
+        for (int64_t e = 0; e < kExperts; e++) {
+            if (layer.copies[e]) copier.wait(layer.copies[e]);
+            layer.device[e] = layer.arrived[e] = 0;
+        }
+    }
     for (auto& id : ids) id = below(kExperts);
     for (int i = 0; i < 50; i++) copier.submit(places, blocks, {{0, 0, kBlockBytes}});
     std::thread killer([&] {
