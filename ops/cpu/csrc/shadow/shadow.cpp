@@ -186,9 +186,10 @@ void Submit::run(Context&) const {
             if (e >= 0 && e < rows.experts) with_expert(e);
         }
     };
-    if (arrived) each_pair([&](int64_t e) {
-        if (!resident[e]) resident[e] = arrived[e].load(std::memory_order_acquire);
-    });
+    if (arrived)
+        each_pair([&](int64_t e) {
+            if (!resident[e]) resident[e] = arrived[e].load(std::memory_order_acquire);
+        });
     each_pair([&](int64_t e) {
         if (!resident[e] && !rows.address[e])
             throw work->error("expert " + std::to_string(e) + " is neither resident nor in the shadow store");
