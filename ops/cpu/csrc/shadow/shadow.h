@@ -90,8 +90,8 @@ private:
 struct Submit {
     std::shared_ptr<ShadowPool> pool;
     std::shared_ptr<ShadowWork> work;
-    int64_t* counts;  // (experts) += 1 for each pair
-    int64_t* hits;    // += 1 for each pair whose expert is resident
+    int64_t* counts;                      // (experts) += 1 for each pair
+    int64_t* hits;                        // += 1 for each pair whose expert is resident
     const std::atomic<int64_t>* arrived;  // (experts) where copies have arrived; 0: none; or null
     void run(Context&) const;
 };
