@@ -135,6 +135,7 @@ private:
     // rows have the numbers in `index`, or their own.
     template <class Put>
     void slot_rows(Context& context, const SlotMatrix& w, Put&& put, const Rows& rows, const int32_t* index) {
+        if (w.slab() < w.k && start_of_[m_.experts] <= kMostInSlabs) return slab_rows(context, w, put, rows, index);
         const int64_t tiles = (w.n + kSlotTile - 1) / kSlotTile;
         Pool& pool = context.pool;
         const int all = static_cast<int>(*hits_ * tiles);
@@ -150,9 +151,9 @@ private:
                 float y[kSlotRows * kSlotWindow];
                 const int count = std::min(kSlotRows, end_of - start);
                 const Rows from = index ? rows : rows.from(start, w.k);
-                slot_products(
-                    {context.kernels, own, first, stop, from, index ? index + start : nullptr, count, y, next});
-                for (int t = 0; t < count; t++) add_slot_bias(own, first, stop - first, y + t * kSlotWindow);
+                slot_products({context.kernels, own, first, stop, 0, w.slabs(), from, index ? index + start : nullptr,
+                               count, y, kSlotWindow, next});
+                for (int t = 0; t < count; t++) finish_slots(own, first, stop - first, y + t * kSlotWindow);
                 put(start, count, first, stop - first, y);
             }
         };
@@ -166,6 +167,42 @@ private:
                       });
     }
 
+    // The same for few assignments, in slabs of inputs.
+    template <class Put>
+    void slab_rows(Context& context, const SlotMatrix& w, Put&& put, const Rows& rows, const int32_t* index) {
+        static thread_local std::vector<float> kept;  // [slab][assignment][output]
+        const int64_t slabs = w.slabs(), step = start_of_[m_.experts] * w.n,
+                      windows = (w.n + kSlotWindow - 1) / kSlotWindow;
+        kept.resize(slabs * step);
+        float* const sums = kept.data();
+        context.pool.each(static_cast<int>(*hits_ * slabs), [&](int task, int) {
+            const int64_t e = hit_[task / slabs], slab = task % slabs;
+            const SlotMatrix own = w.moved(m_.address[e]);
+            for (int start = start_of_[e], count; start < start_of_[e + 1]; start += count) {
+                count = std::min(kSlotRows, start_of_[e + 1] - start);
+                const Rows from = index ? rows : rows.from(start, w.k);
+                const int64_t width = count <= kSlotFew ? kSlotWide : kSlotWindow;
+                for (int64_t first = 0; first < w.n; first += width)
+                    slot_products({context.kernels, own, first, std::min(w.n, first + width), slab, slab + 1, from,
+                                   index ? index + start : nullptr, count, sums + slab * step + start * w.n + first,
+                                   w.n, nullptr});
+            }
+        });
+        context.pool.each(static_cast<int>(*hits_ * windows), [&](int task, int) {
+            const int64_t e = hit_[task / windows], first = task % windows * kSlotWindow;
+            const int64_t width = std::min(w.n - first, kSlotWindow);
+            const SlotMatrix own = w.moved(m_.address[e]);
+            for (int a = start_of_[e]; a < start_of_[e + 1]; a++) {
+                float* const y = sums + a * w.n + first;
+                for (int64_t slab = 1; slab < slabs; slab++)
+                    for (int64_t i = 0; i < width; i++) y[i] += y[slab * step + i];
+                finish_slots(own, first, width, y);
+                put(a, 1, first, width, y);
+            }
+        });
+    }
+
+    static constexpr int kMostInSlabs = 64;  // assignments
     static constexpr int kGroup = kNear;  // blocks of w13 (gate, up, gate, up): one stream that yields 32 values of h
 
     // Calls f(first assignment, count) for the assignments of expert e, tile by tile.

@@ -65,16 +65,12 @@ INLINE void load(const uint8_t* at, Bytes& v) { std::memcpy(&v, at, sizeof v); }
 
 INLINE void fetch(const uint8_t* next) { __builtin_prefetch(next, 0, 2); }
 
-// Four lines, unpacked as dots take them: of nibbles even and odd outputs in turns.
+// Four lines, shuffled, as dots take them: of nibbles even and odd outputs in turns.
 struct Nibbles {
     static constexpr int kVectors = 8, kOutputs = 2 * kBytes;  // of a strip, kBytes of a line
     static constexpr float kZero = kSigned ? 0 : 8, kUnit = kNibbleUnit;
 
-    INLINE static void unpack(const uint8_t* at, int64_t stride, Bytes (&v)[kVectors]) {
-        Bytes t[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) load(at + j * stride, t[j]);
-        transpose<Bytes, Shorts>(t);
+    INLINE static void unpack(const Bytes (&t)[4], Bytes (&v)[kVectors]) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) levels_of(t[j], v[2 * j], v[2 * j + 1]);
     }
@@ -84,36 +80,16 @@ struct Levels {
     static constexpr int kVectors = 4, kOutputs = kBytes;
     static constexpr float kZero = kSignedBytes ? 0 : 128, kUnit = 1;
 
-    INLINE static void unpack(const uint8_t* at, int64_t stride, Bytes (&v)[kVectors]) {
+    INLINE static void unpack(const Bytes (&t)[4], Bytes (&v)[kVectors]) {
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) load(at + j * stride, v[j]);
-        transpose<Bytes, Shorts>(v);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) v[j] = v[j] ^ (Bytes{} + static_cast<uint8_t>(kSignedBytes ? 0 : 0x80));
+        for (int j = 0; j < 4; j++) v[j] = t[j] ^ (Bytes{} + static_cast<uint8_t>(kSignedBytes ? 0 : 0x80));
     }
-    static int output(int vector, int lane) { return lane / 4 * 16 + vector * 4 + lane % 4; }
 };
 
-// The sums of 32 inputs for one strip and M rows.
-template <class Kind, int M, class Unpack>
-INLINE void add_dots(const Block* const* x, Unpack&& unpack, const Floats* scales, const Floats* offsets,
-                     float* const* sums) {
-    Ints dots[M][Kind::kVectors];
-#pragma GCC unroll 2
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
-        for (int j = 0; j < Kind::kVectors; j++) dots[m][j] = Ints{};
-#pragma GCC unroll 1
-    for (int i = 0; i < kBlock / 4; i++) {
-        Bytes v[Kind::kVectors];
-        unpack(i, v);
-#pragma GCC unroll 2
-        for (int m = 0; m < M; m++) {
-            const Bytes of_x = reinterpret_cast<Bytes>(Ints{} + four(*x[m], i));
-#pragma GCC unroll 8
-            for (int j = 0; j < Kind::kVectors; j++) dot<Kind::kVectors == 4>(dots[m][j], v[j], of_x);
-        }
-    }
+// Adds the dots of 32 inputs of M rows to a strip's sums, scaled.
+template <class Kind, int M>
+INLINE void add_scaled(const Block* const* x, const Ints (*dots)[Kind::kVectors], const Floats* scales,
+                       const Floats* offsets, float* sums, int64_t step) {
     // Zero points are subtracted in floats, where these whole numbers are exact.
 #pragma GCC unroll 2
     for (int m = 0; m < M; m++) {
@@ -123,10 +99,21 @@ INLINE void add_dots(const Block* const* x, Unpack&& unpack, const Floats* scale
         for (int j = 0; j < Kind::kVectors; j++) {
             Floats to, whole = __builtin_convertvector(dots[m][j], Floats) - less;
             if (offsets) whole += offsets[j] * sum;
-            std::memcpy(&to, sums[m] + j * kFloats, sizeof to);
+            std::memcpy(&to, sums + m * step + j * kFloats, sizeof to);
             to += (scales ? scales[j] * scale : scale) * whole;
-            std::memcpy(sums[m] + j * kFloats, &to, sizeof to);
+            std::memcpy(sums + m * step + j * kFloats, &to, sizeof to);
         }
+    }
+}
+
+// Adds the dots of four lines of a strip with activations 4i .. 4i+3 of M rows.
+template <class Kind, int M>
+INLINE void add_dots(const Bytes (&v)[Kind::kVectors], const Block* const* x, int i, Ints (*dots)[Kind::kVectors]) {
+#pragma GCC unroll 2
+    for (int m = 0; m < M; m++) {
+        const Bytes of_x = reinterpret_cast<Bytes>(Ints{} + four(*x[m], i));
+#pragma GCC unroll 8
+        for (int j = 0; j < Kind::kVectors; j++) dot<Kind::kVectors == 4>(dots[m][j], v[j], of_x);
     }
 }
 
@@ -154,75 +141,125 @@ INLINE void numbers_of(const uint8_t* row, Type type, int64_t output, Floats* to
     }
 }
 
-// The strips of a window are taken in turn at each 32 inputs, so that lines are read in runs.
+// Writes a strip's sums from number `skipped` on.
+template <class Kind>
+INLINE void put_strip(const float* sums, int64_t skipped, float* y) {
+    Bytes v[Kind::kVectors];
+    std::memcpy(v, sums, sizeof v);
+    for (int j = 0; j < 8 && Kind::kVectors == 8; j += 2) zip_both<Words>(v[j], v[j + 1], v[j], v[j + 1]);
+    for (int j = 0; j < Kind::kVectors; j++)
+        for (int i = 0; i < kBytes / 16; i++) {
+            const int64_t output = (i * Kind::kVectors + j) * 4 - skipped;
+            if (output >= 0) std::memcpy(y + output, reinterpret_cast<const uint8_t*>(&v[j]) + 16 * i, 16);
+        }
+}
+
+// What few rows need of whole lines is added up in memory, four lines at a time. Otherwise each strip of 32 inputs is
+// unpacked once and meets row after row.
 template <class Kind>
 INLINE void lines_of(const SlotWindow& window) {
-    constexpr int kStrips = kSlotWindow / Kind::kOutputs;
+    constexpr int kStrips = kSlotWide / Kind::kOutputs, kFours = kBlock / 4, kAhead = 16384, kVectors = Kind::kVectors;
     const SlotMatrix& w = window.w;
-    const int64_t line = w.line_bytes(), blocks = w.k / kBlock, width = window.end - window.first;
+    const int64_t line = w.line_bytes(), blocks = w.k / kBlock, of_slab = w.slab() / kBlock;
+    const int64_t width = window.end - window.first, bytes = w.type == Type::f32 ? 4 : 2;  // of a scale
     const int strips = static_cast<int>((width + Kind::kOutputs - 1) / Kind::kOutputs);
-    alignas(64) float sums[kSlotRows * kSlotWindow];
-    Floats scales[kStrips * 8], offsets[kStrips * 8];
-    Bytes staged[kBlock / 4][Kind::kVectors];
-    int64_t outputs[kStrips];  // the first of each strip; the last may overlap the one before
-    const Block* rows[kSlotRows];
-    for (int s = 0; s < strips; s++) outputs[s] = std::min(window.first + s * Kind::kOutputs, w.n - Kind::kOutputs);
-    for (int t = 0; t < window.count; t++) rows[t] = window.rows.blocks + (window.index ? window.index[t] : t) * blocks;
-    std::memset(sums, 0, sizeof(float) * window.count * kSlotWindow);
-    const int64_t bits = w.bits(), bytes = w.type == Type::f32 ? 4 : 2;  // of a weight, and of a scale
-    for (int64_t b = 0; b < blocks; b++) {
-        const bool scaled = w.format == Format::q4;
-        const int64_t group = scaled ? b * kBlock / w.group : 0, wide = group * w.n * bytes;
-        for (int s = 0; s < strips; s++) {
-            const uint8_t* const at = w.data + b * kBlock * line + outputs[s] * bits / 8;
-            const uint8_t* const ahead = b + 1 < blocks ? at + kBlock * line
-                                         : window.next  ? window.next + s * kBytes
-                                                        : nullptr;
-            if (ahead && s * kBytes % 64 == 0)
-                for (int i = 0; i < kBlock; i++) fetch(ahead + i * line);
-            if (scaled && b * kBlock % w.group == 0) {
-                const int64_t later = wide + (w.n + outputs[s]) * bytes;
-                numbers_of(w.scales + wide, w.type, outputs[s], scales + s * 8);
-                for (int i = 0; i < Kind::kOutputs * bytes; i += 64) fetch(w.scales + later + i);
-                if (w.offsets) numbers_of(w.offsets + wide, w.type, outputs[s], offsets + s * 8);
-                for (int i = 0; i < Kind::kOutputs * bytes && w.offsets; i += 64) fetch(w.offsets + later + i);
-            }
-            const Floats* const by = scaled ? scales + s * 8 : nullptr;
-            const Floats* const off = w.offsets ? offsets + s * 8 : nullptr;
-            const auto add = [&](auto many, int t, auto&& unpack) LAMBDA {
-                constexpr int M = many;
-                const Block* x[M];
-                float* to[M];
-                for (int m = 0; m < M; m++)
-                    x[m] = rows[t + m] + b, to[m] = sums + (t + m) * kSlotWindow + s * Kind::kOutputs;
-                add_dots<Kind, M>(x, unpack, by, off, to);
+    const bool scaled = w.format == Format::q4, whole = width == w.n && window.count <= kSlotFew;
+    alignas(64) float sums[kSlotFew * kSlotWide], all[kSlotFew * kSlotWide];  // of a slab, and of all
+    Ints kept[kSlotFew * kStrips][kVectors];                                  // of few rows, a strip's side by side
+    Bytes unpacked[kFours][kVectors];
+    const Block* x[kSlotRows];
+    const auto first_of = [&](int s) LAMBDA {  // the last strip may overlap the one before
+        return std::min(window.first + s * Kind::kOutputs, w.n - Kind::kOutputs);
+    };
+    const auto unpack = [&](const uint8_t* at, Bytes(&v)[kVectors]) LAMBDA {
+        Bytes t[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) load(at + j * line, t[j]);
+        transpose<Bytes, Shorts>(t);
+        Kind::unpack(t, v);
+    };
+    std::memset(sums, 0, sizeof(float) * window.count * strips * Kind::kOutputs);
+    std::memset(all, 0, sizeof(float) * window.count * strips * Kind::kOutputs);
+    for (int64_t slab = window.begin; slab < window.stop; slab++) {
+        for (int64_t b = slab * of_slab; b < std::min(blocks, (slab + 1) * of_slab); b++) {
+            const uint8_t* const lines = w.data + b * kBlock * line;
+            for (int t = 0; t < window.count; t++)
+                x[t] = window.rows.blocks + (window.index ? window.index[t] : t) * blocks + b;
+            const int64_t row_bytes = w.n * bytes, of_group = scaled ? b * kBlock / w.group * row_bytes : 0;
+            Floats scales[8], offsets[8];
+            const auto read_numbers = [&](int s) LAMBDA {
+                const auto read = [&](const uint8_t* plane, Floats* to) LAMBDA {
+                    numbers_of(plane + of_group, w.type, first_of(s), to);
+                    for (int i = 0; i < Kind::kOutputs * bytes; i += 64)
+                        fetch(plane + of_group + row_bytes + first_of(s) * bytes + i);
+                };
+                if (scaled) read(w.scales, scales);
+                if (w.offsets) read(w.offsets, offsets);
             };
-            const auto read = [&](int i, Bytes(&v)[Kind::kVectors])
-                                  LAMBDA { Kind::unpack(at + 4 * i * line, line, v); };
-            const auto again = [&](int i, Bytes(&v)[Kind::kVectors]) LAMBDA {
-#pragma GCC unroll 8
-                for (int j = 0; j < Kind::kVectors; j++) v[j] = staged[i][j];
+            const auto add = [&](auto many, int t, int s, const Ints(*dots)[kVectors]) LAMBDA {
+                add_scaled<Kind, many()>(x + t, dots, scaled ? scales : nullptr, w.offsets ? offsets : nullptr,
+                                         sums + (t * strips + s) * Kind::kOutputs, strips * Kind::kOutputs);
             };
-            if (window.count == 1) {
-                add(std::integral_constant<int, 1>{}, 0, read);
+            const auto few = [&](auto many) LAMBDA {
+                const uint8_t* ahead = lines + kAhead;
+                for (int i = 0; i < kFours; i++)
+                    for (int s = 0; s < strips; s++) {
+                        Bytes v[kVectors];
+                        Ints dots[many()][kVectors] = {};
+                        if (i) std::memcpy(dots, kept[s * many()], sizeof dots);
+                        unpack(lines + 4 * i * line + first_of(s) * w.bits() / 8, v);
+#pragma GCC unroll 4
+                        for (int j = 0; j < kBytes; j += 16, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+                        add_dots<Kind, many()>(v, x, i, dots);
+                        if (i < kFours - 1) {
+                            std::memcpy(kept[s * many()], dots, sizeof dots);
+                        } else {
+                            read_numbers(s);
+                            add(many, 0, s, dots);
+                        }
+                    }
+            };
+            if (whole) {
+                window.count == 1 ? few(std::integral_constant<int, 1>{})
+                                  : few(std::integral_constant<int, kSlotFew>{});
                 continue;
             }
-            if (window.count == kPass) {
-                add(std::integral_constant<int, kPass>{}, 0, read);
-                continue;
+            for (int s = 0; s < strips; s++) {
+                for (int i = 0; i < kFours; i++) {
+                    const uint8_t* const at = lines + 4 * i * line + first_of(s) * w.bits() / 8;
+                    unpack(at, unpacked[i]);
+                    for (int j = 0; j < 4 && b + 1 < blocks; j++) fetch(at + (kBlock + j) * line);
+                }
+                read_numbers(s);
+                const auto pass = [&](auto many, int t) LAMBDA {
+                    Ints dots[many()][kVectors] = {};
+#pragma GCC unroll 1
+                    for (int i = 0; i < kFours; i++) {
+                        Bytes v[kVectors];
+                        std::memcpy(v, unpacked[i], sizeof v);
+                        add_dots<Kind, many()>(v, x + t, i, dots);
+                    }
+                    add(many, t, s, dots);
+                };
+                int t = 0;
+                for (; t + kPass <= window.count; t += kPass) pass(std::integral_constant<int, kPass>{}, t);
+                for (; t < window.count; t++) pass(std::integral_constant<int, 1>{}, t);
             }
-            for (int i = 0; i < kBlock / 4; i++) read(i, staged[i]);
-            int t = 0;
-            for (; t + kPass <= window.count; t += kPass) add(std::integral_constant<int, kPass>{}, t, again);
-            for (; t < window.count; t++) add(std::integral_constant<int, 1>{}, t, again);
+        }
+        for (int64_t i = 0; i < window.count * strips * Kind::kOutputs; i += kFloats) {
+            Floats sum, before;
+            std::memcpy(&sum, sums + i, sizeof sum);
+            std::memcpy(&before, all + i, sizeof before);
+            sum += before;
+            std::memcpy(all + i, &sum, sizeof sum);
+            std::memset(sums + i, 0, sizeof sum);
         }
     }
-    for (int s = 0; s < strips; s++)
-        for (int i = 0; i < Kind::kOutputs; i++) {
-            const int64_t output = outputs[s] + Kind::output(i / kFloats, i % kFloats) - window.first;
-            const float scale = w.format == Format::q4 ? 1 : w.scale(output + window.first);
-            for (int t = 0; t < window.count && output >= 0; t++)
-                window.y[t * kSlotWindow + output] = scale * sums[t * kSlotWindow + s * Kind::kOutputs + i];
+    for (int t = 0; t < window.count; t++)
+        for (int s = 0; s < strips; s++) {
+            const int64_t output = first_of(s) - window.first;
+            put_strip<Kind>(all + (t * strips + s) * Kind::kOutputs, std::max<int64_t>(0, -output),
+                            window.y + t * window.stride + std::max<int64_t>(0, output));
         }
 }
 
@@ -286,7 +323,7 @@ INLINE void float_lines(const SlotWindow& window) {
             const int within = i % Kind::kOutputs, lane = within % kFloats * Kind::kVectors + within / kFloats;
             const int64_t output = outputs[s] + i - within + lane - window.first;
             for (int t = 0; t < window.count && output >= 0; t++)
-                window.y[t * kSlotWindow + output] = sums[t * kSlotWindow + s * kStep + i];
+                window.y[t * window.stride + output] = sums[t * kSlotWindow + s * kStep + i];
         }
 }
 
@@ -500,7 +537,7 @@ INLINE void planes_of(const SlotWindow& window) {
     PlanesRow rows[kSlotRows];
     Bytes staged[kColumns * 4096 / kBytes];
     const int64_t blocks = w.k / kBlock;
-    for (int t = 0; t < window.count; t++) std::fill_n(window.y + t * kSlotWindow, window.end - window.first, 0.0f);
+    for (int t = 0; t < window.count; t++) std::fill_n(window.y + t * window.stride, window.end - window.first, 0.0f);
     for (int64_t section = 0; section < w.sections(); section++) {
         for (int t = 0; t < window.count; t++)
             arrange(of,
@@ -520,7 +557,7 @@ INLINE void planes_of(const SlotWindow& window) {
                 add_planes<One, many()>(of, from, next, section, column, rows + t, total);
                 for (int m = 0; m < many(); m++)
                     for (int c = 0; c < kColumns; c += 4)
-                        add_up(total[m] + c, window.y + (t + m) * kSlotWindow + column - window.first + c);
+                        add_up(total[m] + c, window.y + (t + m) * window.stride + column - window.first + c);
             };
             int t = 0;
             for (; t + kPass <= window.count; t += kPass) add(std::integral_constant<int, kPass>{}, t);

@@ -2,7 +2,7 @@
 
 #include "kernels/slots.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "kernels/vector.h"
 
@@ -33,17 +33,21 @@ int nibble(const uint8_t* at, int64_t i) { return ((at[i / 2] >> i % 2 * 4 & 15)
 template <class Level, class Scaled>
 void lines_generic(const SlotWindow& window, Level&& level, Scaled&& scaled) {
     const SlotMatrix& w = window.w;
-    const int64_t blocks = w.k / kBlock;
+    const int64_t blocks = w.k / kBlock, of_slab = w.slab() / kBlock;
     for (int t = 0; t < window.count; t++) {
         const Block* x = window.rows.blocks + (window.index ? window.index[t] : t) * blocks;
         for (int64_t o = window.first; o < window.end; o++) {
-            float sum = 0;
-            for (int64_t b = 0; b < blocks; b++) {
-                int32_t dot = 0;
-                for (int i = 0; i < kBlock; i++) dot += level(b * kBlock + i, o) * x[b].q[i];
-                sum += scaled(b, o, dot, x[b].sum()) * x[b].scale;
+            float all = 0;
+            for (int64_t slab = window.begin; slab < window.stop; slab++) {
+                float sum = 0;
+                for (int64_t b = slab * of_slab; b < std::min(blocks, (slab + 1) * of_slab); b++) {
+                    int32_t dot = 0;
+                    for (int i = 0; i < kBlock; i++) dot += level(b * kBlock + i, o) * x[b].q[i];
+                    sum += scaled(b, o, dot, x[b].sum()) * x[b].scale;
+                }
+                all += sum;
             }
-            window.y[t * kSlotWindow + o - window.first] = sum;
+            window.y[t * window.stride + o - window.first] = all;
         }
     }
 }
@@ -64,7 +68,7 @@ void nibbles_generic(const SlotWindow& window) {
 void levels_generic(const SlotWindow& window) {
     lines_generic(
         window, [&](int64_t c, int64_t o) { return static_cast<int8_t>(window.w.data[c * window.w.n + o]); },
-        [&](int64_t, int64_t o, int32_t dot, int32_t) { return window.w.scale(o) * static_cast<float>(dot); });
+        [&](int64_t, int64_t, int32_t dot, int32_t) { return static_cast<float>(dot); });
 }
 
 void floats_generic(const SlotWindow& window) {
@@ -74,7 +78,7 @@ void floats_generic(const SlotWindow& window) {
             const float* x = window.rows.x + (window.index ? window.index[t] : t) * w.k;
             float sum = 0;
             for (int64_t c = 0; c < w.k; c++) sum += number_at(w.data, w.type, c * w.n + o) * x[c];
-            window.y[t * kSlotWindow + o - window.first] = sum;
+            window.y[t * window.stride + o - window.first] = sum;
         }
 }
 
@@ -88,7 +92,7 @@ int64_t SlotMatrix::lane(int64_t input, int64_t output) const {
     return (plane * n + output) * lanes + at * unit + input % unit;
 }
 
-float SlotMatrix::scale(int64_t output) const { return number_at(scales, type, output); }
+int64_t SlotMatrix::slab() const { return quantised() && !in_planes() ? 256 : k; }
 
 void slot_products(const SlotWindow& window) {
     const SlotMatrix& w = window.w;
@@ -101,7 +105,9 @@ void slot_products(const SlotWindow& window) {
                               : slots.floats)(window);
 }
 
-void add_slot_bias(const SlotMatrix& w, int64_t first, int64_t count, float* y) {
+void finish_slots(const SlotMatrix& w, int64_t first, int64_t count, float* y) {
+    if (w.format == Format::w8a8)
+        for (int64_t i = 0; i < count; i++) y[i] *= number_at(w.scales, w.type, first + i);
     if (w.bias)
         for (int64_t i = 0; i < count; i++) y[i] += number_at(w.bias, w.of_bias, first + i);
 }

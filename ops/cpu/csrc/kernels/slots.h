@@ -20,7 +20,11 @@
 //
 // Counted with vectors of 64 bytes and one row, for 2 KB: 32 loads, 64 shuffles, 96 logical operations, 64 dots and 24 to
 // scale; blocks of matrix.h take 32 loads, 96 logical operations, 64 dots and 24. More rows share what a line was
-// unpacked to. A window's lines are read in runs of up to 256 bytes, and those of the next 32 inputs are prefetched.
+// unpacked to.
+//
+// Memory is fast only where it is read from one end to the other: two cores of Zen 5 read 52 GB/s so, but 35 in runs of
+// 256 to 1024 bytes, however early they are prefetched. So a task of few rows has a slab of inputs and all outputs, four
+// whole lines at a time, which wait in the second cache for the other lines of 32 inputs. A second pass adds up the slabs.
 //
 // In planes, activations are put in the order of lanes, once for a window. Sums of a column stay in lanes until its
 // section ends, when they are multiplied by the lanes' scales and added up.
@@ -52,23 +56,26 @@ struct SlotMatrix {
         return format == Format::q4 ? 4 : format == Format::w8a8 ? 8 : format == Format::f32 ? 32 : 16;
     }
     SlotMatrix moved(int64_t address) const;
-    float scale(int64_t output) const;                  // of w8a8
+    int64_t slab() const;  // inputs of a slab
+    int64_t slabs() const { return (k + slab() - 1) / slab(); }
     int64_t lane(int64_t input, int64_t output) const;  // in planes, the number of a weight's nibble
 };
 
 constexpr int64_t kSlotTile = 128, kSlotWindow = 512;  // outputs of a task, and the most that a window has
-constexpr int kSlotRows = 16;                          // rows of a window
+constexpr int64_t kSlotWide = 8192;                    // the same of up to kSlotFew rows of a slab
+constexpr int kSlotRows = 16, kSlotFew = 2;            // rows of a window
 
-// The products of outputs first .. end - 1 with `count` rows, whose numbers in `rows` are in `index`; null means 0, 1, 2
-// ... They go to y[t * kSlotWindow + output - first]. `next`, or null, is read after it.
+// The products of outputs first .. end - 1 and slabs begin .. stop - 1 with `count` rows, whose numbers in `rows` are in
+// `index`; null means 0, 1, 2 ... They go to y[t * stride + output - first]. `next`, or null, is read after it.
 struct SlotWindow {
     const Kernels& kernels;
     const SlotMatrix& w;
-    int64_t first, end;
+    int64_t first, end, begin, stop;
     const Rows& rows;
     const int32_t* index;
     int count;
     float* y;
+    int64_t stride;
     const uint8_t* next;
 };
 void slot_products(const SlotWindow& window);
@@ -80,8 +87,8 @@ struct SlotKernels {
     void (*planes)(const SlotWindow&);
 };
 
-// Adds the bias of outputs `first` .. `first` + count - 1 to y.
-void add_slot_bias(const SlotMatrix& w, int64_t first, int64_t count, float* y);
+// Multiplies the products of outputs `first` .. `first` + count - 1 by w8a8's scales and adds the bias.
+void finish_slots(const SlotMatrix& w, int64_t first, int64_t count, float* y);
 
 // A mixture's experts. In planes, w13 has 16 columns of gate and 16 of up in turns, in the order in which w2 has its
 // inputs; else all columns of gate, then all of up.

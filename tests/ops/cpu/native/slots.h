@@ -147,10 +147,10 @@ void check_slot_rows(const Kernels& kernels, Format format, Type type, int64_t h
     }
     std::vector<uint8_t> scratch(Moe::scratch_bytes(tokens, kTop, kExperts, hidden, inner) +
                                  ids.size() * 2 * inner * sizeof(float) + 64);
-    for (int threads : {1, 3}) {
+    for (auto [threads, used] : {std::pair{1, tokens}, std::pair{3, tokens}, std::pair{3, int64_t{1}}}) {
         Pool pool(threads);
         Context context{pool, kernels};
-        std::vector<float> rows(expected.size());
+        std::vector<float> rows(used * kTop * hidden);
         MoeRows{SplitMatrix{Matrix{}},
                 SplitMatrix{Matrix{}},
                 here.data(),
@@ -159,7 +159,7 @@ void check_slot_rows(const Kernels& kernels, Format format, Type type, int64_t h
                 ids.data(),
                 rows.data(),
                 scratch.data(),
-                tokens,
+                used,
                 kTop,
                 kExperts,
                 0,
@@ -174,7 +174,7 @@ void check_slot_rows(const Kernels& kernels, Format format, Type type, int64_t h
                                                                              : 1e-5f;
         close("rows of experts in slots", rows, expected, error * most + (w13.matrix.quantised() ? step * 0.2f : 0));
         if (threads == 1) first = rows;
-        same("rows on several threads", rows, first);
+        same("rows on several threads, and of one token", rows, first);
     }
 }
 
@@ -186,8 +186,11 @@ void check_slots(const Kernels& kernels) {
             check_slot_rows(kernels, Format::q4, type, 1024, 512, 32, {128, 128}, zeros, 2);
             check_slot_rows(kernels, Format::q4, type, 512, 384, 128, {128, 96}, zeros, 5);
         }
-    for (Type type : {Type::f32, Type::bf16})
-        check_slot_rows(kernels, Format::w8a8, type, 160, 96, 0, {0, 0}, false, 5);
+    for (int64_t tokens : {5, 90}) {  // in slabs of inputs, and not
+        check_slot_rows(kernels, Format::q4, Type::bf16, 544, 96, 32, {0, 0}, true, tokens);
+        for (Type type : {Type::f32, Type::bf16})
+            check_slot_rows(kernels, Format::w8a8, type, 288, 96, 0, {0, 0}, false, tokens);
+    }
     static constexpr Type kTypes[] = {Type::f32, Type::bf16, Type::f16};  // GCC 12 leaves a list of them without values
     for (Type type : kTypes) check_slot_rows(kernels, static_cast<Format>(type), type, 88, 70, 0, {0, 0}, false, 70);
 }
