@@ -127,6 +127,7 @@ INLINE void widen(const Words& pairs, Type type, Floats& low, Floats& high) {
 
 // The numbers of a group for the outputs of a strip, in the order of its sums.
 INLINE void numbers_of(const uint8_t* row, Type type, int64_t output, Floats* to) {
+#pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
         if (type == Type::f32) {
             for (int h = 0; h < 2; h++)
@@ -191,7 +192,7 @@ INLINE void lines_of(const SlotWindow& window) {
                 const auto read = [&](const uint8_t* plane, Floats* to) LAMBDA {
                     numbers_of(plane + of_group, w.type, first_of(s), to);
                     for (int i = 0; i < Kind::kOutputs * bytes; i += 64)
-                        fetch(plane + of_group + row_bytes + first_of(s) * bytes + i);
+                        __builtin_prefetch(plane + of_group + row_bytes + first_of(s) * bytes + i, 0, 3);
                 };
                 if (scaled) read(w.scales, scales);
                 if (w.offsets) read(w.offsets, offsets);

@@ -92,7 +92,7 @@ int64_t SlotMatrix::lane(int64_t input, int64_t output) const {
     return (plane * n + output) * lanes + at * unit + input % unit;
 }
 
-int64_t SlotMatrix::slab() const { return quantised() && !in_planes() ? 256 : k; }
+int64_t SlotMatrix::slab() const { return quantised() && !in_planes() ? 512 : k; }
 
 void slot_products(const SlotWindow& window) {
     const SlotMatrix& w = window.w;

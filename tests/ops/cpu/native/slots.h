@@ -189,7 +189,7 @@ void check_slots(const Kernels& kernels) {
     for (int64_t tokens : {5, 90}) {  // in slabs of inputs, and not
         check_slot_rows(kernels, Format::q4, Type::bf16, 544, 96, 32, {0, 0}, true, tokens);
         for (Type type : {Type::f32, Type::bf16})
-            check_slot_rows(kernels, Format::w8a8, type, 288, 96, 0, {0, 0}, false, tokens);
+            check_slot_rows(kernels, Format::w8a8, type, 576, 96, 0, {0, 0}, false, tokens);
     }
     static constexpr Type kTypes[] = {Type::f32, Type::bf16, Type::f16};  // GCC 12 leaves a list of them without values
     for (Type type : kTypes) check_slot_rows(kernels, static_cast<Format>(type), type, 88, 70, 0, {0, 0}, false, 70);
