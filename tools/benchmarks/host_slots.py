@@ -41,8 +41,8 @@ def jobs_of(pool: ShadowPool, blocks: Blocks, routing: torch.Tensor, count: int)
     buffer = allocate(count * blocks.block_bytes, 0)
     memory = torch.frombuffer(buffer, dtype=torch.uint8).fill_(0x3C)  # scales of 0.01 to 1
     table = memory.data_ptr() + blocks.block_bytes * torch.arange(count)
-    counts, times = torch.zeros(count, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    layer = ShadowLayer(0, blocks, table, table, counts, times, memory)
+    counts, hits, times = (torch.zeros(size, dtype=torch.int64) for size in (count, 1, 4))
+    layer = ShadowLayer(0, blocks, table, table, counts, hits, times, memory)
     return [prepare(pool, layer, torch.randn(len(ids), blocks.hidden), ids) for ids in routing]
 
 
