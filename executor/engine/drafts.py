@@ -22,16 +22,18 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 
 from executor.config.case import MOST_DRAFTING
+from executor.engine.ngrams import recurs
 from executor.engine.sequence import Sequence
 
 MARGIN = 1.03  # how much better a step with drafts must be expected to be
 ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows
 FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured again
-MEASURED = 4  # a step without guesses is measured if none with so many rows was for so many steps
+MEASURED = 16  # of so many steps without drafts and guesses one is measured
 STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
-MOST_SKIPPED = 3  # steps without looking tokens up after one in which what was found did not pay
-TRIED = 0.005  # how much of the time guesses that do not pay may cost, to learn whether they do
-MOST_TRIED = 4.0  # steps' worth of that, in a row
+LOOKING = 2e-5  # seconds that finding drafts takes, for each sequence of a step
+TRIED = 0.005  # how much of the time look-ups may cost, and guesses, that do not pay, to learn whether they do
+MOST_GAINED = 2.0  # steps' worth of look-ups that do not pay, after others that did
+MOST_TRIED = 4.0  # steps' worth of such guesses in a row; what a step lost counts as no more
 FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
 LEARNING = 0.05  # weight of the newest outcome in that
 FIRST_WEIGHT = 4  # of a sequence: what is known of all others counts as much as this number of its own outcomes
@@ -47,53 +49,68 @@ class Drafts:
         self._seconds: dict[int, float] = {}  # of decode steps by their number of rows, in all groups
         self._measured: dict[int, int] = {}  # the step in which it was last measured
         self._captured: set[tuple[int, ...]] = set()  # sizes that a step had before; the first one takes longer
-        self._steps = 0
+        self._steps, self._kept_until = 0, FORGET_STEPS
         self._guessing: dict[int, float] = {}  # seconds of one guess for each of so many sequences
         self._rates = [FIRST_RATE] * most  # of guesses of all sequences, by position
-        self._skipped, self._next = 0, 0  # steps without looking tokens up, and the step in which they are again
-        self.guesses, self._left = True, MOST_TRIED  # whether tokens are guessed; steps' worth of trials that are left
+        # Steps' worth that look-ups have gained, and the step of the next one; whether that one is worth it only where
+        # tokens recur.
+        self._gained, self._next_look, self._resting = MOST_GAINED, 0.0, False
+        self.guesses = False  # whether tokens are guessed
+        self.measures = False  # whether the step is measured if it has neither drafts nor guesses
+        # Whether it is expected that they do not pay, steps' worth that this has lost, and the step of the next trial.
+        self._trying, self._lost, self._next_trial = False, 0.0, 0.0
+
+    def due(self) -> bool:
+        """Whether the next step may have drafts; called before every decode step."""
+        self._steps += 1
+        self.measures = self._steps % MEASURED == 0
+        return self.guesses or self._steps >= self._next_look
 
     def propose(self, sequences: ListOf[Sequence], room: Callable[[Sequence], int]) -> None:
         """Appends drafts to `sequences`, which take one token each in the next step; `room` is the largest number of
         drafted tokens of each."""
         if self._rows:
             return self._fill(sequences, room)
-        if self._steps - self._measured.get(len(sequences), self._steps) > STALE_STEPS:
+        if self._steps - self._measured.get(len(sequences), -STALE_STEPS) > STALE_STEPS:
+            self.measures = True
             return None
-        if self._steps < self._next and not any(sequence.guesses for sequence in sequences):
-            return None
+        looking, looked_up = self._steps >= self._next_look, False
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence in sequences:
-            ngrams, paused = sequence.ngrams, len(sequence.ids) < sequence.ngrams.pause
-            draft = array("q") if paused else ngrams.look_up(sequence.ids, self.most)
+            draft = array("q")
+            if looking and (not self._resting or recurs(sequence.ids)):
+                draft = sequence.ngrams.look_up(sequence.ids, self.most)
             if not (draft or sequence.guesses) or (most := min(room(sequence), self.most)) < 1:
                 continue
             draft = draft[:most]
-            likely = [ngrams.rate ** (i + 1) for i in range(len(draft))]
+            likely = [sequence.ngrams.rate ** (i + 1) for i in range(len(draft))]
             guessed = list(itertools.accumulate(self._rates_of(sequence)[: len(sequence.guesses[:most])], operator.mul))
-            sequence.looked_up = sum(likely) >= sum(guessed)
-            if not sequence.looked_up:
+            if sum(likely) < sum(guessed):
                 draft, likely = sequence.guesses[:most], guessed
+            else:
+                looked_up = True
             if sequence.matcher:
                 draft = draft[: sequence.matcher.followed(draft)]
             for token, chance in zip(draft, likely, strict=False):
                 chances.append((-chance, len(found)))
                 found.append((sequence, token))
-        if not chances:
-            return None
         chances.sort()
-        worth = self._worth(len(sequences), [-chance for chance, _ in chances])
-        self._skipped = 0 if worth else min(2 * self._skipped + 1, MOST_SKIPPED)
-        self._next = self._steps + self._skipped
-        for _, index in chances[:worth]:
+        taken, gain = self._worth(len(sequences), [-chance for chance, _ in chances]) if chances else (0, 0.0)
+        if looking:
+            price = LOOKING * len(sequences) / self._cost(len(sequences))
+            self._gained = min(self._gained + gain * looked_up, MOST_GAINED) - price
+            self._resting = self._gained < 0
+            if self._resting:
+                self._gained, self._next_look = 0.0, self._steps + price / TRIED
+        for _, index in chances[:taken]:
             sequence, token = found[index]
             sequence.ids.append(token)
             sequence.drafted += 1
 
     def fill(self, rows: int) -> None:
         """Makes the next step have `rows` rows of dummy drafts, to capture a graph of that size."""
-        self._rows = rows
+        self._rows, self._next_look = rows, 0
 
     def _fill(self, sequences: ListOf[Sequence], room: Callable[[Sequence], int]) -> None:
         wanted, self._rows = self._rows - len(sequences), 0
@@ -104,18 +121,19 @@ class Drafts:
                     sequence.drafted += 1
                     wanted -= 1
 
-    def _worth(self, rows: int, chances: list[float]) -> int:
+    def _worth(self, rows: int, chances: list[float]) -> tuple[int, float]:
         """Returns how many of the drafted tokens to take, which come true with probabilities `chances`, the largest
-        first, besides `rows` tokens that are certain."""
-        best, taken, expected, added = rows / self._cost(rows) * MARGIN, 0, float(rows), 0
+        first, besides `rows` tokens that are certain, and the steps' worth that this gains."""
+        plain = rows / self._cost(rows)
+        best, taken, expected, added = plain * MARGIN, 0, float(rows), 0
         for size in SIZES[bisect.bisect_right(SIZES, rows) :]:
             if size - rows > len(chances):
                 break
             expected += sum(chances[added : size - rows])
             added = size - rows
-            if expected / self._cost(size) > best:
-                best, taken = expected / self._cost(size), added
-        return taken
+            if (worth := expected / (self._cost(size) + LOOKING * rows)) > best:
+                best, taken = worth, added
+        return taken, best / plain - 1 if taken else 0.0
 
     def _cost(self, rows: int) -> float:
         """Seconds of a step with so many rows: measured, between two that were, or assumed; no longer than those of
@@ -137,32 +155,26 @@ class Drafts:
     def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
         """Learns that a decode step with `rows` rows took `seconds`, and then guessing `depth` tokens of each of
         `sequences` sequences `guessing`."""
-        self._steps += 1
-        self._left += TRIED
-        if self._steps % FORGET_STEPS == 0:  # what seemed to cost too much is tried again
+        if self._steps >= self._kept_until:  # what seemed to cost too much is tried again
             self._seconds = {n: s for n, s in self._seconds.items() if self._measured[n] > self._steps - FORGET_STEPS}
-        if not depth and self._steps - self._measured.get(rows, -MEASURED) < MEASURED:
-            return
+            self._kept_until = self._steps + FORGET_STEPS
         if not self._new(rows, depth > 0):
             _learn(self._seconds, rows, seconds)
             self._measured[rows] = self._steps
         if depth and not self._new(rows, sequences, depth):
             _learn(self._guessing, sequences, guessing / depth)
+        if depth and self._trying:
+            self._lost += min((seconds + guessing) / self._cost(sequences) - 1, MOST_TRIED)
 
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
         """`chosen` has the tokens chosen after the newest token and after each drafted one. Removes the draft from
         the sequence; -> the tokens that are its next ones."""
-        ids, drafted, ngrams = sequence.ids, sequence.drafted, sequence.ngrams
+        ids, drafted = sequence.ids, sequence.drafted
         kept, first = 0, len(ids) - drafted
         while kept < drafted and chosen[kept] == ids[first + kept]:
             kept += 1
-        if sequence.looked_up:
-            for _ in range(kept):
-                ngrams.learn(True)
-            if kept < drafted:
-                ngrams.learn(False)
         del ids[first:]
-        sequence.drafted, ngrams.expected = 0, None
+        sequence.drafted = 0
         return chosen[: kept + 1]
 
     def check(self, sequence: Sequence, tokens: ListOf[int]) -> None:
@@ -179,7 +191,7 @@ class Drafts:
 
     def begin(self, count: int) -> None:
         """Lets tokens be guessed again in the next step, of `count` sequences, of which some begin."""
-        self.guesses |= count <= MOST_DRAFTING and self._left >= 1
+        self.guesses |= count <= MOST_DRAFTING and self._steps >= self._next_trial
 
     def depth(self, sequences: ListOf[Sequence], count: int) -> int:
         """How many tokens to guess for each of `sequences` after a step of `count` sequences: there may be others, of
@@ -191,11 +203,12 @@ class Drafts:
         plain, expected, best, found = count / self._cost(count), float(count), 0.0, 1
         for depth, chance in enumerate(self._chances(sequences), 1):
             expected += chance
-            if (worth := expected / (self._cost(count + taken * depth) + depth * each)) > best:
+            seconds = self._cost(count + taken * depth) + depth * each + LOOKING * count
+            if (worth := expected / seconds) > best:
                 best, found = worth, depth
-        if best <= plain * MARGIN:
-            self._left = min(self._left, MOST_TRIED) - max(0.0, 1 - best / plain)
-            self.guesses = self._left > 0
+        self._trying = best <= plain * MARGIN
+        if self._trying and self._lost >= MOST_TRIED:
+            self.guesses, self._next_trial, self._lost = False, self._steps + self._lost / TRIED, 0.0
         return found if self.guesses else 0
 
     def _rates_of(self, sequence: Sequence) -> list[float]:

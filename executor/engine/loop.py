@@ -81,7 +81,7 @@ class Loop:
             if not sequence.num_computed:
                 self._admitted[sequence.id] = start
         guessing, drafts = (0, 0, 0.0), self.scheduler.drafts
-        if drafts and any(s.taken == s.num_computed for s in prompts):
+        if drafts and self.drafter and any(s.taken == s.num_computed for s in prompts):
             drafts.begin(len(step.sequences))
         drafter = self.drafter if drafts and drafts.guesses else None
         with self.engine.step(decode):
@@ -103,7 +103,7 @@ class Loop:
         now = time.perf_counter()
         decoded = sum(len(e.tokens) for e, s in zip(events, finished, strict=True) if s not in prompts)
         self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), decoded, sum(rows) - len(rows), now - start)
-        if decode and drafts:
+        if decode and drafts and (drafter or len(tokens) > len(finished) or drafts.measures):
             self._took(drafts, (sum(rows), now - start - guessing[2], *guessing))
         if self._admitted:
             self._first_tokens(events, finished, now)

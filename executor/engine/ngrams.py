@@ -5,44 +5,39 @@ from dataclasses import dataclass, field
 
 MATCH = 3  # n: tokens that must have occurred before
 FIRST_HIT_RATE = 0.3  # assumed of a sequence of which no draft is known to be right or wrong
+LONG_MATCH, NEAR = 6, 1024  # tokens that must have occurred among so many last ones for an index to be made at all
 LEARNING = 0.12  # weight of the newest outcome in a sequence's hit rate
-LEAST_RATE = 0.2  # below it, or where nothing matched, a sequence is looked up again after PAUSE tokens
-PAUSE, LONGEST_PAUSE = 4, 8  # each pause in a row is a token longer
 
 
 @dataclass
 class NgramIndex:
     """The n-grams of one sequence, and how often its drafts were right."""
 
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # MATCH tokens -> the position after the last one
-    end: int = MATCH - 1  # the tokens before this position are in `ends`
+    ends: dict[bytes, int] = field(default_factory=dict)  # MATCH tokens -> the position after the last ones
+    end: int = MATCH  # the n-grams before this position are in `ends`
     rate: float = FIRST_HIT_RATE
-    expected: tuple[int, int] | None = None  # a position and the token that a draft would have had there
-    pause: int = 0  # the position at which the sequence is looked up again
-    length: int = PAUSE  # of the next pause
-
-    def learn(self, right: bool) -> None:
-        self.rate += (right - self.rate) * LEARNING
 
     def look_up(self, ids: "array[int]", most: int) -> "array[int]":
         """Returns the `most` tokens that followed the last n-gram of `ids` where it occurred before, or none. Where
-        they reach the end of `ids`, they go on as if the text repeated itself."""
-        if self.expected is not None:  # it was not tried: would it have been right?
-            position, token = self.expected
-            self.learn(ids[position] == token)
-            self.expected = None
-        new = ids[self.end + 1 - MATCH : -1]
-        ngrams = zip(*(new[i:] for i in range(MATCH)), strict=False)
-        self.ends.update(zip(ngrams, range(self.end + 1, len(ids)), strict=False))
-        self.end = len(ids) - 1
-        at = self.ends.get(tuple(ids[-MATCH:]), len(ids))
-        if at < len(ids):
-            self.expected = len(ids), ids[at]
-        if at == len(ids) or self.rate < LEAST_RATE:
-            self.pause, self.length = len(ids) + self.length, min(self.length + 1, LONGEST_PAUSE)
-        else:
-            self.length = PAUSE
-        draft = ids[at : at + most]
+        they reach the end of `ids`, they go on as if the text repeated itself. Learns from all tokens since the last
+        look-up, drafted or not."""
+        first, ends, size = self.end, self.ends, MATCH * ids.itemsize
+        text = ids[first - MATCH :].tobytes()
+        for end in range(first, len(ids)):
+            start = (end - first) * ids.itemsize
+            ngram = text[start : start + size]
+            if at := ends.get(ngram):
+                self.rate += ((ids[at] == ids[end]) - self.rate) * LEARNING
+            ends[ngram] = end
+        self.end = max(first, len(ids))
+        begin = ends.get(text[-size:], len(ids))
+        draft = ids[begin : begin + most]
         while draft and len(draft) < most:
             draft += draft[: most - len(draft)]
         return draft
+
+
+def recurs(ids: "array[int]") -> bool:
+    """Whether the last LONG_MATCH tokens occurred shortly before: what costs less than a look-up, and says whether one
+    may be worth it."""
+    return ids[-NEAR:-1].tobytes().rfind(ids[-LONG_MATCH:].tobytes()) >= 0

@@ -212,10 +212,12 @@ class Scheduler:
         if not step:
             return None
         next_step = Step(step, not prompts or all(s.decoding for s in step))
-        few = len(step) <= MOST_DRAFTING or all(len(of) <= MOST_DRAFTING for of in self.by_group(step))
-        if self.drafts and next_step.decode and few:
+        if self.drafts and next_step.decode and self.drafts.due() and self._few(step):
             self.drafts.propose(step, self._room)
         return next_step
+
+    def _few(self, step: ListOf[Sequence]) -> bool:
+        return len(step) <= MOST_DRAFTING or all(len(of) <= MOST_DRAFTING for of in self.by_group(step))
 
     def room_for_guesses(self, sequence: Sequence, depth: int) -> int:
         """Number of guesses, up to `depth`, that a running sequence may have in its next step; it gets the pages of

@@ -53,7 +53,6 @@ class Sequence:
     rates: list[float] = field(default_factory=list)  # how often guesses come true, by position; empty: none was made
     checked: int = 0  # how often a guess for it was found to be true or not
     taken: int = 0  # number of its first tokens that the layer which guesses tokens has taken
-    looked_up: bool = True  # whether its draft is of `ngrams`
     ngrams: NgramIndex = field(default_factory=NgramIndex)  # which its drafts are looked up in
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs

@@ -198,6 +198,7 @@ def test_guesses_that_do_not_pay_take_a_small_part_of_the_time_until_they_do() -
             counts[token] += depth
             sequence.guesses = array("q", [4] * depth)
             drafts.check(sequence, [token] * depth)
+            drafts.due()
             drafts.took(1, 1.0, depth, depth, 0.2 * depth)
     assert 0.002 < 0.2 * counts[5] / 9000 < 0.01
     assert counts[4] > 3000
