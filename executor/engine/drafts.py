@@ -32,7 +32,6 @@ MEASURED = 16  # of so many steps without drafts and guesses one is measured
 STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
 LOOKING = 2e-5  # seconds that finding drafts takes, for each sequence of a step
 TRIED = 0.005  # how much of the time look-ups may cost, and guesses, that do not pay, to learn whether they do
-MOST_GAINED = 2.0  # steps' worth of look-ups that do not pay, after others that did
 MOST_TRIED = 4.0  # steps' worth of such guesses in a row; what a step lost counts as no more
 FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
 LEARNING = 0.05  # weight of the newest outcome in that
@@ -52,9 +51,7 @@ class Drafts:
         self._steps, self._kept_until = 0, FORGET_STEPS
         self._guessing: dict[int, float] = {}  # seconds of one guess for each of so many sequences
         self._rates = [FIRST_RATE] * most  # of guesses of all sequences, by position
-        # Steps' worth that look-ups have gained, and the step of the next one; whether that one is worth it only where
-        # tokens recur.
-        self._gained, self._next_look, self._resting = MOST_GAINED, 0.0, False
+        self._skipped, self._next_look = 0.0, 0.0  # steps without look-ups, and the step of the next ones
         self.guesses = False  # whether tokens are guessed
         self.measures = False  # whether the step is measured if it has neither drafts nor guesses
         # Whether it is expected that they do not pay, steps' worth that this has lost, and the step of the next trial.
@@ -71,15 +68,16 @@ class Drafts:
         drafted tokens of each."""
         if self._rows:
             return self._fill(sequences, room)
-        if self._steps - self._measured.get(len(sequences), -STALE_STEPS) > STALE_STEPS:
+        measured = self._measured.setdefault(len(sequences), self._steps + MEASURED - STALE_STEPS)
+        if self._steps - measured > STALE_STEPS:
             self.measures = True
             return None
-        looking, looked_up = self._steps >= self._next_look, False
+        looking = self._steps >= self._next_look
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence in sequences:
             draft = array("q")
-            if looking and (not self._resting or recurs(sequence.ids)):
+            if looking and (self._skipped <= 1 or recurs(sequence.ids)):
                 draft = sequence.ngrams.look_up(sequence.ids, self.most)
             if not (draft or sequence.guesses) or (most := min(room(sequence), self.most)) < 1:
                 continue
@@ -88,21 +86,17 @@ class Drafts:
             guessed = list(itertools.accumulate(self._rates_of(sequence)[: len(sequence.guesses[:most])], operator.mul))
             if sum(likely) < sum(guessed):
                 draft, likely = sequence.guesses[:most], guessed
-            else:
-                looked_up = True
             if sequence.matcher:
                 draft = draft[: sequence.matcher.followed(draft)]
             for token, chance in zip(draft, likely, strict=False):
                 chances.append((-chance, len(found)))
                 found.append((sequence, token))
         chances.sort()
-        taken, gain = self._worth(len(sequences), [-chance for chance, _ in chances]) if chances else (0, 0.0)
+        taken = self._worth(len(sequences), [-chance for chance, _ in chances]) if chances else 0
         if looking:
-            price = LOOKING * len(sequences) / self._cost(len(sequences))
-            self._gained = min(self._gained + gain * looked_up, MOST_GAINED) - price
-            self._resting = self._gained < 0
-            if self._resting:
-                self._gained, self._next_look = 0.0, self._steps + price / TRIED
+            most = LOOKING * len(sequences) / (TRIED * self._cost(len(sequences)))
+            self._skipped = 0.0 if taken else min(2 * self._skipped + 1, most)
+            self._next_look = self._steps + self._skipped
         for _, index in chances[:taken]:
             sequence, token = found[index]
             sequence.ids.append(token)
@@ -121,11 +115,10 @@ class Drafts:
                     sequence.drafted += 1
                     wanted -= 1
 
-    def _worth(self, rows: int, chances: list[float]) -> tuple[int, float]:
+    def _worth(self, rows: int, chances: list[float]) -> int:
         """Returns how many of the drafted tokens to take, which come true with probabilities `chances`, the largest
-        first, besides `rows` tokens that are certain, and the steps' worth that this gains."""
-        plain = rows / self._cost(rows)
-        best, taken, expected, added = plain * MARGIN, 0, float(rows), 0
+        first, besides `rows` tokens that are certain."""
+        best, taken, expected, added = rows / self._cost(rows) * MARGIN, 0, float(rows), 0
         for size in SIZES[bisect.bisect_right(SIZES, rows) :]:
             if size - rows > len(chances):
                 break
@@ -133,7 +126,7 @@ class Drafts:
             added = size - rows
             if (worth := expected / (self._cost(size) + LOOKING * rows)) > best:
                 best, taken = worth, added
-        return taken, best / plain - 1 if taken else 0.0
+        return taken
 
     def _cost(self, rows: int) -> float:
         """Seconds of a step with so many rows: measured, between two that were, or assumed; no longer than those of
