@@ -80,6 +80,11 @@ class Recorded(Drafts):
 
     total = 0.0
 
+    def due(self) -> bool:
+        found = super().due()
+        self.measures = True
+        return found
+
     def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
         super().took(rows, seconds, sequences, depth, guessing)
         self.total += seconds + guessing
