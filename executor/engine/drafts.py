@@ -7,8 +7,9 @@ as it always is, from the row's logits and its position's random number; a draft
 So the tokens are those of a run without drafts, sampled ones as well.
 
 A step has drafts only where that pays: for each number of rows, the tokens that can be expected are divided by the
-seconds that steps of so many rows have taken. How often drafts come true is learned from each sequence, also where a
-draft was not tried, whose next token shows whether it would have been right; of guesses for each position of a draft.
+seconds that steps of so many rows have taken. How often drafts come true is learned from each sequence, also where
+none was tried, whose next tokens show whether it would have been right; of guesses for each position of a draft. Where
+look-ups do not pay they rest, so that they cost a small part of the time, and then begin where a longer text recurs.
 How many tokens are guessed is chosen in the same way, with the seconds that guessing takes. Where none pays, one is for
 a small part of the time; between such trials, steps are those of a run without guesses. What guesses tokens then lacks
 those of the sequences that run, so that a trial begins with a new sequence, and nothing is guessed for the others.
@@ -94,8 +95,8 @@ class Drafts:
         chances.sort()
         taken = self._worth(len(sequences), [-chance for chance, _ in chances]) if chances else 0
         if looking:
-            most = LOOKING * len(sequences) / (TRIED * self._cost(len(sequences)))
-            self._skipped = 0.0 if taken else min(2 * self._skipped + 1, most)
+            longest = LOOKING * len(sequences) / (TRIED * self._cost(len(sequences)))
+            self._skipped = 0.0 if taken else min(2 * self._skipped + 1, longest)
             self._next_look = self._steps + self._skipped
         for _, index in chances[:taken]:
             sequence, token = found[index]
