@@ -48,7 +48,7 @@ from umbra.files import ROOT
 MTP = "strict=true", "draft_config.method=mtp", "draft_config.tokens=3"
 
 SAMPLINGS: list[dict[str, Any]] = [
-    {"frequency_penalty": 1.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 3, "repetition_penalty": 1.1},
+    {"frequency_penalty": 1.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 6, "repetition_penalty": 1.1},
     {"temperature": 0.8, "seed": 1, "grammar": Grammar("regex", "[a-z ,;]{200,}")},
 ]  # fmt: skip
 
@@ -120,7 +120,7 @@ def served(
         ]
         for _ in range(3):
             loop.step()
-        if turn and family.name != HYBRID.name:  # whose prompts computed again would be rounded otherwise
+        if turn and family.name == GLM.name:  # prompts of the others, computed again, are rounded otherwise
             pool.pages = loop.scheduler.committed(0) + 2  # of three that will be needed
         while not loop.idle:
             loop.step()
@@ -139,7 +139,7 @@ def test_sampled_tokens_are_too(tmp_path: Path, mode: str, family: Family) -> No
     ((texts, _, _),) = run_ranks(served, 1, tmp_path, "eager", family, [])
     ((found, accepted, preempted),) = run_ranks(served, 1, tmp_path, mode, family, texts)
     assert found == texts
-    assert (accepted > 20, preempted > 0) == (True, family is not HYBRID)
+    assert (accepted > 20, preempted > 0) == (True, family is GLM)
 
 
 def kernels(lines: list[str]) -> list[str]:
