@@ -79,15 +79,16 @@ class Traffic:
         return messages
 
     def request(self) -> Submit:
-        """Every second prompt begins as an earlier one and its answer."""
+        """Every second prompt begins as an earlier one and its answer, if there is a short one."""
         draw = self.random
-        start: list[int] = []
-        answered = [submit for submit in self.submitted if submit.id in self.rows]
-        if answered and draw.random() < 0.5:
-            earlier = draw.choice(answered[-8:])
-            start = [*earlier.ids, *(t for row in self.rows[earlier.id] for t in row.tokens)]
-        end = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20))]
-        ids = [*start[: 40 - len(end)], *end]
+        earlier = [
+            [*submit.ids, *(t for row in self.rows[submit.id] for t in row.tokens)]
+            for submit in self.submitted[-40:]
+            if submit.id in self.rows
+        ]
+        short = [ids for ids in earlier if len(ids) <= 32][-8:]
+        start = draw.choice(short) if short and draw.random() < 0.5 else []
+        ids = [*start, *(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 8 if start else 20)))]
         hot, again = draw.random() < 0.5, draw.random() < 0.3
         sampling = SamplingParams(
             draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True,
@@ -167,7 +168,7 @@ def main() -> None:
         DiskPrefixes.decide = any_number  # type: ignore[method-assign]
         PageStore.read = any_fault(PageStore.read)  # type: ignore[method-assign,assignment]
         Loop._took = any_cost(Loop._took)  # type: ignore[method-assign]
-        traffic = Traffic(int(steps), 7)
+        traffic = Traffic(int(steps), 10)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)
         worker.run()
         counts = {name: getattr(worker, name) for name in ("preemptions", "steps", "moved", "drafted", "accepted")}
