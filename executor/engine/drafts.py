@@ -33,7 +33,7 @@ MEASURED = 16  # of so many steps without drafts and guesses one is measured
 STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
 LOOKING = 2e-5  # seconds that finding drafts takes, for each sequence of a step
 TRIED = 0.005  # how much of the time look-ups may cost, and guesses, that do not pay, to learn whether they do
-MOST_TRIED = 4.0  # steps' worth of such guesses in a row; what a step lost counts as no more
+MOST_TRIED = 4.0  # steps' worth of such guesses in a row
 FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
 LEARNING = 0.05  # weight of the newest outcome in that
 FIRST_WEIGHT = 4  # of a sequence: what is known of all others counts as much as this number of its own outcomes
@@ -55,12 +55,12 @@ class Drafts:
         self._skipped, self._next_look = 0.0, 0.0  # steps without look-ups, and the step of the next ones
         self.guesses = False  # whether tokens are guessed
         self.measures = False  # whether the step is measured if it has neither drafts nor guesses
-        # Whether it is expected that they do not pay, steps' worth that this has lost, and the step of the next trial.
-        self._trying, self._lost, self._next_trial = False, 0.0, 0.0
+        self._left = MOST_TRIED  # steps' worth of guesses that do not pay which are left
 
     def due(self) -> bool:
         """Whether the next step may have drafts; called before every decode step."""
         self._steps += 1
+        self._left += TRIED
         self.measures = self._steps % MEASURED == 0
         return self.guesses or self._steps >= self._next_look
 
@@ -157,8 +157,6 @@ class Drafts:
             self._measured[rows] = self._steps
         if depth and not self._new(rows, sequences, depth):
             _learn(self._guessing, sequences, guessing / depth)
-        if depth and self._trying:
-            self._lost += min((seconds + guessing) / self._cost(sequences) - 1, MOST_TRIED)
 
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
         """`chosen` has the tokens chosen after the newest token and after each drafted one. Removes the draft from
@@ -185,7 +183,7 @@ class Drafts:
 
     def begin(self, count: int) -> None:
         """Lets tokens be guessed again in the next step, of `count` sequences, of which some begin."""
-        self.guesses |= count <= MOST_DRAFTING and self._steps >= self._next_trial
+        self.guesses |= count <= MOST_DRAFTING and self._left >= 1
 
     def depth(self, sequences: ListOf[Sequence], count: int) -> int:
         """How many tokens to guess for each of `sequences` after a step of `count` sequences: there may be others, of
@@ -200,9 +198,9 @@ class Drafts:
             seconds = self._cost(count + taken * depth) + depth * each + LOOKING * count
             if (worth := expected / seconds) > best:
                 best, found = worth, depth
-        self._trying = best <= plain * MARGIN
-        if self._trying and self._lost >= MOST_TRIED:
-            self.guesses, self._next_trial, self._lost = False, self._steps + self._lost / TRIED, 0.0
+        if best <= plain * MARGIN:
+            self._left = min(self._left, MOST_TRIED) - max(0.0, 1 - best / plain)
+            self.guesses = self._left > 0
         return found if self.guesses else 0
 
     def _rates_of(self, sequence: Sequence) -> list[float]:
