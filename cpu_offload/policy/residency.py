@@ -106,10 +106,11 @@ class Residency:
 
         Experts for free slots are chosen first, in order of worth, then swaps, in order of gain.
         """
-        worth, here, most = self._worth(), resident.reshape(-1), self.settings.max_swaps - under_way
-        inside, outside = np.flatnonzero(here), np.flatnonzero(~here)
+        most = self.settings.max_swaps - under_way
         if most <= 0:
             return []
+        worth, here = self._worth(), resident.reshape(-1)
+        inside, outside = np.flatnonzero(here), np.flatnonzero(~here)
         if not free_slots:
             inside, outside = self._worth_swapping(worth, inside, outside)
             if not len(inside):

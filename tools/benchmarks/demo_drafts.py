@@ -11,8 +11,8 @@ A row, of the table and of `rows` in the JSON file:
   plain     tokens a second without drafts, the median of the rounds; prefill is not counted
   drafts    the same with them
   ratio     the median of the rounds' ratios
-  a step    tokens of a sequence in a step with drafts
-  guesses   accepted tokens of those that were drafted
+  per_step  tokens of a sequence in a step with drafts
+  accepted  accepted tokens of those that were drafted
 """
 
 import itertools
@@ -30,12 +30,10 @@ from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence
 from executor.engine.timings import Timings
 from executor.model_runner import make_runner
-from text.tokenizer import Tokenizer
+from tools.benchmarks.cpu_drafts import DEMO, text
 from tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.errors import run_main
-from umbra.files import ROOT
 
-DEMO = ROOT / "checkpoints/austen_moe"
 METHODS = {
     "mtp": ("demo_hybrid", "draft_config.method=mtp"),
     "eagle3": ("demo", "draft_config.method=eagle3", f"draft_config.model_path={DEMO}_eagle3"),
@@ -48,7 +46,7 @@ WARM = 2  # rounds, in which drafts learn what steps cost
 COLUMNS = (
     ("method", "method", 8, ""), ("batch", "batch", 6, ""), ("draws", "draws", 8, ""), ("plain", "plain", 9, ".0f"),
     ("drafts", "drafts", 9, ".0f"), ("ratio", "ratio", 7, ".2f"), ("per_step", "a step", 8, ".2f"),
-    ("accepted", "guesses", 9, ".2f"),
+    ("accepted", "accepted", 10, ".2f"),
 )  # fmt: skip
 
 
@@ -86,7 +84,7 @@ def rates(loops: list[Loop], prompts: list[list[int]], temperature: float, token
 
 
 def measure(methods: list[str], threads: int, batches: list[int], rounds: int, tokens: int) -> Iterator[Row]:
-    ids = Tokenizer(DEMO).encode((DEMO / "held_out.txt").read_text(), False)
+    ids, _ = text()
     for method in methods:
         case, *drafting = METHODS[method]
         with TemporaryDirectory(prefix="umbra-drafts-") as folder:
