@@ -68,7 +68,7 @@ umbra_more_emulators() {
 
 case "${1:-}" in
 --quick)
-    umbra_setup
+    umbra_setup_dev
     umbra_checks
     echo "== pytest, the quick tests"
     .venv/bin/python -m pytest "${workers[@]}" -m "not slow" "${@:2}"
@@ -76,7 +76,7 @@ case "${1:-}" in
     ;;
 thorough)
     { umbra_emulators && umbra_more_emulators; } &
-    umbra_setup
+    umbra_setup_dev
     wait $!
     status=0
     .venv/bin/python -m pytest "${workers[@]}" -m thorough "${@:2}" || status=1
@@ -84,14 +84,14 @@ thorough)
     exit "$status"
     ;;
 fuzz)
-    umbra_setup
+    umbra_setup_dev
     python=.venv/fuzz/bin/python
     (umbra_setup_beside fuzz) || python=.venv/bin/python # without atheris inputs are changed at random
     "$python" -m tests.fuzz --seconds "${2:-60}"
     exit
     ;;
 ascend)
-    umbra_setup
+    umbra_setup_dev
     umbra_test_ascend "${@:2}"
     exit
     ;;
@@ -100,7 +100,7 @@ output=$(mktemp -d) # what ran beside, to be shown again where it failed
 trap 'rm -r "$output"' EXIT
 umbra_emulators & # as it waits for downloads most of the time
 emulators=$!
-umbra_setup
+umbra_setup_dev
 umbra_checks 2>&1 | tee "$output/checks" | sed -u 's/^/checks: /' &
 checks=$!
 umbra_test_ascend -m "not thorough" 2>&1 | tee "$output/ascend" | sed -u 's/^/ascend: /' &

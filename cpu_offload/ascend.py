@@ -28,23 +28,23 @@ import torch_npu
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from cpu_offload.ascend_prefill import HostExperts, LongSteps
-from cpu_offload.costs import Costs
-from cpu_offload.device import Device, ExpertId
-from cpu_offload.experts import ShadowedExperts
-from cpu_offload.history import LongLayer
-from cpu_offload.slot_store import SlotStore
-from ops.ascend.host_memory import Registered, pinned, send
-from ops.ascend.moe import resident
-from ops.ascend.ops import AscendOps
-from ops.ascend.shadow import ShadowNodes
-from ops.ascend.slots import ArenaSlots
-from ops.ascend.vector_core import calls
-from ops.ascend.vector_core.blocks import PLACE, parts_of
-from ops.ascend.weights import Stored
-from ops.cpu.shadow import ShadowPool, Worker
-from ops.format import Format
-from ops.interface import ExpertKind, fixed
+from umbra.cpu_offload.ascend_prefill import HostExperts, LongSteps
+from umbra.cpu_offload.costs import Costs
+from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.experts import ShadowedExperts
+from umbra.cpu_offload.history import LongLayer
+from umbra.cpu_offload.slot_store import SlotStore
+from umbra.ops.ascend.host_memory import Registered, pinned, send
+from umbra.ops.ascend.moe import resident
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.ops.ascend.slots import ArenaSlots
+from umbra.ops.ascend.vector_core import calls
+from umbra.ops.ascend.vector_core.blocks import PLACE, parts_of
+from umbra.ops.ascend.weights import Stored
+from umbra.ops.cpu.shadow import ShadowPool, Worker
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind, fixed
 
 
 class NpuExperts(HostExperts):
@@ -124,9 +124,16 @@ class AscendDevice(Device):
     alignment: ClassVar[int] = PLACE
 
     def __init__(
-        self, ops: AscendOps, device: torch.device, top_k: int, most: int, longest: int, costs: Costs,
-        timeout_s: float, cann: str | None,
-    ):  # fmt: skip
+        self,
+        ops: AscendOps,
+        device: torch.device,
+        top_k: int,
+        most: int,
+        longest: int,
+        costs: Costs,
+        timeout_s: float,
+        cann: str | None,
+    ):
         self.ops, self.device, self.top_k, self.most, self.longest = ops, device, top_k, most, longest
         self.costs, self.timeout_s, self.cann = costs, timeout_s, cann
         self.long: LongSteps | None = None  # if there are such
@@ -161,14 +168,28 @@ class AscendDevice(Device):
         self.worker = Worker(self.pool)
         numbers = [layer.number for layer in self.layers]
         self.nodes = ShadowNodes(
-            self.worker.submit, self.worker.context, numbers, first.count, first.layout.hidden, self.top_k,
-            self.ops.dtype, self.timeout_s, self.cann,
-        )  # fmt: skip
+            self.worker.submit,
+            self.worker.context,
+            numbers,
+            first.count,
+            first.layout.hidden,
+            self.top_k,
+            self.ops.dtype,
+            self.timeout_s,
+            self.cann,
+        )
         if self.most < sys.maxsize:
             self.long = LongSteps(
-                self.ops, self.layers, self.on_host, self.slots, self.nodes, self.worker, self.most, self.longest,
+                self.ops,
+                self.layers,
+                self.on_host,
+                self.slots,
+                self.nodes,
+                self.worker,
+                self.most,
+                self.longest,
                 self.costs,
-            )  # fmt: skip
+            )
         print(self.nodes.bridge.how)
         atexit.register(self.close)  # keeps memory that callbacks use alive until none can be called
 

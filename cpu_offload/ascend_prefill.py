@@ -21,17 +21,17 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from cpu_offload.costs import Costs
-from cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
-from cpu_offload.experts import ShadowedExperts
-from ops.ascend.bridge import JOB_ROWS, BridgeError
-from ops.ascend.grouped import COUNTS
-from ops.ascend.host_memory import pinned, send
-from ops.ascend.moe import check_ids, products, resident
-from ops.ascend.ops import AscendOps
-from ops.ascend.shadow import ShadowNodes, happened
-from ops.ascend.slots import ArenaSlots, SlotBank
-from ops.cpu.shadow import Worker
+from umbra.cpu_offload.costs import Costs
+from umbra.cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
+from umbra.cpu_offload.experts import ShadowedExperts
+from umbra.ops.ascend.bridge import JOB_ROWS, BridgeError
+from umbra.ops.ascend.grouped import COUNTS
+from umbra.ops.ascend.host_memory import pinned, send
+from umbra.ops.ascend.moe import check_ids, products, resident
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.ascend.shadow import ShadowNodes, happened
+from umbra.ops.ascend.slots import ArenaSlots, SlotBank
+from umbra.ops.cpu.shadow import Worker
 
 Ints = npt.NDArray[np.integer]
 

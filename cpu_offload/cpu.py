@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpu_offload.costs import Costs
-from cpu_offload.cpu_link import CpuLink
-from cpu_offload.device import Device, ExpertId
-from cpu_offload.expert_ring import ExpertRing
-from cpu_offload.experts import ShadowedExperts
-from cpu_offload.history import LongLayer
-from ops.cpu.engine import native
-from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, in_place, join, pairs_of, resident_rows, submit
-from ops.cpu.store import ExpertStore
-from ops.format import Format
-from ops.interface import ExpertKind
+from umbra.cpu_offload.costs import Costs
+from umbra.cpu_offload.cpu_link import CpuLink
+from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.expert_ring import ExpertRing
+from umbra.cpu_offload.experts import ShadowedExperts
+from umbra.cpu_offload.history import LongLayer
+from umbra.ops.cpu.engine import native
+from umbra.ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, in_place, join, pairs_of, resident_rows, submit
+from umbra.ops.cpu.store import ExpertStore
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind
 
 ALIGNMENT = 64  # alignment of slots in bytes
 

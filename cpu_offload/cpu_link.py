@@ -5,11 +5,11 @@ from contextlib import suppress
 
 import torch
 
-from cpu_offload.expert_ring import GROUPS, Link, group_size
-from ops.cpu.engine import native
-from ops.cpu.shadow import Copier
-from ops.cpu.store import ExpertStore
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.expert_ring import GROUPS, Link, group_size
+from umbra.ops.cpu.engine import native
+from umbra.ops.cpu.shadow import Copier
+from umbra.ops.cpu.store import ExpertStore
 
 
 class CpuLink(Link):

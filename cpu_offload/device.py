@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cpu_offload.experts import ShadowedExperts
-from cpu_offload.history import LongLayer
-from ops.cpu.shadow import ShadowPool
-from ops.format import Format
-from ops.interface import ExpertKind
+from umbra.cpu_offload.experts import ShadowedExperts
+from umbra.cpu_offload.history import LongLayer
+from umbra.ops.cpu.shadow import ShadowPool
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind
 
 ExpertId = tuple[int, int]  # (layer, expert): a number among the layers with shadows, and one among this rank's experts
 

@@ -38,8 +38,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpu_offload.costs import Costs
-from cpu_offload.prefill_split import Bools, Pairs, split
+from umbra.cpu_offload.costs import Costs
+from umbra.cpu_offload.prefill_split import Bools, Pairs, split
 
 GROUPS = 4  # at least: three in use, a fourth absorbs jitter
 USED = 2  # at once: one is computed, one is copied; the others are filled while the device computes the rest of a layer

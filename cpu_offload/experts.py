@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ops.cpu.shadow import Blocks, ShadowLayer, ShadowPool
-from ops.format import Quantised
+from umbra.ops.cpu.shadow import Blocks, ShadowLayer, ShadowPool
+from umbra.ops.format import Quantised
 
 if TYPE_CHECKING:
-    from ops.cpu._native import SplitMatrix
+    from umbra.ops.cpu._native import SplitMatrix
 
 INT = torch.int64
 

@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpu_offload.device import Device, ExpertId
-from cpu_offload.experts import ShadowedExperts
-from cpu_offload.history import Counts, History, StepRecord
-from cpu_offload.memory.arena import Arena
-from cpu_offload.memory.balance import Balance
-from cpu_offload.policy.residency import Residency, ResidencySettings
-from ops.cpu.shadow import ShadowPool
-from ops.format import Format
-from ops.interface import ExpertKind
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.experts import ShadowedExperts
+from umbra.cpu_offload.history import Counts, History, StepRecord
+from umbra.cpu_offload.memory.arena import Arena
+from umbra.cpu_offload.memory.balance import Balance
+from umbra.cpu_offload.policy.residency import Residency, ResidencySettings
+from umbra.ops.cpu.shadow import ShadowPool
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind
 
 PATIENCE = 8  # consecutive steps with much free memory before experts return
 LEAST = 0.6  # of a slot that an expert takes, such as one of q4_k beside one with downs of q6_k

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cpu_offload.costs import Costs
+from umbra.cpu_offload.costs import Costs
 
 Pairs = npt.NDArray[np.integer | np.floating]
 Bools = npt.NDArray[np.bool_]

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.ascend.vector_core.blocks import BlockLayout
-from ops.ascend.vector_core.planes import planes_of
-from ops.ascend.weights import AscendExperts, unfit
-from ops.cpu.engine import TYPES, native
-from ops.cpu.matrix import CODES, padded
-from ops.cpu.memory import allocate
-from ops.cpu.shadow import ShadowPool
-from ops.format import Format, Quantised
-from ops.interface import ExpertKind
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.ascend.vector_core.blocks import BlockLayout
+from umbra.ops.ascend.vector_core.planes import planes_of
+from umbra.ops.ascend.weights import AscendExperts, unfit
+from umbra.ops.cpu.engine import TYPES, native
+from umbra.ops.cpu.matrix import CODES, padded
+from umbra.ops.cpu.memory import allocate
+from umbra.ops.cpu.shadow import ShadowPool
+from umbra.ops.format import Format, Quantised
+from umbra.ops.interface import ExpertKind
 
 if TYPE_CHECKING:
-    from ops.cpu._native import SlotExperts, SlotMatrix, SplitMatrix
+    from umbra.ops.cpu._native import SlotExperts, SlotMatrix, SplitMatrix
 
 PAGE = 4096  # blocks begin at whole pages, so that experts are registered with the device one by one
 COLUMNS = 32  # activations that are rounded together

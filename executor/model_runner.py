@@ -10,33 +10,33 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cpu_offload.planner.planned_run import WARM_UP_TOKENS
-from executor.checkpoint.packed import PackedCache
-from executor.checkpoint.stop_ids import stop_ids
-from executor.config.case import Case
-from executor.config.env import RankEnv
-from executor.config.load import load_model_config, model_folder
-from executor.config.platforms import PLATFORMS
-from executor.engine.engine import Engine, ForwardStep
-from executor.engine.loop import Loop
-from executor.engine.profiler import Profiler
-from executor.engine.request import Request, SamplingParams
-from executor.engine.sequence import Sequence
-from executor.engine.timings import Timings
-from executor.launch.join import init_parallel
-from executor.launch.platform_settings import platform_settings
-from executor.platform import load_platform
-from executor.platform.base import Platform
-from executor.platform.settings import PlatformSettings
-from executor.run.chunk_plan import with_chunk
-from executor.run.host_memory import check_host_memory
-from executor.run.model_sketch import sketch_of
-from executor.run.prompts import encode_prompts
-from executor.run.report import Completion, make_report
-from executor.run.shadow_plan import plan_run
-from executor.run.shadow_report import write_shadow_report
-from ops.parallel.groups import Parallel
-from text.tokenizer import open_tokenizer
+from umbra.cpu_offload.planner.planned_run import WARM_UP_TOKENS
+from umbra.executor.checkpoint.packed import PackedCache
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_model_config, model_folder
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.engine.engine import Engine, ForwardStep
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.profiler import Profiler
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.timings import Timings
+from umbra.executor.launch.join import init_parallel
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform import load_platform
+from umbra.executor.platform.base import Platform
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.executor.run.chunk_plan import with_chunk
+from umbra.executor.run.host_memory import check_host_memory
+from umbra.executor.run.model_sketch import sketch_of
+from umbra.executor.run.prompts import encode_prompts
+from umbra.executor.run.report import Completion, make_report
+from umbra.executor.run.shadow_plan import plan_run
+from umbra.executor.run.shadow_report import write_shadow_report
+from umbra.ops.parallel.groups import Parallel
+from umbra.text.tokenizer import open_tokenizer
 
 PlatformMaker = Callable[[PlatformSettings, RankEnv], Platform]
 

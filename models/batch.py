@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import Paged, Recurrent
-from ops.parallel.groups import Parallel
-from ops.parallel.rows import GroupRows, RowShares
+from umbra.ops.interface import Paged, Recurrent
+from umbra.ops.parallel.groups import Parallel
+from umbra.ops.parallel.rows import GroupRows, RowShares
 
 LENGTHS = "query_starts", "kv_lens"  # fields of `Paged` that are the same for all sets of layers
 STATES = "states_"  # before the names of `Recurrent`'s fields

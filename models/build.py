@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.eagle3_config import Eagle3Config
-from ops.format import FORMATS, GROUP_SIZES, LARGEST_GROUP, Format
-from ops.interface import Exchange, ExpertKind, ExpertMatrices, Matrix, Ops, fixed
-from ops.parallel.groups import Parallel
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.models.eagle3_config import Eagle3Config
+from umbra.ops.format import FORMATS, GROUP_SIZES, LARGEST_GROUP, Format
+from umbra.ops.interface import Exchange, ExpertKind, ExpertMatrices, Matrix, Ops, fixed
+from umbra.ops.parallel.groups import Parallel
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.eagle3 import Eagle3Head
-from models.layers.embedding import HEAD, LMHead, VocabEmbedding
-from models.layers.mtp import DEEPSEEK_MTP, MtpNames, MultiTokenPrediction, add_at
-from models.layers.norm import RMSNorm
-from models.layers.rotary import RotaryTable
-from models.rope import RopeConfig
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.eagle3 import Eagle3Head
+from umbra.models.layers.embedding import HEAD, LMHead, VocabEmbedding
+from umbra.models.layers.mtp import DEEPSEEK_MTP, MtpNames, MultiTokenPrediction, add_at
+from umbra.models.layers.norm import RMSNorm
+from umbra.models.layers.rotary import RotaryTable
+from umbra.models.rope import RopeConfig
 
 
 class DecoderConfig(Protocol):
@@ -104,9 +104,8 @@ class CausalLM(nn.Module):
             layer = mtp_layer(own.at(mtp_names.layer) if mtp_names.layer else own)
             self.mtp_at = paths[0]
             add_at(
-                self, self.mtp_at,
-                MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, mtp_names),
-            )  # fmt: skip
+                self, self.mtp_at, MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, mtp_names)
+            )
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
         self.eagle3 = Eagle3Head(build.eagle3, build.of_head) if build.eagle3 else None
         self.state_width = (build.eagle3 or config).hidden_size  # of the states that guesses are made from

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from models.hf_config import HfConfig
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.models.hf_config import HfConfig
 
 # Bounds of what an untrusted config can allocate: layers are built before weights are read.
 LARGEST_DEPTH = 4096  # layers

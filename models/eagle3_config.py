@@ -4,9 +4,9 @@ and EAGLE's authors publish, or in that of vLLM's speculators."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import ModelConfig, check_even_split, check_heads, check_kv_split
-from models.hf_config import HfConfig, read_hf_config
-from models.rope import RopeConfig, read_rope
+from umbra.models.config import ModelConfig, check_even_split, check_heads, check_kv_split
+from umbra.models.hf_config import HfConfig, read_hf_config
+from umbra.models.rope import RopeConfig, read_rope
 
 ALIASES = {"midlayer": "layers.0", "model": ""}  # parts of tensors' names that files have, each with the head's
 TAPS = 3

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from umbra.errors import UserError, short
-from umbra.files import read_json
+from umbra.base.errors import UserError, short
+from umbra.base.files import read_json
 
 LONGEST_NAME = 300
 LARGEST_SIZE = 1 << 24  # far above any dimension of a real model

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from models.build import Build
-from models.causal_lm import CausalLM
-from models.hybrid_config import HybridConfig
-from models.layers.attention import GroupedAttention
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.delta_net import DeltaNet
-from models.layers.mtp import MtpNames
-from models.layers.sparse_block import SparseMoeBlock
+from umbra.models.build import Build
+from umbra.models.causal_lm import CausalLM
+from umbra.models.hybrid_config import HybridConfig
+from umbra.models.layers.attention import GroupedAttention
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.delta_net import DeltaNet
+from umbra.models.layers.mtp import MtpNames
+from umbra.models.layers.sparse_block import SparseMoeBlock
 
 MTP = MtpNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
 
@@ -38,9 +38,14 @@ class HybridForCausalLM(CausalLM):
             for i, linear in enumerate(config.linear_layers)
         )
         super().__init__(
-            config, build, layers, config.mtp_num_hidden_layers,
-            lambda own: decoder_layer(config, own, linear=False, fused=False), "mtp", MTP,
-        )  # fmt: skip
+            config,
+            build,
+            layers,
+            config.mtp_num_hidden_layers,
+            lambda own: decoder_layer(config, own, linear=False, fused=False),
+            "mtp",
+            MTP,
+        )
 
     def ignores(self, name: str) -> bool:
         """Also layers that predict further tokens, and what sees pictures."""

@@ -4,18 +4,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import LARGEST_DEPTH, check_even_split, check_kv_split
-from models.hf_config import HfConfig
-from models.moe_config import MoeConfig, read_sizes
-from models.rope import read_rope, read_rotary_dim
+from umbra.models.config import LARGEST_DEPTH, check_even_split, check_kv_split
+from umbra.models.hf_config import HfConfig
+from umbra.models.moe_config import MoeConfig, read_sizes
+from umbra.models.rope import read_rope, read_rotary_dim
 
 FULL, LINEAR = "full_attention", "linear_attention"
 DEFAULTS = {
-    "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
-    "max_position_embeddings": 32768, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

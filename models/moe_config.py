@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import (
+from umbra.models.config import (
     LARGEST_DEPTH,
     Expansion,
     check_choice,
@@ -14,8 +14,8 @@ from models.config import (
     check_kv_split,
     check_some_each,
 )
-from models.hf_config import HfConfig
-from models.rope import RopeConfig
+from umbra.models.hf_config import HfConfig
+from umbra.models.rope import RopeConfig
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig
-from models.hf_config import read_hf_config
-from umbra.errors import UserError, listed, short
-from umbra.files import read_json
+from umbra.base.errors import UserError, listed, short
+from umbra.base.files import read_json
+from umbra.models.config import ModelConfig
+from umbra.models.hf_config import read_hf_config
 
 if TYPE_CHECKING:
-    from models.build import Build
-    from models.causal_lm import CausalLM
+    from umbra.models.build import Build
+    from umbra.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -30,38 +30,54 @@ class Family:
 
 
 FAMILIES = {
-    "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
-    "qwen2_moe": Family("models.qwen2_moe.config:Qwen2MoeConfig", "models.qwen2_moe.model:Qwen2MoeForCausalLM"),
-    "glm4_moe": Family("models.glm4_moe.config:Glm4MoeConfig", "models.glm4_moe.model:Glm4MoeForCausalLM"),
-    "gpt_oss": Family("models.gpt_oss.config:GptOssConfig", "models.gpt_oss.model:GptOssForCausalLM"),
-    "qwen3_next": Family("models.qwen3_next.config:Qwen3NextConfig", "models.qwen3_next.model:Qwen3NextForCausalLM"),
+    "qwen3_moe": Family(
+        "umbra.models.qwen3_moe.config:Qwen3MoeConfig", "umbra.models.qwen3_moe.model:Qwen3MoeForCausalLM"
+    ),
+    "qwen2_moe": Family(
+        "umbra.models.qwen2_moe.config:Qwen2MoeConfig", "umbra.models.qwen2_moe.model:Qwen2MoeForCausalLM"
+    ),
+    "glm4_moe": Family("umbra.models.glm4_moe.config:Glm4MoeConfig", "umbra.models.glm4_moe.model:Glm4MoeForCausalLM"),
+    "gpt_oss": Family("umbra.models.gpt_oss.config:GptOssConfig", "umbra.models.gpt_oss.model:GptOssForCausalLM"),
+    "qwen3_next": Family(
+        "umbra.models.qwen3_next.config:Qwen3NextConfig", "umbra.models.qwen3_next.model:Qwen3NextForCausalLM"
+    ),
     "qwen3_5_moe": Family(
-        "models.qwen3_5_moe.config:Qwen3_5MoeConfig",
-        "models.qwen3_5_moe.model:Qwen3_5MoeForCausalLM",
+        "umbra.models.qwen3_5_moe.config:Qwen3_5MoeConfig",
+        "umbra.models.qwen3_5_moe.model:Qwen3_5MoeForCausalLM",
         ("qwen3_5_moe_text",),
         aliases={"model.language_model": "model"},
     ),
-    "deepseek_v2": Family("models.deepseek.config:DeepseekV2Config", "models.deepseek.model:DeepseekV2ForCausalLM"),
+    "deepseek_v2": Family(
+        "umbra.models.deepseek.config:DeepseekV2Config", "umbra.models.deepseek.model:DeepseekV2ForCausalLM"
+    ),
     "deepseek_v3": Family(
-        "models.deepseek.config:DeepseekV3Config",
-        "models.deepseek.model:DeepseekV3ForCausalLM",
+        "umbra.models.deepseek.config:DeepseekV3Config",
+        "umbra.models.deepseek.model:DeepseekV3ForCausalLM",
         ("kimi_k2",),
         pictured=("kimi_k25",),
         aliases={"language_model.model": "model", "language_model.lm_head": "lm_head"},
     ),
-    "glm4_moe_lite": Family("models.deepseek.config:Glm4MoeLiteConfig", "models.deepseek.model:Glm4MoeLiteForCausalLM"),
+    "glm4_moe_lite": Family(
+        "umbra.models.deepseek.config:Glm4MoeLiteConfig", "umbra.models.deepseek.model:Glm4MoeLiteForCausalLM"
+    ),
     "minimax_m2": Family(
-        "models.minimax_m2.config:MiniMaxM2Config",
-        "models.minimax_m2.model:MiniMaxM2ForCausalLM",
+        "umbra.models.minimax_m2.config:MiniMaxM2Config",
+        "umbra.models.minimax_m2.model:MiniMaxM2ForCausalLM",
         ("minimax",),
         aliases={"mlp": "block_sparse_moe"},
     ),
 }
 # Models that are easily taken for one of a family above, by their `model_type`.
 OTHERS = {
-    "minimax": "MiniMax-01", "minimax_text_01": "MiniMax-01", "minimax_m1": "MiniMax-M1", "minimax_m3": "MiniMax-M3",
-    "minimax_m3_vl": "MiniMax-M3", "qwen3_5": "dense Qwen3.5", "qwen3_5_text": "dense Qwen3.5", "qwen4_exp": "Qwen4",
-}  # fmt: skip
+    "minimax": "MiniMax-01",
+    "minimax_text_01": "MiniMax-01",
+    "minimax_m1": "MiniMax-M1",
+    "minimax_m3": "MiniMax-M3",
+    "minimax_m3_vl": "MiniMax-M3",
+    "qwen3_5": "dense Qwen3.5",
+    "qwen3_5_text": "dense Qwen3.5",
+    "qwen4_exp": "Qwen4",
+}
 
 
 def family_of(config: Mapping[str, Any]) -> str | None:

@@ -4,8 +4,8 @@ length."""
 import math
 from dataclasses import dataclass
 
-from models.hf_config import HfConfig
-from umbra.errors import UserError, short
+from umbra.base.errors import UserError, short
+from umbra.models.hf_config import HfConfig
 
 
 @dataclass(frozen=True)

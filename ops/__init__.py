@@ -7,12 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:  # the launcher imports ops.ascend.vector_core and must start quickly
-    from ops.interface import Ops
+    from umbra.ops.interface import Ops
 
-IMPLEMENTATIONS = {
-    "reference": "ops.reference",
-    "cpu": "ops.cpu.ops",
-}
+IMPLEMENTATIONS = {"reference": "umbra.ops.reference", "cpu": "umbra.ops.cpu.ops"}
 
 
 def load_ops(name: str) -> "Ops":

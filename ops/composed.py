@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ops.interface import Heads, LatentCache, LatentNorm, Ops
+from umbra.ops.interface import Heads, LatentCache, LatentNorm, Ops
 
 
 def norm_rope_write(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.interface import (
+from umbra.ops.interface import (
     SILU_EXPERTS,
     Groups,
     Heads,
@@ -34,10 +34,19 @@ ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
 # real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
 ASCEND_KERNELS = {
-    "linear by int8": 2, "moe by int8": 4, "moe": 5, "write_kv": 2, "split_rms_norm": 6, "add_gated": 2,
-    "causal_conv": 9, "gated_delta_rule": 22, "gated_rms_norm": 3, "sigmoid_mul": 2, "rope_write_latents": 2,
+    "linear by int8": 2,
+    "moe by int8": 4,
+    "moe": 5,
+    "write_kv": 2,
+    "split_rms_norm": 6,
+    "add_gated": 2,
+    "causal_conv": 9,
+    "gated_delta_rule": 22,
+    "gated_rms_norm": 3,
+    "sigmoid_mul": 2,
+    "rope_write_latents": 2,
     "expanded_attention": 8,
-}  # fmt: skip
+}
 BY_INT8 = " by int8"  # of the name of an op
 APART_WIDTH, MOST_JOINED = 128, 256  # of heads whose keys and values are made of latents (ops/ascend/latents.py)
 EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three (two by int8), a cast,
@@ -123,9 +132,15 @@ class CountedOps:
         return tensor
 
     def note(
-        self, name: str, *rows: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0,
-        plain: bool = True, few: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        *rows: Tensor,
+        weights: float = 0.0,
+        cached: float = 0.0,
+        macs: float = 0.0,
+        plain: bool = True,
+        few: bool = True,
+    ) -> None:
         nbytes, times = float(sum(t.numel() for t in rows) * self.dtype.itemsize), self.notes.multiple
         kernels = self.kernels.get(name, 1)
         self.notes.done.append(Done(name, times, kernels, weights, cached, nbytes, macs, plain=plain, few=few))

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.interface import ExpertMatrices, Ops, Slots
+from umbra.ops.interface import ExpertMatrices, Ops, Slots
 
 
 class GroupExchange:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.words import Words
+    from umbra.ops.words import Words
 
 GROUP_SIZES = (32, 64, 128)  # columns of a row that may share a scale: the sizes of a quantisation group
 LARGEST_GROUP = 256  # of formats with nested scales
@@ -281,9 +281,7 @@ def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantise
     if not isinstance(part, Quantised):
         return part[order]
     zeros, levels = part.plain_zeros, cast("Tensor", part.levels) if part.int8_inputs else part.plain_levels
-    return replace(
-        part, levels=levels[order], scales=part.scales[order], zeros=None if zeros is None else zeros[order]
-    )  # fmt: skip
+    return replace(part, levels=levels[order], scales=part.scales[order], zeros=None if zeros is None else zeros[order])
 
 
 def in_int8(part: "Tensor") -> Quantised:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ops.format import Format, Quantised
-from ops.sampling import Choice
+from umbra.ops.format import Format, Quantised
+from umbra.ops.sampling import Choice
 
 
 def fixed(tensor: Tensor) -> nn.Parameter:
@@ -249,13 +249,7 @@ class Ops(Protocol):
         after another. Only for platforms that mix formats."""
 
     def expert_matrices(
-        self,
-        count: int,
-        inner: int,
-        hidden: int,
-        format: Format,
-        device: torch.device,
-        kind: ExpertKind = SILU_EXPERTS,
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
     ) -> MovableExperts:
         """Allocates the matrices of `count` experts."""
 

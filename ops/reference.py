@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import recurrent, sampling
-from ops.format import Format, Quantised, floats
-from ops.interface import (
+from umbra.ops import recurrent, sampling
+from umbra.ops.format import Format, Quantised, floats
+from umbra.ops.interface import (
     SILU_EXPERTS,
     ExpertKind,
     Groups,
@@ -43,13 +43,7 @@ class DenseExperts:
     zeros if the kind has none."""
 
     def __init__(
-        self,
-        count: int,
-        inner: int,
-        hidden: int,
-        format: Format,
-        device: torch.device,
-        kind: ExpertKind = SILU_EXPERTS,
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
     ):
         self.count, self.kind = count, kind
         dtype: torch.dtype = getattr(torch, format.kind)
@@ -311,12 +305,7 @@ def route_softmax(
 
 
 def route_sigmoid(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    renormalise: bool,
-    scale: float = 1.0,
-    groups: Groups | None = None,
+    logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
 ) -> tuple[Tensor, Tensor]:
     scores = logits.float().sigmoid()
     return _routed(scores, scores if bias is None else scores + bias, top_k, renormalise, scale, groups)

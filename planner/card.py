@@ -6,14 +6,14 @@ go through a run's own ring of experts, on simulated streams (planner/streamed_p
 
 from dataclasses import dataclass
 
-from cpu_offload.expert_ring import group_count, group_size
-from cpu_offload.planner.hits import curve_of, hit_rate
-from executor.config.units import GB
-from planner.cluster import Load
-from planner.machine import Hardware
-from planner.served import Served
-from planner.streamed_prefill import SimulatedPrefill, cpu_rates
-from planner.streams import DEVICE, Simulation, Trace
+from umbra.cpu_offload.expert_ring import group_count, group_size
+from umbra.cpu_offload.planner.hits import curve_of, hit_rate
+from umbra.executor.config.units import GB
+from umbra.planner.cluster import Load
+from umbra.planner.machine import Hardware
+from umbra.planner.served import Served
+from umbra.planner.streamed_prefill import SimulatedPrefill, cpu_rates
+from umbra.planner.streams import DEVICE, Simulation, Trace
 
 
 @dataclass(frozen=True)

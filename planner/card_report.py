@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from executor.config.units import GB
-from planner.card import Decoded, decoded, prefill, resident_share
-from planner.cluster import Cluster
-from planner.machine import Hardware, read_hardware
-from planner.served import Served, served
-from planner.streams import CPU, DEVICE, LINK_IN
-from umbra.errors import UserError
-from umbra.files import write_json
+from umbra.base.errors import UserError
+from umbra.base.files import write_json
+from umbra.executor.config.units import GB
+from umbra.planner.card import Decoded, decoded, prefill, resident_share
+from umbra.planner.cluster import Cluster
+from umbra.planner.machine import Hardware, read_hardware
+from umbra.planner.served import Served, served
+from umbra.planner.streams import CPU, DEVICE, LINK_IN
 
 SIDES = {"device": DEVICE, "link": LINK_IN, "host": CPU}
 ASSUMED = (

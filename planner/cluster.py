@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpu_offload.planner.hits import CURVES, curve_of
-from executor.config.load import read_yaml, set_keys
-from executor.config.schema import key, read, section
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.planner.hits import CURVES, curve_of
+from umbra.executor.config.load import read_yaml, set_keys
+from umbra.executor.config.schema import key, read, section
 
 METHODS = ("auto", "none", "q8", "q4")
 DOCS = "docs/cluster_keys.md"
@@ -41,9 +41,10 @@ class Search:
 @dataclass(frozen=True)
 class Guesses:
     accepted: tuple[float, ...] = key(
-        (), "for each place, how often a guess, by an MTP layer or the case's EAGLE3 head, is right if those before it "
+        (),
+        "for each place, how often a guess, by an MTP layer or the case's EAGLE3 head, is right if those before it "
         "are; empty: none",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Card:
     """What is asked of one device that holds a part of a model's experts."""
 
     models: tuple[str, ...] = key(
-        (), "cases, or names in planner/models/: how fast one device and its host serve each; empty: the file asks for "
+        (),
+        "cases, or names in planner/models/: how fast one device and its host serve each; empty: the file asks for "
         "layouts",
-    )  # fmt: skip
+    )
     curves: tuple[str, ...] = key(
         ("even",), f"hit rates of residents, as SHARE:RATE,... or by name: {', '.join(CURVES)}"
     )
@@ -97,16 +99,19 @@ class Simulation:
     router: str = key("least_loaded", "which replica gets a request", choices=("least_loaded", "prefix_aware"))
     reserve: int = key(256, "tokens beyond its prompt that a sequence is promised memory for", minimum=1)
     mixed_tokens: int = key(
-        512, "most prompt tokens of a step in which others decode; 0: as many as a server takes, which learns how long "
-        "they take (serve_config.prefill_pause_ms of the case)", minimum=0,
-    )  # fmt: skip
+        512,
+        "most prompt tokens of a step in which others decode; 0: as many as a server takes, which learns how long "
+        "they take (serve_config.prefill_pause_ms of the case)",
+        minimum=0,
+    )
     front_ms: float = key(0.0, "time that a server takes for a request outside its steps", minimum=0)
     front_token_us: float = key(0.0, "the same for each token: these wait for each other", minimum=0)
     memory: str = key(
-        "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic as "
+        "fixed",
+        "how the devices' memory is divided between experts and other things: fixed, elastic as "
         "offload_config.mode says, or all: the same traffic with every share of search.resident, and elastic",
         choices=("fixed", "elastic", "all"),
-    )  # fmt: skip
+    )
     skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
     rank_failure_hours: float = key(0.0, "mean time between failures of a rank; 0: none fails", minimum=0)
     restart_s: float = key(60.0, "seconds to restart a replica after a rank failure", minimum=0)

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from executor.config.case import MOST_DRAFTING, Case, OffloadSettings
-from executor.config.load import load_case
-from executor.config.units import GB
-from planner.cluster import Cluster
-from planner.machine import Hardware
-from planner.times import Placing, Times, step_times
-from planner.work import Counted
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import MOST_DRAFTING, Case, OffloadSettings
+from umbra.executor.config.load import load_case
+from umbra.executor.config.units import GB
+from umbra.planner.cluster import Cluster
+from umbra.planner.machine import Hardware
+from umbra.planner.times import Placing, Times, step_times
+from umbra.planner.work import Counted
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.config.load import read_yaml
-from executor.config.platforms import PLATFORMS
-from executor.config.schema import key, read, section
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.load import read_yaml
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.config.schema import key, read, section
 
 FOLDER = ROOT / "planner" / "hardware"
 
@@ -27,9 +27,8 @@ class Device:
     tflops: float | None = key(None, "peak of its matrix units with 16-bit floats", minimum=1e-6)
     multiply_fraction: float | None = key(None, "part of it that kernels reach", minimum=0.01, maximum=1)
     quantised_tflops: float | None = key(
-        None, "rate of products that kernels for few rows reach with quantised weights",
-        minimum=1e-6,
-    )  # fmt: skip
+        None, "rate of products that kernels for few rows reach with quantised weights", minimum=1e-6
+    )
     unpack_gbps: float | None = key(None, "rate at which kernels for many rows read quantised weights", minimum=1e-6)
     launch_us: float | None = key(None, "time of a kernel in a graph that has next to nothing to do", minimum=0)
     attention_us: float | None = key(None, "the same of attention", minimum=0)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.card_report import show_card_plan
-from planner.cluster import Cluster, read_cluster
-from planner.layouts import Layout, Sizes, make_layout, sizes_of, tokens_by_guesses
-from planner.machine import Hardware, read_hardware
-from planner.rates import Point, points, under_load, within_targets
-from planner.times import PARTS, Times
-from umbra.errors import UserError
-from umbra.files import write_json, write_whole
+from umbra.base.errors import UserError
+from umbra.base.files import write_json, write_whole
+from umbra.planner.card_report import show_card_plan
+from umbra.planner.cluster import Cluster, read_cluster
+from umbra.planner.layouts import Layout, Sizes, make_layout, sizes_of, tokens_by_guesses
+from umbra.planner.machine import Hardware, read_hardware
+from umbra.planner.rates import Point, points, under_load, within_targets
+from umbra.planner.times import PARTS, Times
 
 BEST = 3  # layouts that are shown for each aim
 REASONS = 6  # reasons for refused layouts that are printed
@@ -187,14 +187,22 @@ def slower_in(found: RatedLayout, best: RatedLayout) -> str:
 def row_of(found: RatedLayout) -> dict[str, object]:
     sizes, times = found.layout.sizes, found.layout.decode(found.load.sequences)
     return {
-        "replicas": sizes.replicas, "world": sizes.world, "attn_tp": sizes.attn_tp, "attn_dp": sizes.attn_dp,
-        "moe_tp": sizes.moe_tp, "moe_ep": sizes.moe_ep, "method": sizes.method, "resident": sizes.resident,
-        "sequences": found.load.sequences, "most_sequences": found.layout.most_sequences,
-        "tpot_ms": found.load.tpot * 1e3, "ttft_ms": found.load.ttft * 1e3,
+        "replicas": sizes.replicas,
+        "world": sizes.world,
+        "attn_tp": sizes.attn_tp,
+        "attn_dp": sizes.attn_dp,
+        "moe_tp": sizes.moe_tp,
+        "moe_ep": sizes.moe_ep,
+        "method": sizes.method,
+        "resident": sizes.resident,
+        "sequences": found.load.sequences,
+        "most_sequences": found.layout.most_sequences,
+        "tpot_ms": found.load.tpot * 1e3,
+        "ttft_ms": found.load.ttft * 1e3,
         "most_rate": found.most.rate if found.most else 0.0,
         "tokens_per_device": found.most.tokens_per_device if found.most else 0.0,
         "parts_ms": {part: seconds * 1e3 for part, seconds in times.parts.items()},
-    }  # fmt: skip
+    }
 
 
 def draw(plan: ClusterPlan, path: Path) -> None:

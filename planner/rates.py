@@ -14,7 +14,7 @@ bursts and lengths that differ.
 
 from dataclasses import dataclass
 
-from planner.layouts import Layout
+from umbra.planner.layouts import Layout
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from cpu_offload.planner.model import Shape
-from executor.config.load import read_yaml
-from executor.config.schema import key, leaves, read
-from ops.counted import Done
-from planner.cluster import DOCS, Cluster, Guesses
-from planner.layouts import Sizes, case_of, spans_of
-from planner.machine import Hardware
-from planner.times import GIGA, TERA, US, Placing, step_times
-from planner.work import Counted, Work
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.cpu_offload.planner.model import Shape
+from umbra.executor.config.load import read_yaml
+from umbra.executor.config.schema import key, leaves, read
+from umbra.ops.counted import Done
+from umbra.planner.cluster import DOCS, Cluster, Guesses
+from umbra.planner.layouts import Sizes, case_of, spans_of
+from umbra.planner.machine import Hardware
+from umbra.planner.times import GIGA, TERA, US, Placing, step_times
+from umbra.planner.work import Counted, Work
 
 FOLDER = ROOT / "planner" / "models"
 ALONE = Sizes(1, 1, 1, 1, "q4", 0.0)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_offload.costs import Costs, Line
-from cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
-from ops.ascend.bridge import JOB_ROWS
-from planner.machine import Hardware
-from planner.served import Served
-from planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
-from planner.times import GIGA, TERA, US
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.costs import Costs, Line
+from umbra.cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
+from umbra.ops.ascend.bridge import JOB_ROWS
+from umbra.planner.machine import Hardware
+from umbra.planner.served import Served
+from umbra.planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
+from umbra.planner.times import GIGA, TERA, US
 
 CALL_S = 10e-6  # of the host for a call to the device, an assumption: torch_npu's eager ops
 PLANES = 4  # of an expert, each copied by a call

@@ -16,10 +16,10 @@ Experts are used evenly, and every rank is as fast as every other.
 
 from dataclasses import dataclass
 
-from executor.config.platforms import PLATFORMS
-from ops.counted import Done, Message
-from planner.machine import Hardware
-from planner.work import Work
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.ops.counted import Done, Message
+from umbra.planner.machine import Hardware
+from umbra.planner.work import Work
 
 PARTS = ("weights", "KV", "activations", "products", "collectives", "launches", "shadow experts", "host")
 US, GIGA, TERA = 1e-6, 1e9, 1e12

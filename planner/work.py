@@ -12,28 +12,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from executor.config.case import Case
-from executor.config.load import load_model_config
-from executor.config.platforms import PLATFORMS
-from executor.engine.batch_limits import limits_of
-from executor.engine.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
-from executor.engine.weight_formats import build_of
-from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.exchange import most_rows, why_gathered
-from executor.run.activations import CountedGroup, batch_of
-from models.causal_lm import CausalLM
-from models.config import ModelConfig, with_layers
-from models.eagle3_config import TAPS
-from models.layers.base import layers_of
-from models.layers.experts import Experts
-from models.layers.states import RecurrentStates
-from models.registry import load, model_class
-from ops.ascend.vector_core.planes import MOST_ROWS
-from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
-from ops.interface import Exchange, Ops
-from ops.parallel.groups import Group
-from ops.parallel.join import parallel_of
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_model_config
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.engine.batch_limits import limits_of
+from umbra.executor.engine.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
+from umbra.executor.engine.weight_formats import build_of
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform.ascend.exchange import most_rows, why_gathered
+from umbra.executor.run.activations import CountedGroup, batch_of
+from umbra.models.causal_lm import CausalLM
+from umbra.models.config import ModelConfig, with_layers
+from umbra.models.eagle3_config import TAPS
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.states import RecurrentStates
+from umbra.models.registry import load, model_class
+from umbra.ops.ascend.vector_core.planes import MOST_ROWS
+from umbra.ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
+from umbra.ops.interface import Exchange, Ops
+from umbra.ops.parallel.groups import Group
+from umbra.ops.parallel.join import parallel_of
 
 
 @dataclass(frozen=True)

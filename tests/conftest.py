@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from hypothesis import settings
 
-from umbra.errors import collect_seldom
+from umbra.base.errors import collect_seldom
 
 collect_ignore = [] if find_spec("torch_npu") else ["ascend"]
 # Machines are busy: no test fails for the time it took.

@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.format import Format
-from ops.interface import SILU_EXPERTS, ExpertKind
+from umbra.ops.format import Format
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 
 CLIPPED = ExpertKind(limit=0.8, alpha=1.702, biased=True)
 

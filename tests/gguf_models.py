@@ -22,14 +22,18 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tools.benchmarks.gguf_file import describe_tokenizer
+from umbra.tools.benchmarks.gguf_file import describe_tokenizer
 
 ARCHITECTURES = {
-    "qwen3_moe": MODEL_ARCH.QWEN3MOE, "qwen2_moe": MODEL_ARCH.QWEN2MOE, "minimax_m2": MODEL_ARCH.MINIMAXM2,
-    "gpt_oss": MODEL_ARCH.GPT_OSS, "glm4_moe": MODEL_ARCH.GLM4_MOE, "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
-}  # fmt: skip
+}
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),

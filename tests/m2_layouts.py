@@ -16,9 +16,18 @@ from tests.tiny import save_tiny_m2
 
 # Multiples of a block of 128; half of an expert's columns is one and a half blocks, as an eighth of the original's.
 SIZES: dict[str, Any] = dict(
-    hidden_size=256, head_dim=64, rotary_dim=32, num_attention_heads=6, num_key_value_heads=2, intermediate_size=384,
-    num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=320, initializer_range=0.05,
-)  # fmt: skip
+    hidden_size=256,
+    head_dim=64,
+    rotary_dim=32,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=384,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    num_hidden_layers=2,
+    vocab_size=320,
+    initializer_range=0.05,
+)
 Way = tuple[str, int, bool]  # format, group, symmetric
 Ways = Callable[[str], Way | None]  # of a matrix by its name; None: floats
 FP8, AWQ, PACKED = ("fp8", 128, True), ("awq", 128, False), ("pack-quantized", 32, True)
@@ -141,8 +150,11 @@ def save_m2(folder: Path) -> Path:
 
 MOE = "model.layers.0.block_sparse_moe"
 MTP = {"model.layers.2.self_attn.q_proj.weight": torch.zeros(2), "model.layers.4.enorm.weight": torch.zeros(2)}
-KV_SCALES = {f"model.layers.{i}.self_attn.{s}": torch.ones(1) for i in range(2)
-             for s in ("k_proj.k_scale", "v_proj.v_scale", "attn.k_scale")}  # fmt: skip
+KV_SCALES = {
+    f"model.layers.{i}.self_attn.{s}": torch.ones(1)
+    for i in range(2)
+    for s in ("k_proj.k_scale", "v_proj.v_scale", "attn.k_scale")
+}
 NO_GATE = [r"re:.*lm_head", r"re:.*block_sparse_moe.gate$"]
 LAYOUTS = {
     "official": Layout(both(experts(FP8), attention(FP8)), official(), more=MTP),
@@ -150,26 +162,31 @@ LAYOUTS = {
     "cyankiwi": Layout(both(experts(PACKED), attention(PACKED)), compressed(NO_GATE, all=four_bit("Linear"))),
     "mratsim FP8 and INT4": Layout(
         both(experts(PACKED), attention(("fp8-ct", 128, True))),
-        compressed(["lm_head", r"re:.*\.gate\b"], group_0=fp8_blocks("Linear"),
-                   group_1=four_bit("Linear", r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$")),
+        compressed(
+            ["lm_head", r"re:.*\.gate\b"],
+            group_0=fp8_blocks("Linear"),
+            group_1=four_bit("Linear", r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$"),
+        ),
     ),
     "last layer's experts in floats": Layout(
         experts(PACKED, (0,)),
         compressed([*NO_GATE, r"re:.*self_attn", r"re:.*layers\.(1|2)\..*experts"], all=four_bit("Linear")),
     ),
-    "transformers' names": Layout(
-        experts(AWQ), awq_config("mlp.gate", "self_attn"), parts={"block_sparse_moe": "mlp"}
-    ),
+    "transformers' names": Layout(experts(AWQ), awq_config("mlp.gate", "self_attn"), parts={"block_sparse_moe": "mlp"}),
     "a gate in 4 bits": Layout(both(experts(AWQ), gate(AWQ)), awq_config("self_attn")),
-}  # fmt: skip
+}
 # What a config does not say; the files decide, and one warning counts the modules.
 CONTRADICTIONS = {
     "AWQ of one value matrix": (Layout(both(attention(AWQ, "v"), experts(AWQ)), awq_config("gate", "self_attn")), 2),
     "AWQ of some experts of a layer": (
-        Layout(lambda name: AWQ if ".experts." in name and "experts.2" not in name else None,
-               awq_config("gate", "self_attn")), 6,
+        Layout(
+            lambda name: AWQ if ".experts." in name and "experts.2" not in name else None,
+            awq_config("gate", "self_attn"),
+        ),
+        6,
     ),
     "EliasOenal, AWQ beside FP8 attention": (
-        Layout(both(experts(AWQ), attention(FP8)), awq_config("gate", "self_attn"), more=KV_SCALES), 8,
+        Layout(both(experts(AWQ), attention(FP8)), awq_config("gate", "self_attn"), more=KV_SCALES),
+        8,
     ),
-}  # fmt: skip
+}

@@ -54,9 +54,11 @@ def modelslim_tiny(model: Path, to: Path, type_of: Type, old: bool = False, move
             units = (bias / deq.double() - OFFSET * levels.sum(1)).round().int()
             words = torch.stack([deq.view(torch.int32), torch.zeros(len(w), dtype=torch.int32)], 1)
             written |= {
-                "quant_bias": units, "deq_scale": words.view(torch.int64).flatten() if old else deq,
-                "input_scale": INPUT.repeat(1), "input_offset": torch.tensor([OFFSET]),
-            }  # fmt: skip
+                "quant_bias": units,
+                "deq_scale": words.view(torch.int64).flatten() if old else deq,
+                "input_scale": INPUT.repeat(1),
+                "input_offset": torch.tensor([OFFSET]),
+            }
         elif shift is not None:
             written["bias"] = bias.float()
         tensors |= {f"{module}.{last}": tensor for last, tensor in written.items()}

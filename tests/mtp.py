@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from models.hybrid import MTP
-from models.layers.mtp import DEEPSEEK_MTP
 from tests.tiny import save_tiny_of
+from umbra.models.hybrid import MTP
+from umbra.models.layers.mtp import DEEPSEEK_MTP
 
 KINDS = ["linear_attention", "full_attention", "full_attention"]
 
@@ -38,8 +38,9 @@ class Oracle:
         extra[own.projection] = torch.randn(size, 2 * size) * 0.1
         save_file(
             tensors | {f"{at}.{name}.weight": t for name, t in extra.items()},
-            folder / "model.safetensors", {"format": "pt"},
-        )  # fmt: skip
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
         config |= {"num_hidden_layers": depth, "mtp_num_hidden_layers" if hybrid else "num_nextn_predict_layers": 1}
         config |= {name: config[name][:depth] for name in ("layer_types", "mlp_layer_types") if config.get(name)}
         (folder / "config.json").write_text(json.dumps(config))
@@ -51,8 +52,9 @@ class Oracle:
         layer.mtp_block.load_state_dict(block.state_dict())
         for module, name in zip(
             (layer.enorm, layer.hnorm, layer.eh_proj, layer.post_norm),
-            (own.embedding, own.hidden, own.projection, own.norm), strict=True,
-        ):  # fmt: skip
+            (own.embedding, own.hidden, own.projection, own.norm),
+            strict=True,
+        ):
             module.weight.data.copy_(extra[name])
 
     @torch.no_grad()

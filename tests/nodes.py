@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import pytest
 
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 PORT = 29500
@@ -59,9 +59,12 @@ class Node:
         output = self.results / f"output{len(self.jobs)}"
         with open(output, "w") as file:
             process = subprocess.Popen(
-                self.inside("env", f"--chdir={ROOT}", *command), env=os.environ | self.environment(),
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                self.inside("env", f"--chdir={ROOT}", *command),
+                env=os.environ | self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
         self.jobs.append(Job(process, output))
         return self.jobs[-1]
 

@@ -14,7 +14,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ops.format import E2M1, Nested
+from umbra.ops.format import E2M1, Nested
 
 AWQ_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]
 Written = tuple[dict[str, Tensor], Tensor]  # a module's tensors by their last name, and what they mean (N, K)
@@ -71,9 +71,11 @@ def gptq(w: Tensor, group: int, bits: int, symmetric: bool, ordered: bool = Fals
     zeros = zeros.clamp(min=1)  # the format stores them less one
     shifts = list(range(0, 32, bits))
     tensors = {
-        "qweight": packed(levels[:, place], shifts).T, "qzeros": packed(zeros.T - 1, shifts), "scales": scales.T,
+        "qweight": packed(levels[:, place], shifts).T,
+        "qzeros": packed(zeros.T - 1, shifts),
+        "scales": scales.T,
         "g_idx": (place // group).int(),
-    }  # fmt: skip
+    }
     return tensors, meaning(levels, scales, zeros)[:, place]
 
 
@@ -84,8 +86,9 @@ def pack_quantized(w: Tensor, group: int, bits: int, symmetric: bool, ordered: b
     middle = 1 << (bits - 1)
     tensors = {
         "weight_packed": pack_to_int32((levels[:, place] - middle).to(torch.int8), bits),
-        "weight_shape": torch.tensor(w.shape), "weight_scale": scales,
-    }  # fmt: skip
+        "weight_shape": torch.tensor(w.shape),
+        "weight_scale": scales,
+    }
     if not symmetric:
         tensors["weight_zero_point"] = pack_to_int32((zeros - middle).to(torch.int8), bits, packed_dim=0)
     if ordered:
@@ -123,25 +126,40 @@ def float_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Writte
 
 def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
     weights = {
-        "num_bits": bits, "type": "float" if format == "float-quantized" else "int", "symmetric": symmetric,
-        "strategy": {-1: "channel", 0: "tensor"}.get(group, "group"), "group_size": group if group > 0 else None,
-        "actorder": None, "dynamic": False,
-    }  # fmt: skip
+        "num_bits": bits,
+        "type": "float" if format == "float-quantized" else "int",
+        "symmetric": symmetric,
+        "strategy": {-1: "channel", 0: "tensor"}.get(group, "group"),
+        "group_size": group if group > 0 else None,
+        "actorder": None,
+        "dynamic": False,
+    }
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if format == "w8a8" else None
     return {
-        "quant_method": "compressed-tensors", "format": "int-quantized" if inputs else format,
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if inputs else format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
-        "ignore": ["lm_head", r"re:.*mlp\.gate$"], "kv_cache_scheme": None,
-    }  # fmt: skip
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+        "kv_cache_scheme": None,
+    }
 
 
 WRITERS: dict[str, Callable[[Tensor, int, int, bool], Written]] = {
-    "awq": awq, "gptq": gptq, "gptq_v2": gptq, "pack-quantized": pack_quantized, "int-quantized": int_quantized,
-    "float-quantized": float_quantized, "w8a8": int_quantized, "fp8": fp8, "auto_round:auto_gptq": gptq,
-    "auto_round": gptq, "auto_round:auto_awq": awq, "desc_act": partial(gptq, ordered=True),
+    "awq": awq,
+    "gptq": gptq,
+    "gptq_v2": gptq,
+    "pack-quantized": pack_quantized,
+    "int-quantized": int_quantized,
+    "float-quantized": float_quantized,
+    "w8a8": int_quantized,
+    "fp8": fp8,
+    "auto_round:auto_gptq": gptq,
+    "auto_round": gptq,
+    "auto_round:auto_awq": awq,
+    "desc_act": partial(gptq, ordered=True),
     "actorder": partial(pack_quantized, ordered=True),
-}  # fmt: skip
+}
 
 
 def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
@@ -172,9 +190,15 @@ def is_quantised(name: str) -> bool:
 
 
 def quantise_tiny(
-    model: Path, to: Path, format: str, group: int = 32, bits: int = 4, symmetric: bool = False,
-    quantised: Callable[[str], bool] = is_quantised, **settings: Any,
-) -> Path:  # fmt: skip
+    model: Path,
+    to: Path,
+    format: str,
+    group: int = 32,
+    bits: int = 4,
+    symmetric: bool = False,
+    quantised: Callable[[str], bool] = is_quantised,
+    **settings: Any,
+) -> Path:
     """Writes `to`, of which the matrices are quantised that `quantised` says and the config has these `settings` as
     well, and `to`-floats with the same weights as floats; returns the latter."""
     floats = to.with_name(to.name + "-floats")

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from umbra.errors import collect_seldom
-from umbra.files import ROOT
+from umbra.base.errors import collect_seldom
+from umbra.base.files import ROOT
 
 
 def run_ranks(
@@ -26,15 +26,19 @@ def run_ranks(
 def launch_ranks(case: str, overrides: list[str], program: list[str]) -> "subprocess.CompletedProcess[str]":
     """Runs `program` as all ranks of `case`, started and watched as a user's are."""
     start = f"""
-from umbra.errors import run_main
-from executor.config.load import load_case
-from executor.launch.launch import launch
+from umbra.base.errors import run_main
+from umbra.executor.config.load import load_case
+from umbra.executor.launch.launch import launch
 run_main(lambda argv: launch(load_case({case!r}, {overrides!r}), {program!r}))
 """
     return subprocess.run(
-        [sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", start],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
 
 
 def free_port() -> int:
@@ -64,8 +68,8 @@ def main() -> None:
     collect_seldom()
     from torch.multiprocessing.spawn import start_processes
 
-    import serving.ranks.worker  # noqa: F401 (so that no rank has to)
-    import umbra.commands.logits  # noqa: F401
+    import umbra.commands.logits
+    import umbra.serving.ranks.worker  # noqa: F401 (so that no rank has to)
 
     _, folder, world_size, *program = sys.argv
     sys.argv = [*program, "--results", folder]

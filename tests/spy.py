@@ -6,19 +6,16 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from executor.engine.engine import Engine
-from executor.engine.loop import Loop
-from executor.engine.sequence import Sequence
-from executor.model_runner import ModelRunner
-from models.batch import Batch
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.model_runner import ModelRunner
+from umbra.models.batch import Batch
 
 
 class Spy:
     def __init__(
-        self,
-        engine: Engine,
-        before_pack: Callable[[list[Sequence]], object],
-        after: Callable[[Tensor], object],
+        self, engine: Engine, before_pack: Callable[[list[Sequence]], object], after: Callable[[Tensor], object]
     ):
         self.engine, self.before_pack, self.after = engine, before_pack, after
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from executor.config.env import NodeEnv, node_env
+from umbra.base.files import ROOT
 from umbra.cli import make_parser
-from umbra.files import ROOT
+from umbra.executor.config.env import NodeEnv, node_env
 
 DEPLOY = ROOT / "tools" / "deploy"
 NODES = 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from umbra.errors import REFUSED_STATUS, UserError, refusal, run_main
+from umbra.base.errors import REFUSED_STATUS, UserError, refusal, run_main
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from openai import BadRequestError, OpenAI
 
 from tests.ranks import free_port
 from tests.tiny import save_tiny, save_tiny_m2
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 DEMO = ROOT / "checkpoints/austen_moe"
 

@@ -9,41 +9,42 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
-FAMILIES = sorted(f"models.{path.parent.name}" for path in (ROOT / "models").glob("*/config.py"))
+FAMILIES = sorted(f"umbra.models.{path.parent.name}" for path in (ROOT / "models").glob("*/config.py"))
 # From the ground up: a room imports from the floors below its own, never from one beside it. A module is in the room of
 # the longest name that fits.
 FLOORS = [
-    ["umbra.errors"],
-    ["umbra.files"],
-    ["ops", "text"],
-    ["ops.parallel", "ops.cpu"],
-    ["ops.ascend"],
-    ["models", "cpu_offload.memory", "cpu_offload.policy"],
-    [*FAMILIES, "cpu_offload"],
-    ["cpu_offload.planner"],
-    ["executor.config"],
-    ["executor.checkpoint"],
-    ["executor.platform"],
-    ["executor.platform.ascend"],
-    ["executor.engine"],
-    ["executor.launch"],
-    ["executor.run"],
-    ["executor.model_runner"],
-    ["serving.ranks"],
-    ["serving.api"],
-    ["planner"],
-    ["planner.simulation"],
+    ["umbra.base.errors"],
+    ["umbra.base.files"],
+    ["umbra.ops", "umbra.text"],
+    ["umbra.ops.parallel", "umbra.ops.cpu"],
+    ["umbra.ops.ascend"],
+    ["umbra.models", "umbra.cpu_offload.memory", "umbra.cpu_offload.policy"],
+    [*FAMILIES, "umbra.cpu_offload"],
+    ["umbra.cpu_offload.planner"],
+    ["umbra.executor.config"],
+    ["umbra.executor.checkpoint"],
+    ["umbra.executor.platform"],
+    ["umbra.executor.platform.ascend"],
+    ["umbra.executor.engine"],
+    ["umbra.executor.launch"],
+    ["umbra.executor.run"],
+    ["umbra.executor.model_runner"],
+    ["umbra.executor.rank_program"],
+    ["umbra.serving.ranks"],
+    ["umbra.serving.api"],
+    ["umbra.planner"],
+    ["umbra.planner.simulation"],
     ["umbra.commands"],
     ["umbra", "run"],
-    ["tools.benchmarks"],
-    ["planner.benchmarks"],
-    ["tools"],
+    ["umbra.tools.benchmarks"],
+    ["umbra.planner.benchmarks"],
+    ["umbra.tools"],
 ]
-STRANGERS = [("models", "cpu_offload"), ("ops", "text")]  # neither imports anything of the other
+STRANGERS = [("umbra.models", "umbra.cpu_offload"), ("umbra.ops", "umbra.text")]  # neither imports the other
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-WHOLE_CASE = FLOOR["executor.engine"]  # rooms below this one take what they need of a case, never all of it
+WHOLE_CASE = FLOOR["umbra.executor.engine"]  # rooms below this one take what they need of a case, never all of it
 # Only these files and folders import Ascend's libraries, so that everything else can be imported on a laptop.
 ASCEND = [
     "executor/platform/ascend/device.py",
@@ -55,13 +56,16 @@ ASCEND = [
 ASCEND += ["tools/benchmarks/npu_gemv.py", "tools/benchmarks/npu_layers.py", "tools/npu_check/stages"]
 
 
+PACKAGES = [path.name for path in (ROOT / "umbra").iterdir() if path.is_symlink()]  # folders beside umbra/
+
+
 def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return f"umbra.{name}" if name.split(".")[0] in PACKAGES else name
 
 
-TOPS = {room.split(".")[0] for room in FLOOR}
-FILES = [p for top in TOPS for p in [ROOT / f"{top}.py", *(ROOT / top).rglob("*.py")] if p.is_file()]
-SOURCES = {module_of(path): path for path in sorted(FILES)}
+FILES = [path for top in ("umbra", *PACKAGES) for path in (ROOT / top).rglob("*.py")] + [ROOT / "run.py"]
+SOURCES = {module_of(path): path for path in sorted(FILES) if path.resolve() == path}
 
 
 @cache
@@ -91,6 +95,14 @@ def is_in(module: str, room: str) -> bool:
     return f"{module}.".startswith(f"{room}.")
 
 
+def test_everything_has_one_name() -> None:
+    """A package that could be imported by two names would be there twice."""
+    for path in (ROOT / "umbra").iterdir():
+        assert path.resolve() == (ROOT / path.name if path.is_symlink() else path)
+    for module, path in SOURCES.items():
+        assert not [name for name in imports(path) if name.split(".")[0] in PACKAGES], module
+
+
 def test_imports_run_one_way() -> None:
     wrong = {
         (module, name)
@@ -110,8 +122,8 @@ def test_some_rooms_know_nothing_of_each_other() -> None:
 
 def test_only_the_command_line_imports_the_planner() -> None:
     for module, path in SOURCES.items():
-        if any(is_in(name, "planner") for name in imports(path)):
-            assert is_in(module, "planner") or module in ("umbra.cli", "tools.config_docs"), module
+        if any(is_in(name, "umbra.planner") for name in imports(path)):
+            assert is_in(module, "umbra.planner") or module in ("umbra.cli", "umbra.tools.config_docs"), module
 
 
 def test_names_in_strings_are_there() -> None:
@@ -121,7 +133,7 @@ def test_names_in_strings_are_there() -> None:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 module, colon, name = node.value.partition(":")
-                if colon and name.isidentifier() and "." in module and module.split(".")[0] in TOPS:
+                if colon and name.isidentifier() and module.startswith("umbra."):
                     assert name in {getattr(part, "name", "") for part in tree_of(SOURCES[module]).body}, node.value
                     found += 1
     assert found >= 10
@@ -135,13 +147,13 @@ def test_no_import_goes_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises an error that names a circle
 
 
-LOWER = [m for m in SOURCES if FLOOR.get(room_of(m) or "", 99) < WHOLE_CASE and room_of(m) != "executor.config"]
+LOWER = [m for m in SOURCES if FLOOR.get(room_of(m) or "", 99) < WHOLE_CASE and room_of(m) != "umbra.executor.config"]
 
 
 def test_only_the_engine_and_above_take_a_whole_case() -> None:
     for module in LOWER:
         for node in ast.walk(tree_of(SOURCES[module])):
-            if isinstance(node, ast.ImportFrom) and node.module == "executor.config.case":
+            if isinstance(node, ast.ImportFrom) and node.module == "umbra.executor.config.case":
                 assert "Case" not in {alias.name for alias in node.names}, module
 
 
@@ -154,6 +166,6 @@ def test_ascends_libraries_are_imported_in_few_places() -> None:
 def test_environment_is_read_in_one_file() -> None:
     for module, path in SOURCES.items():
         text = path.read_text()
-        if module != "executor.config.env":
+        if module != "umbra.executor.config.env":
             assert "os.getenv" not in text, path
             assert "environ.get" not in text, path

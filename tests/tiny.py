@@ -34,11 +34,11 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from executor.config.case import Case
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.model_runner import ModelRunner, PlatformMaker
-from executor.model_runner import make_runner as new_runner
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.model_runner import ModelRunner, PlatformMaker
+from umbra.executor.model_runner import make_runner as new_runner
 
 TINY: dict[str, Any] = dict(
     vocab_size=96,
@@ -103,10 +103,19 @@ HYBRID: dict[str, Any] = dict(
 # Mean and spread of tensors with these in their names. Decays are from about a half to 0.999, and layers change little
 # of the residual, so that differences stay small.
 HYBRID_RANDOM = {
-    "linear_attn.norm": (1.0, 0.3), "norm": (0.0, 0.3), "dt_bias": (-2.0, 1.0), "A_log": (0.0, 1.0),
-    "conv1d": (0.0, 0.5), "embed": (0.0, 1.0), "mlp.gate.": (0.0, 0.3), "in_proj_ba": (0.0, 0.3),
-    "in_proj_b": (0.0, 0.3), "in_proj_a": (0.0, 0.3), "shared_expert_gate": (0.0, 0.3), "": (0.0, 0.08),
-}  # fmt: skip
+    "linear_attn.norm": (1.0, 0.3),
+    "norm": (0.0, 0.3),
+    "dt_bias": (-2.0, 1.0),
+    "A_log": (0.0, 1.0),
+    "conv1d": (0.0, 0.5),
+    "embed": (0.0, 1.0),
+    "mlp.gate.": (0.0, 0.3),
+    "in_proj_ba": (0.0, 0.3),
+    "in_proj_b": (0.0, 0.3),
+    "in_proj_a": (0.0, 0.3),
+    "shared_expert_gate": (0.0, 0.3),
+    "": (0.0, 0.08),
+}
 LATENT: dict[str, Any] = dict(  # all widths differ; prompts and answers cross YaRN's original length
     num_key_value_heads=8,
     head_dim=None,
@@ -137,11 +146,7 @@ LATENT: dict[str, Any] = dict(  # all widths differ; prompts and answers cross Y
 )
 EXPANDED = dict(qk_nope_head_dim=12, v_head_dim=4)  # so narrow that prompts of 18 tokens are expanded
 TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and what differs from TINY
-    "qwen2_moe": (
-        Qwen2MoeConfig,
-        Qwen2MoeForCausalLM,
-        dict(shared_expert_intermediate_size=32, norm_topk_prob=False),
-    ),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, dict(shared_expert_intermediate_size=32, norm_topk_prob=False)),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, HYBRID),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, HYBRID),
     "glm4_moe": (
@@ -196,10 +201,16 @@ TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and wh
     ),
 }
 OFFICIAL_M2 = {  # keys of the official config.json that transformers does not use
-    "attn_type_list": [1, 1, 1], "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
-    "use_routing_bias": True, "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3,
+    "attn_type_list": [1, 1, 1],
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "use_mtp": True,
+    "num_mtp_modules": 3,
     "mtp_transformer_layers": 1,
-}  # fmt: skip
+}
 ONE_RANK = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
 
 

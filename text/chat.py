@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from text.tool_arguments import read_json_text, to_json
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.text.tool_arguments import read_json_text, to_json
 
 Message = Mapping[str, Any]  # role, content; of an assistant also reasoning_content and tool_calls
 CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # as Kimi's models write it

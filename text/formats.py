@@ -130,11 +130,7 @@ FORMATS = {
         after_arguments="\n```",
     ),
     "deepseek_v31": DEEPSEEK_V31,
-    "qwen3": Format(
-        signs=("<tool_call>", "arguments"),
-        block="<tool_call>",
-        block_end="</tool_call>",
-    ),
+    "qwen3": Format(signs=("<tool_call>", "arguments"), block="<tool_call>", block_end="</tool_call>"),
 }
 # Tokens that a decoder must not drop, although a tokenizer may call them special.
 TAGS = frozenset({THINK, THINK_END}).union(*(f.marks for f in FORMATS.values()))

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from text.answer import Part, Reader
-from text.formats import CALL, CHANNEL, CONSTRAIN, MESSAGE, START, THINK, THINK_END, Mark
+from umbra.text.answer import Part, Reader
+from umbra.text.formats import CALL, CHANNEL, CONSTRAIN, MESSAGE, START, THINK, THINK_END, Mark
 
 LONGEST_HEADER = 256  # characters; what is longer is text
 SHORT = 16  # characters of a text without marks that may become a header

@@ -4,8 +4,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from text.formats import Format
-from text.tool_arguments import read_json_text, to_json
+from umbra.text.formats import Format
+from umbra.text.tool_arguments import read_json_text, to_json
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
 BEGIN = '{"name":"'  # of a call in JSON, without white space

@@ -15,12 +15,12 @@ from functools import lru_cache
 from io import StringIO
 from typing import Any
 
-from text.answer import Part, Reader
-from text.formats import THINK, THINK_END, Format
-from text.harmony import Harmony
-from text.json_calls import LONGEST_NAME, Call, cut_call, read_call
-from text.tool_arguments import Tool, to_json, tools_by_name
-from text.values import LONGEST_VALUE, Value
+from umbra.text.answer import Part, Reader
+from umbra.text.formats import THINK, THINK_END, Format
+from umbra.text.harmony import Harmony
+from umbra.text.json_calls import LONGEST_NAME, Call, cut_call, read_call
+from umbra.text.tool_arguments import Tool, to_json, tools_by_name
+from umbra.text.values import LONGEST_VALUE, Value
 
 TOOL_NAME = re.compile(r"\s*([\w.-]*)\s*")
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import IO, cast
 
-from umbra.files import ROOT
+from umbra.base.files import WORK
 
 HEADER = struct.Struct("<I")
 GRACE_S = 0.1  # in which the process ends by itself when nobody asks it any more
@@ -52,7 +52,7 @@ class Sandbox:
         if not self.process:
             command = [sys.executable, "-m", self.module]
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                command, cwd=WORK, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
             self._end = weakref.finalize(self, _end, self.process)
         to, answers = cast(IO[bytes], self.process.stdin), cast(IO[bytes], self.process.stdout)

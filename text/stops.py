@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from text.formats import MESSAGE, Mark
+from umbra.text.formats import MESSAGE, Mark
 
 
 class Stops:

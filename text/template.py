@@ -23,8 +23,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from text.sandbox import Ended, Sandbox, limit_memory, read, write
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.text.sandbox import Ended, Sandbox, limit_memory, read, write
 
 SECONDS = 1.0  # of a processor, for one conversation
 MEMORY = 1 << 29  # bytes besides the program's own; a conversation of 8 MB takes a third
@@ -46,7 +46,7 @@ class Renderer:
     """Renders templates, one at a time."""
 
     def __init__(self) -> None:
-        self._sandbox = Sandbox("text.template")
+        self._sandbox = Sandbox("umbra.text.template")
         self._lock = threading.Lock()
 
     def render(self, template: str, variables: Mapping[str, Any]) -> Rendered:

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from text.tokenizer_file import BESIDE, TIKTOKEN_FILE, TOKENIZER_FILES, tiktoken_only
-from text.tokenizer_sandbox import KIMI
-from umbra.errors import UserError, short
-from umbra.files import check_pointer, read_json, write_json
+from umbra.base.errors import UserError, short
+from umbra.base.files import check_pointer, read_json, write_json
+from umbra.text.tokenizer_file import BESIDE, TIKTOKEN_FILE, TOKENIZER_FILES, tiktoken_only
+from umbra.text.tokenizer_sandbox import KIMI
 
 LARGEST = 4 << 20  # bytes of the file; Kimi's has 2.8 million
 LONGEST = 256  # bytes of a token

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from text.answer import Answer, ToolCall
-from text.chat import Chat, Shape, for_harmony, numbered
-from text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
-from text.template import TOO_MUCH, Renderer, failed, variables_of
-from text.tiktoken_file import converted
-from text.tokenizer_file import adds_bos, check_tokenizer, has_tokenizer, no_template, read_template
-from text.tokenizer_sandbox import Encoder, is_linear
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.text.answer import Answer, ToolCall
+from umbra.text.chat import Chat, Shape, for_harmony, numbered
+from umbra.text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
+from umbra.text.template import TOO_MUCH, Renderer, failed, variables_of
+from umbra.text.tiktoken_file import converted
+from umbra.text.tokenizer_file import adds_bos, check_tokenizer, has_tokenizer, no_template, read_template
+from umbra.text.tokenizer_sandbox import Encoder, is_linear
 
 CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
 HALF = "\ufffd"  # stands for a part of a character

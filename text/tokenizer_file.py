@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from text.formats import format_of_tokens
-from umbra.errors import UserError, short
-from umbra.files import check_pointer, read_json
+from umbra.base.errors import UserError, short
+from umbra.base.files import check_pointer, read_json
+from umbra.text.formats import format_of_tokens
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from text.sandbox import Sandbox, read, tried, write
-from text.tokenizer_file import patterns
+from umbra.text.sandbox import Sandbox, read, tried, write
+from umbra.text.tokenizer_file import patterns
 
 BASE_SECONDS = 2.0  # CPU time allowed for any text
 CHARACTERS_PER_SECOND = 250_000  # one more second for each
@@ -67,7 +67,7 @@ class Encoder:
     """Encodes with `backend` in another process, one text at a time."""
 
     def __init__(self, backend: Any):
-        self._sandbox = Sandbox("text.tokenizer_sandbox", backend.to_str().encode())
+        self._sandbox = Sandbox("umbra.text.tokenizer_sandbox", backend.to_str().encode())
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Raises ValueError with the reason if the tokenizer fails, or takes too much time or memory."""

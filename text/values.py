@@ -7,8 +7,8 @@ in a block, both on lines of their own, is an example.
 
 from io import StringIO
 
-from text.formats import Format
-from text.tool_arguments import unwrapped
+from umbra.text.formats import Format
+from umbra.text.tool_arguments import unwrapped
 
 LONGEST_VALUE = 1 << 22  # characters of one parameter, or of one call in JSON
 LONGEST_LAYOUT = 16  # characters between the name of a parameter and the mark of its value

@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup.sh
 umbra_setup
-exec .venv/bin/python -m tools.npu_check "$@"
+exec .venv/bin/python -m umbra.tools.npu_check "$@"

@@ -1,5 +1,5 @@
-# Sourced by infer.sh and test.sh: makes .venv with the locked packages and the project itself (editable), and builds the
-# native module, each once; later calls cost milliseconds.
+# Sourced by infer.sh, serve.sh and test.sh: makes .venv with the locked packages that running needs, and builds the native
+# module, each once; later calls cost milliseconds. test.sh adds what tests and checks need (umbra_setup_dev).
 #
 # Packages come from the lock files alone, and as wheels: pip checks the hash of each, and runs no package's own build.
 umbra_locks=tools/supply/locks
@@ -36,17 +36,42 @@ umbra_make() {
         local torch=$!
         umbra_install .venv main
         wait "$torch"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
+        pwd >"$(umbra_site .venv)/umbra.pth" # import umbra
+        printf '#!%s\nfrom umbra.cli import main\n\nmain()\n' "$PWD/.venv/bin/python" >.venv/bin/umbra
+        chmod +x .venv/bin/umbra
         umbra_requirements >.venv/umbra-setup
     fi
     echo "building the native CPU kernels ..." >&2
-    local built=build/native
-    rm -rf "$built"
-    PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-        --no-build-isolation --no-deps --no-index --target "$built" ./ops/cpu/csrc
     rm -f ops/cpu/_native*.so
-    mv "$built"/_native*.so ops/cpu/
+    umbra_build ops/cpu/csrc build/native "$PWD/ops/cpu"
     umbra_sources >ops/cpu/.built
+}
+
+# Builds the native module:  umbra_build SOURCES BUILD_FOLDER FOLDER_FOR_THE_MODULE
+umbra_build() {
+    local cmake=.venv/bin/cmake python=$PWD/.venv/bin/python
+    {
+        "$cmake" -S "$1" -B "$2" -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
+            -DPython_EXECUTABLE="$python" -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" &&
+            "$cmake" --build "$2" && "$cmake" --install "$2" --prefix "$3"
+    } >"$2.log" 2>&1 || {
+        cat "$2.log" >&2
+        echo "error: the native module does not build" >&2
+        exit 2
+    }
+}
+
+# Adds what tests, checks and benchmarks need to .venv.
+umbra_setup_dev() {
+    umbra_setup
+    exec 9>.setup.lock
+    flock 9
+    if [ "$(cat "$umbra_locks/dev.lock" .venv/umbra-setup | sha256sum)" != "$(cat .venv/umbra-dev 2>/dev/null)" ]; then
+        echo "adding what tests need to .venv (once) ..." >&2
+        umbra_install .venv dev
+        cat "$umbra_locks/dev.lock" .venv/umbra-setup | sha256sum >.venv/umbra-dev
+    fi
+    exec 9>&-
 }
 
 # PyTorch for CPUs alone, where pip's own settings offer it; else the index's, with the CUDA libraries that it needs.
@@ -58,7 +83,7 @@ umbra_install() {
         -r "$umbra_locks/$2.lock"
 }
 
-# .venv/NAME: what tools/requirements/NAME.txt adds to .venv for tests/NAME, with everything else taken from .venv.
+# .venv/NAME: what group NAME of pyproject.toml adds to .venv for tests/NAME, with everything else taken from .venv.
 umbra_setup_beside() {
     local name=$1 venv=.venv/$1 requirements
     requirements=$(sha256sum "$umbra_locks/$name.lock" .venv/umbra-setup tools/setup.sh)
@@ -68,7 +93,7 @@ umbra_setup_beside() {
         echo "setting up $venv (once) ..." >&2
         .venv/bin/python -m venv --clear "$venv"
         umbra_install "$venv" "$name" || {
-            echo "error: tests/$name cannot run: tools/requirements/$name.txt has nothing for $(.venv/bin/python -V) on" \
+            echo "error: tests/$name cannot run: group $name of pyproject.toml has nothing for $(.venv/bin/python -V) on" \
                 "$(uname -m), see above" >&2
             exit 2
         }

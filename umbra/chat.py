@@ -5,12 +5,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from executor.config.case import Case
-from executor.config.load import model_folder
-from text.answer import Answer, Part
-from text.chat import Message
-from text.tokenizer_file import has_chat_template, no_template
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import model_folder
 from umbra.llm import LLM
+from umbra.text.answer import Answer, Part
+from umbra.text.chat import Message
+from umbra.text.tokenizer_file import has_chat_template, no_template
 
 HELP = (
     "Ctrl-C stops an answer, and ends at an empty prompt if typed twice; /clear forgets the conversation; /help shows "

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint.hub.fetch import fetched, hub_name
-from executor.config.case import Case
-from executor.config.load import list_cases, load_case, load_model_config
-from executor.config.resolved import read_resolved
-from executor.launch.launch import run_case
-from executor.platform.ascend.compile_cache import clear_cache
-from executor.run.defaults import (
+from umbra.base.errors import UserError, run_main
+from umbra.base.files import ROOT
+from umbra.executor.checkpoint.hub.fetch import fetched, hub_name
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import list_cases, load_case, load_model_config
+from umbra.executor.config.resolved import read_resolved
+from umbra.executor.launch.launch import run_case
+from umbra.executor.platform.ascend.compile_cache import clear_cache
+from umbra.executor.run.defaults import (
     CHATTING,
     MEASURING,
     PLANNING,
@@ -30,11 +32,9 @@ from executor.run.defaults import (
     open_case,
     write_case,
 )
-from models.gguf.folder import name_of
-from ops.format import GROUP_SIZES
-from umbra.errors import UserError, run_main
-from umbra.files import ROOT
 from umbra.flags import add_flags, given, unknown_flag
+from umbra.models.gguf.folder import name_of
+from umbra.ops.format import GROUP_SIZES
 
 CHECKPOINT = "a checkpoint: its folder, its GGUF file, or its name on a hub"
 CASE = "a case (umbra list), its file, or a checkpoint (folder, GGUF, hub name)"
@@ -161,9 +161,13 @@ def make_parser() -> Parser:
     add.add_argument("--calibrate", type=Path, metavar="TEXT", help="awq: a UTF-8 text like those the model will see")
     add.add_argument("--tokens", type=int, help=f"tokens of the text to use at most (default {QUANTIZE_TOKENS})")
     add.add_argument(
-        "--keep", nargs="+", action="extend", default=[], metavar="MODULE",
+        "--keep",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="MODULE",
         help="leave in floats: self_attn, or model.layers.0.block_sparse_moe.experts",
-    )  # fmt: skip
+    )
 
     add = command(
         "evaluate",
@@ -251,7 +255,7 @@ def talk(args: argparse.Namespace) -> None:
 
 
 def serve_case(args: argparse.Namespace) -> None:
-    from serving.api.server import serve
+    from umbra.serving.api.server import serve
 
     restarts: dict[str, object] = {} if args.restarts is None else {"serve_config.restarts": args.restarts}
     serve(opened(args, SERVING, restarts))
@@ -277,17 +281,17 @@ def plan(args: argparse.Namespace) -> None:
         if args.case or args.model:
             raise UserError("--cluster FILE: the file names the case; give none")
         if args.simulate:
-            from planner.simulation.report import show_simulation
+            from umbra.planner.simulation.report import show_simulation
 
             return show_simulation(args.cluster, args.set, args.json, args.plot)
-        from planner.plan import show_cluster_plan
+        from umbra.planner.plan import show_cluster_plan
 
         return show_cluster_plan(args.cluster, args.set, args.json, args.plot)
     if not (args.case or args.model):
         raise UserError("umbra plan: name a case or a checkpoint, or give --cluster FILE")
     case = opened(args, PLANNING)
     load_model_config(case)  # refuse a wrong case before torch is imported
-    from executor.run.memory_report import show_plan
+    from umbra.executor.run.memory_report import show_plan
 
     show_plan(case)
 
@@ -339,9 +343,16 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UserError("--against-set: belongs to --against CASE, which is missing")
     against = open_case(args.against, MEASURING, args.against_set) if args.against else None
     asked = Evaluation(
-        case=case_of(args), text=args.text, against=against, window=args.window, batch=args.batch, json=args.json,
-        results=args.results, logits=args.logits, label=args.case if args.resolved else "",
-    )  # fmt: skip
+        case=case_of(args),
+        text=args.text,
+        against=against,
+        window=args.window,
+        batch=args.batch,
+        json=args.json,
+        results=args.results,
+        logits=args.logits,
+        label=args.case if args.resolved else "",
+    )
     evaluate_case(asked, ["-m", "umbra", "evaluate"])
 
 
@@ -365,7 +376,7 @@ def bench(args: argparse.Namespace) -> None:
         raise UserError(f"no benchmark {args.name!r}; nearest: {', '.join(close)}; all: umbra bench")
     sys.argv[1:] = args.arguments
     # Run it as `__main__` of this process, so that the benchmark's own processes find the classes that they unpickle.
-    module = ".".join(found[args.name].relative_to(ROOT).with_suffix("").parts)
+    module = ".".join(("umbra", *found[args.name].relative_to(ROOT).with_suffix("").parts))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from executor.config.case import Case
-from executor.config.load import parse_value
-from executor.config.schema import Leaf, leaves
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import parse_value
+from umbra.executor.config.schema import Leaf, leaves
 
 KEYS: dict[str, Leaf] = {name: leaf for leaf in leaves(Case) for name in leaf.elsewhere}
 SERVER = "serve_config."  # keys that only a server reads
@@ -73,9 +73,13 @@ def add_flags(parser: argparse.ArgumentParser, server: bool) -> None:
     for name, (path, value) in SWITCHES.items():
         if server or not path.startswith(SERVER):
             parser.add_argument(
-                _flag(name), dest=f"key {name}", action="store_const", const=value, default=argparse.SUPPRESS,
+                _flag(name),
+                dest=f"key {name}",
+                action="store_const",
+                const=value,
+                default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
-            )  # fmt: skip
+            )
     first = {leaf.path: name for name, leaf in reversed(kept.items())}
     parser.epilog = f"Flags: {' '.join(map(_flag, reversed(first.values())))}"
 

@@ -18,22 +18,22 @@ from typing import cast
 
 import msgspec
 
-from executor.config.case import Case
-from executor.config.env import rank_env
-from executor.config.load import model_folder
-from executor.engine.request import Event, Request, SamplingParams
-from executor.launch.preflight import check_ready
-from executor.model_runner import make_runner
-from executor.run.defaults import CALLING, open_case
-from executor.run.report import Completion
-from text.answer import Answer, Part, Reader
-from text.chat import Chat, Message
-from text.parser import reader
-from text.stops import Stops
-from text.tokenizer import ChatPrompt, Tokenizer
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import WORK
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import model_folder
+from umbra.executor.engine.request import Event, Request, SamplingParams
+from umbra.executor.launch.preflight import check_ready
+from umbra.executor.model_runner import make_runner
+from umbra.executor.run.defaults import CALLING, open_case
+from umbra.executor.run.report import Completion
 from umbra.flags import settings_of
+from umbra.text.answer import Answer, Part, Reader
+from umbra.text.chat import Chat, Message
+from umbra.text.parser import reader
+from umbra.text.stops import Stops
+from umbra.text.tokenizer import ChatPrompt, Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat
 
@@ -65,7 +65,7 @@ class LLM:
                 f"start all ranks with bash infer.sh {case.name}"
             )
         check_ready(case)
-        self.case, self.runner = case, make_runner(case, ROOT / "results", rank_env())
+        self.case, self.runner = case, make_runner(case, WORK / "results", rank_env())
         self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size, case.model_config.chat_template)
         self.runner.setup()
         self.loop = self.runner.loop

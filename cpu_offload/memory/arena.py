@@ -26,7 +26,7 @@ is out of the tables. So the next tenant may write at once.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 LOST = 8  # at most 1 / LOST of an extent of slots, or of states, should be lost because sizes do not divide
 

@@ -16,7 +16,7 @@ step, so that experts need not wait for sequences to end. It does not change how
 
 from collections.abc import Callable
 
-from cpu_offload.memory.arena import Arena
+from umbra.cpu_offload.memory.arena import Arena
 
 
 class Balance:

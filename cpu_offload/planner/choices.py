@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cpu_offload.costs import Costs
-from cpu_offload.planner.hits import Curve, hit_rate
-from cpu_offload.planner.model import Planner
+from umbra.cpu_offload.costs import Costs
+from umbra.cpu_offload.planner.hits import Curve, hit_rate
+from umbra.cpu_offload.planner.model import Planner
 
 COPYING = 4  # copies may take 1 / COPYING of a step's time
 MOST_SWAPS = 32  # copies at one decision; the policy is made for no more

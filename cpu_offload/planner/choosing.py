@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cpu_offload.costs import Line
-from cpu_offload.manager import layer_number
-from cpu_offload.memory.arena import Frame, StateSizes
-from cpu_offload.planner.choices import (  # fmt: skip
+from umbra.cpu_offload.costs import Line
+from umbra.cpu_offload.manager import layer_number
+from umbra.cpu_offload.memory.arena import Frame, StateSizes
+from umbra.cpu_offload.planner.choices import (
     Choice,
     Choices,
     Split,
@@ -26,12 +26,12 @@ from cpu_offload.planner.choices import (  # fmt: skip
     divisions,
     given,
 )
-from cpu_offload.planner.model import Planner, Shape
-from cpu_offload.planner.probe import made_up, measure, read_ms
-from ops.cpu.engine import cores_of, native, shadow_teams, start
-from ops.cpu.shadow import Blocks, ShadowPool
-from ops.format import Format
-from ops.interface import ExpertKind
+from umbra.cpu_offload.planner.model import Planner, Shape
+from umbra.cpu_offload.planner.probe import made_up, measure, read_ms
+from umbra.ops.cpu.engine import cores_of, native, shadow_teams, start
+from umbra.ops.cpu.shadow import Blocks, ShadowPool
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind
 
 CopyMs = Callable[[int], float] | None
 LINK = 20e6  # bytes per millisecond assumed for copies from the host to a device that cannot be measured
@@ -160,9 +160,14 @@ def _beside_a_device(planner: Planner, threads: int, copy: float, slot_bytes: in
     """The planner for a device that is not this CPU. The shadow pool's costs are those measured, and the time of a copy
     is given; the device's own costs are unknown before a run."""
     costs = dataclasses.replace(
-        planner.costs, base=0.0, device=Line(0.0, 0.0, 0.0), slip=0.0, copy=copy, block_bytes=slot_bytes,
+        planner.costs,
+        base=0.0,
+        device=Line(0.0, 0.0, 0.0),
+        slip=0.0,
+        copy=copy,
+        block_bytes=slot_bytes,
         threads=(0, threads),
-    )  # fmt: skip
+    )
     return dataclasses.replace(planner, costs=costs, rest=0.0, rest_from="not known before a run; nor is the device")
 
 

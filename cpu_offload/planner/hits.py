@@ -7,7 +7,7 @@ published: policies, texts and lengths differ, so a plan names the curve that it
 
 from itertools import pairwise
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 Curve = tuple[tuple[float, float], ...]
 CURVES: dict[str, Curve] = {

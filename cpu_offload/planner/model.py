@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpu_offload.costs import Costs, Line
-from cpu_offload.expert_ring import group_size
-from cpu_offload.history import LongLayer
-from cpu_offload.prefill_split import split
+from umbra.cpu_offload.costs import Costs, Line
+from umbra.cpu_offload.expert_ring import group_size
+from umbra.cpu_offload.history import LongLayer
+from umbra.cpu_offload.prefill_split import split
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # hit rates of the printed table
 LEAST_COST, MOST_COST = 0.02, 16.0  # bounds of a copy's cost in misses: the range that the policy's horizon is made for

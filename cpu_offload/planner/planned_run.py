@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from cpu_offload.history import History
-from cpu_offload.manager import ShadowExperts
-from cpu_offload.planner.choosing import CopyMs, ShadowSizes, Wanted, choose, swaps_of
-from cpu_offload.planner.model import Shape
-from ops.parallel.groups import Group
+from umbra.cpu_offload.history import History
+from umbra.cpu_offload.manager import ShadowExperts
+from umbra.cpu_offload.planner.choosing import CopyMs, ShadowSizes, Wanted, choose, swaps_of
+from umbra.cpu_offload.planner.model import Shape
+from umbra.ops.parallel.groups import Group
 
 WARM_UP_TOKENS = 9  # tokens of each sequence in a warm-up, whose first decode step captures graphs and is not measured
 Steps = list[tuple[float, float, float]]  # (tokens, hit rate, milliseconds) of each step

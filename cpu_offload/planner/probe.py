@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpu_offload.costs import Costs, Line
-from cpu_offload.planner.model import Sample, Shape, fit, slip_of
-from ops.cpu.engine import Tape, native
-from ops.cpu.shadow import (  # fmt: skip
+from umbra.cpu_offload.costs import Costs, Line
+from umbra.cpu_offload.planner.model import Sample, Shape, fit, slip_of
+from umbra.ops.cpu.engine import Tape, native
+from umbra.ops.cpu.shadow import (
     Blocks,
     Copier,
     Job,
@@ -106,14 +106,7 @@ class Probe:
 
 
 def measure(
-    pool: ShadowPool,
-    threads: int,
-    blocks: Blocks,
-    made: Tensor,
-    shape: Shape,
-    most: int,
-    seconds: float,
-    on_host: bool,
+    pool: ShadowPool, threads: int, blocks: Blocks, made: Tensor, shape: Shape, most: int, seconds: float, on_host: bool
 ) -> Costs:
     """Measures the costs, in about `seconds`. `pool` has `threads` threads, `made` is the result of `made_up`, and a
     decode step has at most `most` tokens. `on_host`: the device is this CPU."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cpu_offload.policy.forecast import Counts, Floats, Forecast
+from umbra.cpu_offload.policy.forecast import Counts, Floats, Forecast
 
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]  # layer * experts + expert

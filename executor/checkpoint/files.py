@@ -12,9 +12,9 @@ from typing import Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from executor.checkpoint.header import BITS, check_header
-from executor.checkpoint.index import INDEX, SINGLE, in_model, read_index, weights_in
-from umbra.errors import UserError, listed
+from umbra.base.errors import UserError, listed
+from umbra.executor.checkpoint.header import BITS, check_header
+from umbra.executor.checkpoint.index import INDEX, SINGLE, in_model, read_index, weights_in
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 MAPPED = 256 << 20  # bytes read before all maps are dropped: mapped pages count as memory of this process

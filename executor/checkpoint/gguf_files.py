@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.checkpoint.files import MAPPED, CheckpointFiles, TensorFiles
-from executor.checkpoint.formats.gguf import GgufScheme
-from executor.checkpoint.formats.scheme import Scheme
-from models.gguf.folder import Index
-from models.gguf.types import BY_NAME, FLOATS
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.files import MAPPED, CheckpointFiles, TensorFiles
+from umbra.executor.checkpoint.formats.gguf import GgufScheme
+from umbra.executor.checkpoint.formats.scheme import Scheme
+from umbra.models.gguf.folder import Index
+from umbra.models.gguf.types import BY_NAME, FLOATS
 
 
 def open_files(folder: Path, scheme: Scheme) -> TensorFiles:

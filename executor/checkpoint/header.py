@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from umbra.errors import UserError, short
-from umbra.files import LARGEST_FILE, check_pointer, parsed
+from umbra.base.errors import UserError, short
+from umbra.base.files import LARGEST_FILE, check_pointer, parsed
 
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),

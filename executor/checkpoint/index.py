@@ -5,9 +5,9 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from executor.checkpoint.header import check_header
-from umbra.errors import UserError, listed
-from umbra.files import read_json
+from umbra.base.errors import UserError, listed
+from umbra.base.files import read_json
+from umbra.executor.checkpoint.header import check_header
 
 SINGLE = "model.safetensors"  # all tensors in one file
 INDEX = "model.safetensors.index.json"  # which file each tensor is in

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from executor.checkpoint.files import TensorFiles
-from executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
-from executor.checkpoint.gguf_files import open_files
-from executor.checkpoint.progress import loading_bar
-from models.layers.base import Piece, Separate, layers_of
-from ops.format import Alternating, Blocks, Quantised
-from umbra.errors import UserError, listed
+from umbra.base.errors import UserError, listed
+from umbra.executor.checkpoint.files import TensorFiles
+from umbra.executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
+from umbra.executor.checkpoint.gguf_files import open_files
+from umbra.executor.checkpoint.progress import loading_bar
+from umbra.models.layers.base import Piece, Separate, layers_of
+from umbra.ops.format import Alternating, Blocks, Quantised
 
 SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.checkpoint.progress import loading_bar
-from models.gguf.folder import INDEX, name_of, read_index
-from models.layers.base import layers_of
-from ops.cpu import memory
-from umbra.errors import UserError
-from umbra.files import ROOT, read_json, sync
+from umbra.base.errors import UserError
+from umbra.base.files import CACHES, read_json, sync
+from umbra.executor.checkpoint.progress import loading_bar
+from umbra.models.gguf.folder import INDEX, name_of, read_index
+from umbra.models.layers.base import layers_of
+from umbra.ops.cpu import memory
 
-CACHE = ROOT / "packed_cache"
+CACHE = CACHES / "packed_cache"
 MANIFEST, SMALL = "manifest.json", "small.bin"
 PIECE = 64 << 20
 LAYOUT = 5  # raised whenever the meaning of packed bytes changes
@@ -59,12 +59,7 @@ class PackedCache:
         self.large = {f"{name}.bin": storage for name, storage in storages.items() if memory.is_allocated(storage)}
         self.small = [storage for storage in storages.values() if not memory.is_allocated(storage)]
         name, sources = sources_of(checkpoint)
-        settings = {
-            "layout": LAYOUT,
-            "checkpoint": name,
-            "rank": rank,
-            **facts,
-        }
+        settings = {"layout": LAYOUT, "checkpoint": name, "rank": rank, **facts}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self.folder = root / f"{name_of(Path(name))}-{digest}"
         self.manifest: dict[str, Any] = {

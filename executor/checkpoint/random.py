@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.layers.base import layers_of
+from umbra.models.layers.base import layers_of
 
 
 def random_weights(model: nn.Module, seed: int) -> None:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from models.hf_config import HfConfig
-from text.tokenizer import open_tokenizer
-from text.tokenizer_file import ends_of_format
-from umbra.files import read_json
+from umbra.base.files import read_json
+from umbra.models.hf_config import HfConfig
+from umbra.text.tokenizer import open_tokenizer
+from umbra.text.tokenizer_file import ends_of_format
 
 
 def stop_ids(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:

@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 
-from executor.config.case import Case
-from executor.config.platforms import PLATFORMS
-from ops.parallel.partitions import names_sharing, partitions
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.ops.parallel.partitions import names_sharing, partitions
 
 
 def check_ascend(case: Case, where: str) -> None:

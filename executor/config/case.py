@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cpu_offload.planner.hits import CURVES
-from executor.config.platforms import PLATFORMS
-from executor.config.schema import key, section
-from models.registry import FAMILIES
-from ops.format import GROUP_SIZES
-from ops.parallel.partitions import GROUPS, ParallelSizes
-from text.formats import FORMATS
+from umbra.cpu_offload.planner.hits import CURVES
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.config.schema import key, section
+from umbra.models.registry import FAMILIES
+from umbra.ops.format import GROUP_SIZES
+from umbra.ops.parallel.partitions import GROUPS, ParallelSizes
+from umbra.text.formats import FORMATS
 
 # Numbers that have a special meaning in a file. In a Case, None stands for "chosen for you" or "no limit", 0 for none.
 OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
@@ -39,17 +39,22 @@ class ModelSettings:
         "default", "`chat` puts each prompt through the checkpoint's chat template", choices=("default", "chat")
     )
     chat_template: str = key(
-        "", "file with the chat template, in Jinja, to use in place of the checkpoint's; empty: the checkpoint's",
+        "",
+        "file with the chat template, in Jinja, to use in place of the checkpoint's; empty: the checkpoint's",
         elsewhere=("chat_template", "chat_template_file"),
-    )  # fmt: skip
+    )
     output_format: str = key(
-        "auto", "how the model marks reasoning and tool calls in its answers (docs/text.md). auto: as its chat "
-        "template says; none: answers are plain text", choices=("auto", *FORMATS, "none"),
-    )  # fmt: skip
+        "auto",
+        "how the model marks reasoning and tool calls in its answers (docs/text.md). auto: as its chat "
+        "template says; none: answers are plain text",
+        choices=("auto", *FORMATS, "none"),
+    )
     reasoning: str = key(
-        "split", "split: reasoning is separated from the answer's content; inline: it stays in the content, after "
-        "`<think>`, for clients that cannot give it back separately", choices=("split", "inline"),
-    )  # fmt: skip
+        "split",
+        "split: reasoning is separated from the answer's content; inline: it stays in the content, after "
+        "`<think>`, for clients that cannot give it back separately",
+        choices=("split", "inline"),
+    )
     enable_cache_compile: bool = key(
         False, "keep compiled graphs in `compile_cache/CASE` for the next start (graph modes only)"
     )
@@ -66,10 +71,14 @@ class DataSettings:
         "`batch_size` random ones are made",
     )
     max_model_len: int | None = key(
-        None, "most tokens of a prompt and its answer together; `input_max_len` is then what `max_new_tokens` leaves "
-        "of them, which may be half at most. 0: the sum of the two", means=OPEN, minimum=0, maximum=1 << 21,
+        None,
+        "most tokens of a prompt and its answer together; `input_max_len` is then what `max_new_tokens` leaves "
+        "of them, which may be half at most. 0: the sum of the two",
+        means=OPEN,
+        minimum=0,
+        maximum=1 << 21,
         elsewhere=("max_model_len", "context_length", "ctx_size", "n_ctx"),
-    )  # fmt: skip
+    )
     input_max_len: int = key(1024, "most tokens of a prompt", minimum=1, maximum=1 << 20)
     long_prompts: str = key(
         "error",
@@ -77,47 +86,60 @@ class DataSettings:
         choices=("error", "truncate"),
     )
     max_new_tokens: int = key(
-        32,
-        "most tokens generated for a prompt",
-        minimum=1,
-        maximum=1 << 20,
-        elsewhere=("max_tokens", "n_predict"),
+        32, "most tokens generated for a prompt", minimum=1, maximum=1 << 20, elsewhere=("max_tokens", "n_predict")
     )
     batch_size: int = key(
-        1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
-        maximum=4096, elsewhere=("max_num_seqs", "max_running_requests", "parallel"),
-    )  # fmt: skip
+        1,
+        "most sequences that run together; a waiting prompt takes the place of a finished one",
+        minimum=1,
+        maximum=4096,
+        elsewhere=("max_num_seqs", "max_running_requests", "parallel"),
+    )
     chunked_prefill_size: int | None = key(
         None,
         "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit "
         "or, where experts are copied to an NPU for each step, the largest that fits",
-        means=OPEN, minimum=0, elsewhere=("chunked_prefill_size",),
-    )  # fmt: skip
+        means=OPEN,
+        minimum=0,
+        elsewhere=("chunked_prefill_size",),
+    )
     mixed_prefill_size: int | None = key(
-        256, "the same for a step in which other sequences decode; a smaller limit slows them down less while a long "
-        "prompt is prefilled; 0: no limit", means=OPEN, minimum=0,
-    )  # fmt: skip
+        256,
+        "the same for a step in which other sequences decode; a smaller limit slows them down less while a long "
+        "prompt is prefilled; 0: no limit",
+        means=OPEN,
+        minimum=0,
+    )
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
 
 @dataclass(frozen=True)
 class DraftSettings:
     method: str = key(
-        "none", "how a decode step guesses further tokens of each sequence, which the next step checks, so that the "
+        "none",
+        "how a decode step guesses further tokens of each sequence, which the next step checks, so that the "
         "tokens stay the same. lookup: those that followed the same tokens before, in the prompt or the answer; mtp: "
         "those that the model's own layer for it predicts, eagle3: those of the head in `model_path`, made for the "
         "model; with both, where the same tokens came before, what followed them",
-        choices=("none", "lookup", "mtp", "eagle3"), elsewhere=("speculative_algorithm",), bare=False,
-    )  # fmt: skip
+        choices=("none", "lookup", "mtp", "eagle3"),
+        elsewhere=("speculative_algorithm",),
+        bare=False,
+    )
     model_path: str = key(
-        "", "folder of an EAGLE3 head, or its name on a hub; a relative path starts at the project's root",
-        elsewhere=("speculative_draft_model_path",), bare=False,
-    )  # fmt: skip
+        "",
+        "folder of an EAGLE3 head, or its name on a hub; a relative path starts at the project's root",
+        elsewhere=("speculative_draft_model_path",),
+        bare=False,
+    )
     tokens: int | None = key(
-        None, "most guessed tokens of a sequence in a step, which has only as many as are measured to pay, while at "
+        None,
+        "most guessed tokens of a sequence in a step, which has only as many as are measured to pay, while at "
         f"most {MOST_DRAFTING} sequences of a group decode; auto: {LOOKUP_TOKENS}, or {MODEL_TOKENS} without lookup",
-        means={"auto": None}, minimum=1, maximum=15, elsewhere=("num_speculative_tokens",),
-    )  # fmt: skip
+        means={"auto": None},
+        minimum=1,
+        maximum=15,
+        elsewhere=("num_speculative_tokens",),
+    )
 
     @property
     def most(self) -> int:
@@ -139,26 +161,36 @@ class SamplingSettings:
         None, "sample among the k likeliest tokens; 0: all", means=OPEN, minimum=0, elsewhere=("top_k",)
     )
     top_p: float = key(
-        1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0,
+        1.0,
+        "sample among the fewest tokens whose probabilities reach p",
+        minimum=0.0,
+        maximum=1.0,
         elsewhere=("top_p",),
-    )  # fmt: skip
+    )
     min_p: float = key(
-        0.0, "sample among tokens at least this share as probable as the most probable one", minimum=0.0, maximum=1.0,
+        0.0,
+        "sample among tokens at least this share as probable as the most probable one",
+        minimum=0.0,
+        maximum=1.0,
         elsewhere=("min_p",),
-    )  # fmt: skip
+    )
     repetition_penalty: float = key(
-        1.0, "divides positive logits of tokens of the prompt or the answer, multiplies others", minimum=0.01,
-        maximum=100.0, elsewhere=("repetition_penalty", "repeat_penalty"),
-    )  # fmt: skip
+        1.0,
+        "divides positive logits of tokens of the prompt or the answer, multiplies others",
+        minimum=0.01,
+        maximum=100.0,
+        elsewhere=("repetition_penalty", "repeat_penalty"),
+    )
     generation_config: str = key(
-        "auto", "auto: `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty`, where the case does not say "
+        "auto",
+        "auto: `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty`, where the case does not say "
         "them, are those of the checkpoint's generation_config.json; none: they are the defaults of these keys",
-        choices=("auto", "none"), elsewhere=("generation_config",),
-    )  # fmt: skip
+        choices=("auto", "none"),
+        elsewhere=("generation_config",),
+    )
     seed: int = key(
-        0, "prompt i draws its random numbers from the seed `seed` + i", minimum=0, maximum=1 << 62,
-        elsewhere=("seed",),
-    )  # fmt: skip
+        0, "prompt i draws its random numbers from the seed `seed` + i", minimum=0, maximum=1 << 62, elsewhere=("seed",)
+    )
     ignore_eos: bool = key(
         False, "end-of-sequence tokens do not end a sequence, so `max_new_tokens` are generated; for benchmarks"
     )
@@ -167,40 +199,53 @@ class SamplingSettings:
 @dataclass(frozen=True)
 class ParallelSettings:
     attn_tp_size: int = key(
-        0, "ranks that share one attention layer; the ranks left over are data-parallel groups "
-        "(attn_dp = world_size / attn_tp_size), each with its own sequences; 0: world_size", minimum=0,
-    )  # fmt: skip
+        0,
+        "ranks that share one attention layer; the ranks left over are data-parallel groups "
+        "(attn_dp = world_size / attn_tp_size), each with its own sequences; 0: world_size",
+        minimum=0,
+    )
     moe_tp_size: int = key(
-        0, "ranks that share one expert; the ranks left over split the experts "
-        "(moe_ep = world_size / moe_tp_size); 0: world_size", minimum=0,
-    )  # fmt: skip
+        0,
+        "ranks that share one expert; the ranks left over split the experts "
+        "(moe_ep = world_size / moe_tp_size); 0: world_size",
+        minimum=0,
+    )
     expert_slots: int = key(
-        0, "experts of each layer that a rank holds; above experts / moe_ep there is room for copies of those that get "
+        0,
+        "experts of each layer that a rank holds; above experts / moe_ep there is room for copies of those that get "
         "the most tokens. Experts are then placed over ranks by their use (docs/cluster.md). 0: each has one place, in "
         "order. Needs attn_tp_size: 1 and moe_tp_size: 1. Never tried on hardware",
-        minimum=0, maximum=1024,
-    )  # fmt: skip
+        minimum=0,
+        maximum=1024,
+    )
     rebalance_steps: int | None = key(
-        1000, "steps between two placements of the experts in `expert_slots`, by the tokens that each got meanwhile; "
-        "0: the first placement stays", means=OPEN, minimum=0,
-    )  # fmt: skip
+        1000,
+        "steps between two placements of the experts in `expert_slots`, by the tokens that each got meanwhile; "
+        "0: the first placement stays",
+        means=OPEN,
+        minimum=0,
+    )
     embed_tp_size: int = key(0, "ranks that share the embedding table; 0: attn_tp_size", minimum=0)
     lmhead_tp_size: int = key(0, "ranks that share the output head; 0: attn_tp_size", minimum=0)
     sequence_parallel_tokens: int | None = key(
-        None, "fewest tokens of each data-parallel group in prefill steps that are sequence-parallel: each rank "
+        None,
+        "fewest tokens of each data-parallel group in prefill steps that are sequence-parallel: each rank "
         "computes a share of the rows of residuals, norms and routers, with reduce-scatters and all-gathers in place "
         "of all-reduces. Steps below about 1000 tokens lose by it (vllm-ascend's experience); never tried on hardware "
         "here; 0: no step is",
-        means=OPEN, minimum=0,
-    )  # fmt: skip
+        means=OPEN,
+        minimum=0,
+    )
     comm_timeout_s: int = key(
         1800, "a collective that waits longer than this ends the job with an error", minimum=1, maximum=86400
     )
     node_timeout_s: int = key(
-        15, "on several nodes: a node whose launcher has not answered the others for so long is lost, and the job ends "
+        15,
+        "on several nodes: a node whose launcher has not answered the others for so long is lost, and the job ends "
         "(docs/cluster.md)",
-        minimum=2, maximum=86400,
-    )  # fmt: skip
+        minimum=2,
+        maximum=86400,
+    )
     join_timeout_s: int = key(
         600, "on several nodes: how long a launcher waits for those of the other nodes", minimum=1, maximum=86400
     )
@@ -213,138 +258,171 @@ class ParallelSettings:
 @dataclass(frozen=True)
 class QuantizationSettings:
     method: str = key(
-        "auto", "how linear layers and experts are kept. auto: as they are in the checkpoint, bit for bit, if it is "
+        "auto",
+        "how linear layers and experts are kept. auto: as they are in the checkpoint, bit for bit, if it is "
         "quantised and the platform supports its format; else like none. none: in `dtype`. q8, q4: quantised to 8 or "
         "4 bits while the checkpoint is read, unless it has that many bits already; the output head gets 8 bits in "
         "groups of 32 on cpu. The router and the embedding keep `dtype`",
-        choices=("auto", "none", "q8", "q4"), elsewhere=("quantization",),
-    )  # fmt: skip
+        choices=("auto", "none", "q8", "q4"),
+        elsewhere=("quantization",),
+    )
     rest: str = key(
-        "none", "beside weights kept as in the checkpoint: its other linear layers and the output head. none: in "
+        "none",
+        "beside weights kept as in the checkpoint: its other linear layers and the output head. none: in "
         "`dtype`, but the head in 8 bits on cpu unless the format is for experts alone (gpt-oss's MXFP4). q8: in 8 "
-        "bits in groups of 32; cpu only", choices=("none", "q8"),
-    )  # fmt: skip
+        "bits in groups of 32; cpu only",
+        choices=("none", "q8"),
+    )
     group_size: int = key(
         32, "columns of a row that share a scale: 32, 64 or 128", minimum=GROUP_SIZES[0], maximum=GROUP_SIZES[-1]
     )
     keep_packed: bool = key(
-        True, "keep quantised weights in `packed_cache/`, as large as they are in memory, so that the next start "
+        True,
+        "keep quantised weights in `packed_cache/`, as large as they are in memory, so that the next start "
         "maps them instead of packing again",
-    )  # fmt: skip
+    )
     zero_points: bool = key(False, "a zero point for each group as well, as AWQ checkpoints have; q4 only")
 
 
 @dataclass(frozen=True)
 class CacheSettings:
     page_size: int = key(
-        0, "tokens in one page of the KV cache; 0: the platform's choice, 16 on cpu, 128 on ascend", minimum=0,
-        maximum=4096, elsewhere=("block_size", "page_size"),
-    )  # fmt: skip
+        0,
+        "tokens in one page of the KV cache; 0: the platform's choice, 16 on cpu, 128 on ascend",
+        minimum=0,
+        maximum=4096,
+        elsewhere=("block_size", "page_size"),
+    )
     kv_dtype: str = key(
-        "auto", "type of cached keys and values; auto: model_config.dtype; int8: half of bfloat16's bytes, with a "
-        "scale for each token and head", choices=("auto", "bfloat16", "float16", "float32", "int8"),
+        "auto",
+        "type of cached keys and values; auto: model_config.dtype; int8: half of bfloat16's bytes, with a "
+        "scale for each token and head",
+        choices=("auto", "bfloat16", "float16", "float32", "int8"),
         elsewhere=("kv_cache_dtype", "cache_type_k"),
-    )  # fmt: skip
+    )
     disk_path: str = key(
-        "", "folder in which a server keeps prefixes for later starts (docs/serving.md); a relative path starts at the "
+        "",
+        "folder in which a server keeps prefixes for later starts (docs/serving.md); a relative path starts at the "
         "project's root; empty: none are kept",
-    )  # fmt: skip
+    )
     disk_gb: float = key(
         16.0, "most GB of the files in `disk_path`, of all ranks of a machine together", minimum=0.001, maximum=1e6
     )
     disk_salted_only: bool = key(
-        False, "keep only prefixes of requests with an API key or a `cache_salt`: for a server without keys that has "
+        False,
+        "keep only prefixes of requests with an API key or a `cache_salt`: for a server without keys that has "
         "several users behind a proxy",
-    )  # fmt: skip
+    )
     state_checkpoints: int = key(
-        4, "with the prefix cache, and recurrent states: sets of states for which there is room beyond those of "
-        "running sequences, to keep after prompts and answers", minimum=0, maximum=4096,
-    )  # fmt: skip
+        4,
+        "with the prefix cache, and recurrent states: sets of states for which there is room beyond those of "
+        "running sequences, to keep after prompts and answers",
+        minimum=0,
+        maximum=4096,
+    )
 
 
 @dataclass(frozen=True)
 class OffloadSettings:
     mode: str = key(
-        "none", "where experts are kept. none: all are on the device, without shadows. In the other modes the CPU has "
+        "none",
+        "where experts are kept. none: all are on the device, without shadows. In the other modes the CPU has "
         "a shadow of every expert and computes, inside the decode graph, those that are not resident in the arena. "
         "resident: all experts are resident; fixed: `slots` experts are; elastic: as many as the KV cache leaves room "
-        "for", choices=("none", "resident", "fixed", "elastic"),
-    )  # fmt: skip
+        "for",
+        choices=("none", "resident", "fixed", "elastic"),
+    )
     start_layer: int = key(
         0, "first layer with shadows; experts of earlier layers stay on the device, outside the arena", minimum=0
     )
     slots: int | None = key(
         None,
         "mode fixed: number of resident experts on each rank, in all layers together; 0: the planner's choice; "
-        "-1: none, the CPU computes all experts", means=OPEN_OR_NONE, minimum=-1,
-    )  # fmt: skip
+        "-1: none, the CPU computes all experts",
+        means=OPEN_OR_NONE,
+        minimum=-1,
+    )
     arena_mb: float | None = key(
         None,
         "size in MB of the arena, the buffer that expert slots and KV pages share on each rank; 0: room for all "
         "experts (mode fixed: for `slots`) and for a full batch of the longest sequences",
-        means=OPEN, minimum=0, maximum=1 << 24,
-    )  # fmt: skip
+        means=OPEN,
+        minimum=0,
+        maximum=1 << 24,
+    )
     shadow_threads: int | None = key(
         None,
         "threads of the pool that computes shadows on each rank. They have cores of their own if enough cores are left "
         "besides `threads`. 0: the planner's choice, together with `threads` if that is 0 too",
-        means=OPEN, minimum=0, maximum=1024,
-    )  # fmt: skip
+        means=OPEN,
+        minimum=0,
+        maximum=1024,
+    )
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
     max_swaps: int | None = key(
         None,
         "most experts that become resident at one decision; 0: the planner's choice; -1: none, residents never change",
-        means=OPEN_OR_NONE, minimum=-1,
-    )  # fmt: skip
+        means=OPEN_OR_NONE,
+        minimum=-1,
+    )
     stream_tokens: int | None = key(
         None,
         "fewest tokens of a step in which the device computes experts that are not resident too: on `cpu` in place, "
-        "else the copied ones; 0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
-    )  # fmt: skip
+        "else the copied ones; 0: the planner's choice; -1: never",
+        means=OPEN_OR_NONE,
+        minimum=-1,
+    )
     measure_s: float = key(
         1.2, "about how many seconds the planner measures synthetic experts before weights are loaded", minimum=0
     )
     hits: str = key(
-        "even", f"hit rates of residents that the planner expects, as SHARE:RATE,... of earlier runs, or by name: "
+        "even",
+        f"hit rates of residents that the planner expects, as SHARE:RATE,... of earlier runs, or by name: "
         f"{', '.join(CURVES)}",
-    )  # fmt: skip
+    )
     timeout_s: int = key(30, "most seconds that a step waits for shadow experts before it ends in an error", minimum=1)
 
 
 @dataclass(frozen=True)
 class AscendSettings:
     moe_routing: str = key(
-        "fusion_v2", "operators that sort tokens by expert. fusion_v2: npu_moe_init_routing_v2; fusion_v1: the first "
+        "fusion_v2",
+        "operators that sort tokens by expert. fusion_v2: npu_moe_init_routing_v2; fusion_v1: the first "
         "generation of fused routing; tp: plain operators. The products are grouped matmuls in all three",
         choices=("fusion_v2", "fusion_v1", "tp"),
-    )  # fmt: skip
+    )
     decode_gemv: str = key(
-        "auto", "whether steps of few tokens multiply by 4-bit weights with our own kernels for the vector cores, "
+        "auto",
+        "whether steps of few tokens multiply by 4-bit weights with our own kernels for the vector cores, "
         "which `bash ops/ascend/vector_core/build.sh` builds. auto: if they are built and fit the weights; on: yes, "
         "and an error if they are not built or do not fit; off: no. AIV collectives compete with them for these "
         "cores: compare `off` with `hccl_config.aiv_group: none`",
         choices=("auto", "on", "off"),
-    )  # fmt: skip
+    )
     gemv_max_tokens: int = key(8, "most tokens of a step that uses the kernels of `decode_gemv`", minimum=1, maximum=8)
     gemv_float_sums: bool = key(
         False, "add products in float32 from the first on, not eight in float16: slower (docs/vector_core.md)"
     )
     super_kernel: bool = key(
-        False, "launch the kernels of a layer's experts as one: a scope in ge_graph, super_kernel_optimize in "
-        "npugraph_ex. Never tried on hardware"
-    )  # fmt: skip
+        False,
+        "launch the kernels of a layer's experts as one: a scope in ge_graph, super_kernel_optimize in "
+        "npugraph_ex. Never tried on hardware",
+    )
     exchange: bool = key(
-        True, "where attn_tp_size and moe_tp_size are 1, send the rows of a decode step to the ranks of their experts "
-        "(Atlas A3, CANN 8.5 or later), over a communicator of their own; false: gather the rows of all ranks"
-    )  # fmt: skip
+        True,
+        "where attn_tp_size and moe_tp_size are 1, send the rows of a decode step to the ranks of their experts "
+        "(Atlas A3, CANN 8.5 or later), over a communicator of their own; false: gather the rows of all ranks",
+    )
     prefetch: bool = key(
-        False, "read the attention weights of the next layer into the L2 cache while the experts' sums go over ranks "
-        "(npu_prefetch, in graphs). Never tried on hardware"
-    )  # fmt: skip
+        False,
+        "read the attention weights of the next layer into the L2 cache while the experts' sums go over ranks "
+        "(npu_prefetch, in graphs). Never tried on hardware",
+    )
     static_kernels: bool = key(
-        False, "compile kernels for the sizes of each captured step (npugraph_ex), which takes minutes at the start. "
-        "Never tried on hardware"
-    )  # fmt: skip
+        False,
+        "compile kernels for the sizes of each captured step (npugraph_ex), which takes minutes at the start. "
+        "Never tried on hardware",
+    )
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
     base_port: int | None = key(
@@ -362,33 +440,40 @@ class AscendSettings:
 @dataclass(frozen=True)
 class ServeSettings:
     host: str = key(
-        "127.0.0.1", "address that the server listens on; one that others can reach needs `api_key_file`",
+        "127.0.0.1",
+        "address that the server listens on; one that others can reach needs `api_key_file`",
         elsewhere=("host",),
-    )  # fmt: skip
+    )
     port: int = key(8000, "port that the server listens on", minimum=1, maximum=65535, elsewhere=("port",))
     api_key_file: str = key(
-        "", "file with one API key a line; clients must send one of them; empty: none is needed",
+        "",
+        "file with one API key a line; clients must send one of them; empty: none is needed",
         elsewhere=("api_key_file",),
-    )  # fmt: skip
+    )
     served_model_name: str = key(
         "", "the model's name in the API; empty: the case's name", elsewhere=("served_model_name", "alias")
     )
     cors_origins: tuple[str, ...] = key(
-        (), "origins whose pages may use the server from a browser, such as http://localhost:3000; `*`: all",
-    )  # fmt: skip
+        (), "origins whose pages may use the server from a browser, such as http://localhost:3000; `*`: all"
+    )
     max_queue: int | None = key(
         None, "most requests that wait; further ones get status 429; 0: four times `batch_size`", means=OPEN, minimum=0
     )
     target_ttft_s: float = key(
-        30.0, "a request whose first token would take longer than this, by the tokens that wait before it and the "
-        "measured rate, gets status 429", minimum=0.1,
-    )  # fmt: skip
+        30.0,
+        "a request whose first token would take longer than this, by the tokens that wait before it and the "
+        "measured rate, gets status 429",
+        minimum=0.1,
+    )
     queue_timeout_s: float = key(60.0, "a request that waits longer than this gets status 503", minimum=0.1)
     reserve: int | None = key(
-        256, "most tokens beyond its prompt that a request is promised when it starts; more are given while there is "
+        256,
+        "most tokens beyond its prompt that a request is promised when it starts; more are given while there is "
         "memory, and then the youngest request is preempted: it waits and is computed again; -1: all of its "
-        "`max_tokens`, so that nothing is ever preempted", means={-1: None}, minimum=-1,
-    )  # fmt: skip
+        "`max_tokens`, so that nothing is ever preempted",
+        means={-1: None},
+        minimum=-1,
+    )
     prefix_cache: bool = key(True, "keep the KV pages of requests that have ended, for later prompts that begin alike")
     prefix_floor: int = key(2048, "tokens of kept prefixes that are dropped only after all experts", minimum=0)
     prefill_pause_ms: int = key(
@@ -408,15 +493,19 @@ def _own_buffer(of: str) -> Any:
 @dataclass(frozen=True)
 class HcclSettings:
     aiv_group: str = key(
-        "attn_tp", "the one group whose collectives run on the vector cores (AIV), with every group of the same "
+        "attn_tp",
+        "the one group whose collectives run on the vector cores (AIV), with every group of the same "
         "ranks; `none` switches AIV off and leaves those cores to `ascend_config.decode_gemv`. Experts are summed by "
-        "one all-reduce over `world`, which covers moe_tp and moe_ep", choices=("none", *GROUPS),
-    )  # fmt: skip
+        "one all-reduce over `world`, which covers moe_tp and moe_ep",
+        choices=("none", *GROUPS),
+    )
     deterministic: bool = key(False, "collectives sum in the same order every time; needs `aiv_group: none`")
     buffer_mb: int = key(
-        200, "size of HCCL's buffers of each group; a group has two, and is slow with data larger than one", minimum=1,
+        200,
+        "size of HCCL's buffers of each group; a group has two, and is slow with data larger than one",
+        minimum=1,
         maximum=65536,
-    )  # fmt: skip
+    )
     world_buffer_mb: int | None = _own_buffer("the group of all ranks")
     attn_tp_buffer_mb: int | None = _own_buffer("attn_tp groups")
     attn_dp_buffer_mb: int | None = _own_buffer("attn_dp groups")
@@ -439,30 +528,44 @@ class Case:
     model_path: str = key("", "folder or GGUF file of the checkpoint; a relative path starts at the project's root")
     platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS), elsewhere=("device",))
     exe_mode: str = key(
-        "eager", "how the decode step runs: op by op, or captured once for each batch size and replayed",
+        "eager",
+        "how the decode step runs: op by op, or captured once for each batch size and replayed",
         choices=EXE_MODES,
-    )  # fmt: skip
+    )
     world_size: int = key(
         1, "number of ranks", minimum=1, maximum=4096, elsewhere=("tensor_parallel_size", "tp_size", "tp")
     )
     instruction_set: str = key(
-        "auto", "instruction set of the CPU's kernels; auto: the best that this machine has",
+        "auto",
+        "instruction set of the CPU's kernels; auto: the best that this machine has",
         choices=(
-            "auto", "generic", "avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx", "neon_dotprod", "neon_i8mm",
+            "auto",
+            "generic",
+            "avx2",
+            "avx_vnni",
+            "avx512_vnni",
+            "avx512_bf16",
+            "amx",
+            "neon_dotprod",
+            "neon_i8mm",
         ),
-    )  # fmt: skip
+    )
     threads: int | None = key(
         None,
         "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
         "measured at start; with several ranks on a machine, its physical cores divided by them; the planner of "
         "`offload_config` may leave some to the shadow pool",
-        means=OPEN, minimum=0, maximum=1024, elsewhere=("threads",),
-    )  # fmt: skip
+        means=OPEN,
+        minimum=0,
+        maximum=1024,
+        elsewhere=("threads",),
+    )
     verbose: bool = key(False, "print what the planner of shadow experts has measured, not its choices alone")
     strict: bool = key(
-        False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "
+        False,
+        "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "
         "versions that were not tested together are errors, not warnings",
-    )  # fmt: skip
+    )
     model_config: ModelSettings = section(ModelSettings)
     data_config: DataSettings = section(DataSettings)
     draft_config: DraftSettings = section(DraftSettings)
@@ -490,9 +593,13 @@ class Case:
     def parallel_sizes(self) -> ParallelSizes:
         sizes = self.parallel_config
         return ParallelSizes(
-            self.world_size, sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size,
+            self.world_size,
+            sizes.attn_tp_size,
+            sizes.moe_tp_size,
+            sizes.embed_tp_size,
+            sizes.lmhead_tp_size,
             sizes.expert_slots,
-        )  # fmt: skip
+        )
 
     @property
     def attn_dp_size(self) -> int:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 
 @dataclass(frozen=True)

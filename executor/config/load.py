@@ -8,17 +8,17 @@ from typing import Any
 
 import yaml
 
-from executor.config.case import Case
-from executor.config.platforms import PLATFORMS
-from executor.config.rules import check
-from executor.config.schema import override, read
-from executor.config.units import MB
-from models.config import ModelConfig
-from models.eagle3_config import Eagle3Config
-from models.gguf.folder import checkpoint_folder
-from models.registry import read_config
-from umbra.errors import UserError, short
-from umbra.files import ROOT
+from umbra.base.errors import UserError, short
+from umbra.base.files import ROOT, located
+from umbra.executor.config.case import Case
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.config.rules import check
+from umbra.executor.config.schema import override, read
+from umbra.executor.config.units import MB
+from umbra.models.config import ModelConfig
+from umbra.models.eagle3_config import Eagle3Config
+from umbra.models.gguf.folder import checkpoint_folder
+from umbra.models.registry import read_config
 
 CASES = ROOT / "yaml_configs"
 
@@ -89,9 +89,12 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
 
 
 def make_case(
-    data: dict[str, Any], name: str, where: str, overrides: Sequence[str] = (),
+    data: dict[str, Any],
+    name: str,
+    where: str,
+    overrides: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
-) -> Case:  # fmt: skip
+) -> Case:
     """Makes a case from `data`, which was read from YAML and is changed by `overrides` ("section.key=value") and by
     `settings` (a value for each key or section.key). `where` names the source in error messages."""
     set_all(data, overrides, settings)
@@ -129,7 +132,7 @@ def list_cases() -> list[tuple[str, str]]:
 
 def model_folder(case: Case) -> Path:
     """The folder of the case's checkpoint, which `model_path` names by itself or by its GGUF file."""
-    return checkpoint_folder(ROOT / Path(case.model_path).expanduser())
+    return checkpoint_folder(located(case.model_path))
 
 
 def load_model_config(case: Case) -> ModelConfig:
@@ -157,7 +160,7 @@ def load_model_config(case: Case) -> ModelConfig:
 
 def draft_folder(case: Case) -> Path:
     """The folder of the case's head for drafts."""
-    folder = ROOT / Path(case.draft_config.model_path).expanduser()
+    folder = located(case.draft_config.model_path)
     if not folder.is_dir():
         raise UserError(
             f"draft_config.model_path: {folder} is not a folder: give a head for the model, or its name on a hub"

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from cpu_offload.planner.hits import curve_of
-from executor.config.case import Case
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.planner.hits import curve_of
+from umbra.executor.config.case import Case
 
 
 def check_offload(case: Case, where: str) -> None:

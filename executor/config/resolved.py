@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from executor.config.case import Case
-from umbra.errors import UserError
-from umbra.files import LARGEST_FILE, write_whole
+from umbra.base.errors import UserError
+from umbra.base.files import LARGEST_FILE, write_whole
+from umbra.executor.config.case import Case
 
 
 def write_resolved(case: Case, path: Path) -> None:

@@ -1,11 +1,11 @@
 """The rules between the keys of a case; each file of rules raises a UserError that names the keys and the rule."""
 
-from executor.config.ascend_rules import check_ascend, check_not_ascend
-from executor.config.case import Case, ParallelSettings
-from executor.config.offload_rules import check_offload
-from executor.config.platforms import PLATFORMS
-from ops.format import GROUP_SIZES
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.ascend_rules import check_ascend, check_not_ascend
+from umbra.executor.config.case import Case, ParallelSettings
+from umbra.executor.config.offload_rules import check_offload
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.ops.format import GROUP_SIZES
 
 LEAST_TEMPERATURE = 1e-6
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from umbra.errors import UserError, short
+from umbra.base.errors import UserError, short
 
 T = TypeVar("T")
 

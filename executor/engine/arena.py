@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpu_offload.manager import ShadowExperts
-from cpu_offload.memory.arena import NO_STATES, Arena, Frame, StateSizes, extent_of
-from executor.config.case import Case
-from executor.config.units import MB
-from executor.engine.batch_limits import Limits
-from executor.engine.kv_caches import bind_arena, bind_aside, frame_of, recurrent, sets_of, state_sizes
-from executor.engine.page_memory import PageMemory
-from executor.engine.pages import ElasticPages, Pages
-from models.build import Build
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.manager import ShadowExperts
+from umbra.cpu_offload.memory.arena import NO_STATES, Arena, Frame, StateSizes, extent_of
+from umbra.executor.config.case import Case
+from umbra.executor.config.units import MB
+from umbra.executor.engine.batch_limits import Limits
+from umbra.executor.engine.kv_caches import bind_arena, bind_aside, frame_of, recurrent, sets_of, state_sizes
+from umbra.executor.engine.page_memory import PageMemory
+from umbra.executor.engine.pages import ElasticPages, Pages
+from umbra.models.build import Build
 
 
 def open_arena(

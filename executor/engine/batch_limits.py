@@ -4,9 +4,9 @@ well."""
 import bisect
 from dataclasses import dataclass
 
-from executor.config.case import Case
-from executor.engine.layer_sets import layer_sets
-from models.config import Expansion, ModelConfig
+from umbra.executor.config.case import Case
+from umbra.executor.engine.layer_sets import layer_sets
+from umbra.models.config import Expansion, ModelConfig
 
 
 @dataclass(frozen=True)

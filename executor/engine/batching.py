@@ -6,10 +6,10 @@ from collections.abc import Sequence as ListOf
 import torch
 from torch import Tensor
 
-from executor.engine.pages import Pages, States
-from executor.engine.sequence import Sequence
-from models.batch import Batch, Subset
-from ops.interface import Ops, Paged, Recurrent, tensor_of
+from umbra.executor.engine.pages import Pages, States
+from umbra.executor.engine.sequence import Sequence
+from umbra.models.batch import Batch, Subset
+from umbra.ops.interface import Ops, Paged, Recurrent, tensor_of
 
 PADDING_LENGTH = 2  # not 0 or 1, which compilers treat as constants
 

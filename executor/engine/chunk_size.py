@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.engine.sequence import Sequence
+from umbra.executor.engine.sequence import Sequence
 
 FIRST = np.array([0.3, 0.5, 0.2])  # the parts that a short step's time is divided into before more is known
 LEARN = 0.5  # the share of an error that is corrected at once

@@ -25,16 +25,16 @@ from pathlib import Path
 
 import torch
 
-from executor.checkpoint.packed import weight_files
-from executor.config.load import draft_folder, model_folder
-from executor.engine.engine import Engine
-from executor.engine.page_store import LEAST_SEGMENTS, PageStore, Record, WriteBehind
-from executor.engine.prefixes import CHECKPOINT, KEY_BYTES, key_of, usable, whole_pages
-from executor.engine.scheduler import Scheduler, Step
-from executor.engine.sequence import Sequence
-from executor.engine.weight_formats import packed_facts
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import located
+from umbra.executor.checkpoint.packed import weight_files
+from umbra.executor.config.load import draft_folder, model_folder
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.page_store import LEAST_SEGMENTS, PageStore, Record, WriteBehind
+from umbra.executor.engine.prefixes import CHECKPOINT, KEY_BYTES, key_of, usable, whole_pages
+from umbra.executor.engine.scheduler import Scheduler, Step
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.weight_formats import packed_facts
 
 DEEP = 512  # tokens
 WAITING_BYTES = 64 << 20  # that are copied and not yet written
@@ -65,7 +65,7 @@ class DiskPrefixes:
                 raise UserError(
                     f"cache_config.disk_gb: {settings.disk_gb} is too little for records of {largest} bytes"
                 )
-            folder = ROOT / Path(settings.disk_path).expanduser() / f"rank{world.rank}"
+            folder = located(settings.disk_path) / f"rank{world.rank}"
             store = PageStore(folder, fingerprint(engine), limit, self._bytes_of)
             self.behind = WriteBehind(store, WAITING_BYTES)
             self.store = store
@@ -249,10 +249,16 @@ def fingerprint(engine: Engine) -> bytes:
     folders = [model_folder(case)] if case.model_config.with_ckpt else []
     folders += [draft_folder(case)] if case.draft_config.method == "eagle3" else []
     facts = [
-        repr(engine.config), packed_facts(case), dataclasses.asdict(case.draft_config), engine.kernels, case.platform,
-        case.cache_config.page_size, engine.page_memory.layout, (world.rank, world.size),
+        repr(engine.config),
+        packed_facts(case),
+        dataclasses.asdict(case.draft_config),
+        engine.kernels,
+        case.platform,
+        case.cache_config.page_size,
+        engine.page_memory.layout,
+        (world.rank, world.size),
         [list(weights(folder)) for folder in folders],
-    ]  # fmt: skip
+    ]
     return json.dumps(facts).encode()
 
 

@@ -22,9 +22,9 @@ from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 
-from executor.config.case import MOST_DRAFTING
-from executor.engine.ngrams import recurs
-from executor.engine.sequence import Sequence
+from umbra.executor.config.case import MOST_DRAFTING
+from umbra.executor.engine.ngrams import recurs
+from umbra.executor.engine.sequence import Sequence
 
 MARGIN = 1.03  # how much better a step with drafts must be expected to be
 ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows

@@ -10,33 +10,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpu_offload.planner.choices import Choices
-from executor.checkpoint.packed import PackedCache
-from executor.checkpoint.stop_ids import stop_ids
-from executor.config.case import Case
-from executor.config.load import model_folder
-from executor.engine.arena import open_arena, set_pages_of
-from executor.engine.batch_limits import limits_of
-from executor.engine.batching import pack
-from executor.engine.kv_caches import attentions, bind_caches, recurrent
-from executor.engine.pages import PagePool, Pages
-from executor.engine.profiler import Profiler
-from executor.engine.rebalancing import Rebalancing
-from executor.engine.sampling import choose, logprobs_of
-from executor.engine.sequence import Sequence
-from executor.engine.shadows import make_shadow_experts
-from executor.engine.weight_formats import build_of
-from executor.engine.weights import fill_weights
-from executor.platform.base import Platform
-from models.batch import Batch
-from models.config import ModelConfig
-from models.layers.base import layers_of
-from models.registry import model_class
-from ops.parallel.groups import Parallel
-from text.tokenizer import Tokenizer
+from umbra.cpu_offload.planner.choices import Choices
+from umbra.executor.checkpoint.packed import PackedCache
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import model_folder
+from umbra.executor.engine.arena import open_arena, set_pages_of
+from umbra.executor.engine.batch_limits import limits_of
+from umbra.executor.engine.batching import pack
+from umbra.executor.engine.kv_caches import attentions, bind_caches, recurrent
+from umbra.executor.engine.pages import PagePool, Pages
+from umbra.executor.engine.profiler import Profiler
+from umbra.executor.engine.rebalancing import Rebalancing
+from umbra.executor.engine.sampling import choose, logprobs_of
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.shadows import make_shadow_experts
+from umbra.executor.engine.weight_formats import build_of
+from umbra.executor.engine.weights import fill_weights
+from umbra.executor.platform.base import Platform
+from umbra.models.batch import Batch
+from umbra.models.config import ModelConfig
+from umbra.models.layers.base import layers_of
+from umbra.models.registry import model_class
+from umbra.ops.parallel.groups import Parallel
+from umbra.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from executor.engine.grammar import Grammars
+    from umbra.executor.engine.grammar import Grammars
 
 ForwardStep = Callable[[Batch], Any]  # -> logits or, of a model that guesses tokens, logits and hidden states
 
@@ -121,10 +121,20 @@ class Engine:
         narrow = not (whole or shared or all_rows or hidden)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
-            self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
-            sequence_parallel=shared, decode=decode, wanted_per_group=wanted, sets=self.layer_sets,
-            state_layers=self.state_layers, aside=self.aside and (hidden or not self.platform.small_graphs),
-        )  # fmt: skip
+            self.platform.ops,
+            mine,
+            self.pages,
+            tokens,
+            self.table_width,
+            all_logits=whole,
+            rows=rows,
+            sequence_parallel=shared,
+            decode=decode,
+            wanted_per_group=wanted,
+            sets=self.layer_sets,
+            state_layers=self.state_layers,
+            aside=self.aside and (hidden or not self.platform.small_graphs),
+        )
         if self.shadows:
             self.shadows.started(tokens, [[s.new_tokens for s in of] for of in groups])
             self._packed = groups
@@ -161,7 +171,7 @@ class Engine:
     @functools.cached_property
     def grammars(self) -> "Grammars":
         """Made when the first request has a grammar: it takes about a second for a large vocabulary."""
-        from executor.engine.grammar import Grammars
+        from umbra.executor.engine.grammar import Grammars
 
         folder, vocabulary = model_folder(self.case), self.config.vocab_size
         tokenizer = Tokenizer(folder, vocabulary)

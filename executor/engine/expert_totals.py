@@ -1,8 +1,8 @@
 """Totals of this rank's shadow experts since the server began, without the record of every step, which would
 grow for as long as the server runs."""
 
-from cpu_offload.history import busy_ns, exposed_ns
-from cpu_offload.manager import ShadowExperts
+from umbra.cpu_offload.history import busy_ns, exposed_ns
+from umbra.cpu_offload.manager import ShadowExperts
 
 
 class ExpertTotals:

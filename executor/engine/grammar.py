@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 
-from executor.engine.request import Grammar
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.request import Grammar
 
 if TYPE_CHECKING:
-    from text.tokenizer import Tokenizer
+    from umbra.text.tokenizer import Tokenizer
 
 LARGEST = 1 << 16  # characters of a grammar
 

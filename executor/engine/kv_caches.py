@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpu_offload.memory.arena import NO_STATES, Frame, StateSizes
-from executor.config.case import Case
-from executor.engine.layer_sets import LayerSet, layer_sets
-from executor.engine.page_memory import PageMemory
-from models.build import Build
-from models.layers.attention import PagedCache
-from models.layers.states import RecurrentStates
-from ops.interface import fixed
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.memory.arena import NO_STATES, Frame, StateSizes
+from umbra.executor.config.case import Case
+from umbra.executor.engine.layer_sets import LayerSet, layer_sets
+from umbra.executor.engine.page_memory import PageMemory
+from umbra.models.build import Build
+from umbra.models.layers.attention import PagedCache
+from umbra.models.layers.states import RecurrentStates
+from umbra.ops.interface import fixed
 
 
 def cache_type(case: Case, build: Build) -> torch.dtype:

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from executor.engine.batch_limits import limits_of
-from executor.engine.drafts import Drafts
-from executor.engine.engine import Engine
-from executor.engine.model_drafts import Computed, ModelDrafter
-from executor.engine.request import Event, Request, TokenLogprob
-from executor.engine.sampling import token_logprob
-from executor.engine.scheduler import Scheduler, Step
-from executor.engine.sequence import Sequence, new_sequence
-from executor.engine.timings import Timings
-from models.batch import Batch
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.batch_limits import limits_of
+from umbra.executor.engine.drafts import Drafts
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.model_drafts import Computed, ModelDrafter
+from umbra.executor.engine.request import Event, Request, TokenLogprob
+from umbra.executor.engine.sampling import token_logprob
+from umbra.executor.engine.scheduler import Scheduler, Step
+from umbra.executor.engine.sequence import Sequence, new_sequence
+from umbra.executor.engine.timings import Timings
+from umbra.models.batch import Batch
 
 SHARED_STEPS = 16  # decode steps whose times rank 0 shares at once
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence as ListOf
 
 import numpy as np
 
-from executor.engine.expert_totals import ExpertTotals
-from executor.engine.prefixes import MARGIN, PageCache
+from umbra.executor.engine.expert_totals import ExpertTotals
+from umbra.executor.engine.prefixes import MARGIN, PageCache
 
 DECIDE_S = 1.0  # seconds between two decisions
 MEMORY = 0.95  # what a measurement keeps of the one before it: half of it is gone after about 14 decisions

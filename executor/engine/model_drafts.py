@@ -16,12 +16,12 @@ from collections.abc import Sequence as ListOf
 
 import torch
 
-from executor.engine.batching import pack_rows
-from executor.engine.engine import Engine
-from executor.engine.sequence import Sequence
-from executor.platform.base import Step
-from models.batch import Batch
-from ops.interface import tensor_of
+from umbra.executor.engine.batching import pack_rows
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.platform.base import Step
+from umbra.models.batch import Batch
+from umbra.ops.interface import tensor_of
 
 # A sequence, and the first position and the last one, plus one, that a step computed.
 Computed = tuple[Sequence, int, int]
@@ -36,9 +36,13 @@ class ModelDrafter:
         self.captured = self.run if eager else platform.compile(model.guess, engine.config, most)
 
     def guess(
-        self, batch: Batch, computed: ListOf[ListOf[Computed]], asking: ListOf[ListOf[Sequence]],
-        room: Mapping[int, int], decode: bool,
-    ) -> list[list[int]]:  # fmt: skip
+        self,
+        batch: Batch,
+        computed: ListOf[ListOf[Computed]],
+        asking: ListOf[ListOf[Sequence]],
+        room: Mapping[int, int],
+        decode: bool,
+    ) -> list[list[int]]:
         """`batch` is that of the step before, which computed the tokens `computed` of each group. `asking` are
         sequences of each group that now have one token more, room[id] is the number of tokens to guess of each. -> as
         many guesses for each of these as there is room for the most"""
@@ -75,10 +79,13 @@ class ModelDrafter:
             next_ids.extend([0] * (end + 1 - max(len(sequence.ids), begin + 1)))  # after drafts that were wrong
         next_ids.extend([0] * (len(batch.token_ids) - len(next_ids)))
         return dataclasses.replace(
-            batch, token_ids=tensor_of(next_ids), hidden=self.engine.hidden, recurrent=None,
+            batch,
+            token_ids=tensor_of(next_ids),
+            hidden=self.engine.hidden,
+            recurrent=None,
             logit_rows=tensor_of(array("q", (last[s.id] if s else 0 for s in wanted))),
             wanted_per_group=None if batch.sequence_parallel else counts,
-        )  # fmt: skip
+        )
 
     def _pack(self, rows: ListOf[tuple[Sequence, int] | None], counts: tuple[int, ...]) -> Batch:
         engine = self.engine

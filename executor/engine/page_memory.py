@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executor.engine.pages import Block, States
+from umbra.executor.engine.pages import Block, States
 
 
 class PageMemory:

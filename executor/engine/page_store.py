@@ -32,8 +32,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from umbra.errors import UserError
-from umbra.files import sync
+from umbra.base.errors import UserError
+from umbra.base.files import sync
 
 MAGIC = b"UMBRAKV1"  # changes with the layout of records
 HEADER = struct.Struct("<8s16sQIB39s")  # magic, fingerprint, bytes of data, their CRC-32, length of the name, the name

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
-from cpu_offload.memory.arena import Arena
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.memory.arena import Arena
 
 
 @dataclass(eq=False, slots=True)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
-from executor.engine.pages import Block, Holding, Pages, States
+from umbra.executor.engine.pages import Block, Holding, Pages, States
 
 MARGIN = 16  # the worth of kept pages is measured on one of this many of all pages
 KEY_BYTES = 32  # nobody can make two texts with equal keys, so tokens need not be compared

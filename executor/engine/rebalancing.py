@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.layers.base import layers_of
-from models.layers.experts import Experts
-from ops.interface import MovableExperts
-from ops.parallel.groups import Group
-from ops.parallel.placement import Counts, imbalance, moves, next_placement
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.experts import Experts
+from umbra.ops.interface import MovableExperts
+from umbra.ops.parallel.groups import Group
+from umbra.ops.parallel.placement import Counts, imbalance, moves, next_placement
 
 
 @dataclass

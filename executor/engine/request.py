@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 LARGEST_SEED = (1 << 63) - 1
 MOST_LOGPROBS = 20  # alternatives to a token

@@ -6,10 +6,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from executor.engine.request import TokenLogprob
-from executor.engine.sequence import Sequence
-from ops.interface import Ops
-from ops.sampling import Choice
+from umbra.executor.engine.request import TokenLogprob
+from umbra.executor.engine.sequence import Sequence
+from umbra.ops.interface import Ops
+from umbra.ops.sampling import Choice
 
 LOGPROB_ROWS = 64  # rows whose log-probabilities are computed at a time
 

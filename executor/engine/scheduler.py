@@ -27,15 +27,15 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from functools import partial
 
-from executor.config.case import MOST_DRAFTING
-from executor.engine.batch_limits import Limits
-from executor.engine.drafts import Drafts
-from executor.engine.pages import PagePool, Pages
-from executor.engine.prefixes import PageCache, extend_keys, key_of
-from executor.engine.request import Event
-from executor.engine.sequence import FAILED, Sequence
-from executor.engine.states import advance, cut, leave, passes_page, prepare, want_checkpoints
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import MOST_DRAFTING
+from umbra.executor.engine.batch_limits import Limits
+from umbra.executor.engine.drafts import Drafts
+from umbra.executor.engine.pages import PagePool, Pages
+from umbra.executor.engine.prefixes import PageCache, extend_keys, key_of
+from umbra.executor.engine.request import Event
+from umbra.executor.engine.sequence import FAILED, Sequence
+from umbra.executor.engine.states import advance, cut, leave, passes_page, prepare, want_checkpoints
 
 MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
 MOST_PREEMPTIONS = 4  # of one sequence; it then waits until it can be promised all pages it will need

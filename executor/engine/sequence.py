@@ -4,13 +4,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from executor.engine.ngrams import NgramIndex
-from executor.engine.pages import Block, Holding, States
-from executor.engine.request import Request, TokenLogprob
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.ngrams import NgramIndex
+from umbra.executor.engine.pages import Block, Holding, States
+from umbra.executor.engine.request import Request, TokenLogprob
 
 if TYPE_CHECKING:
-    from executor.engine.grammar import Matcher
+    from umbra.executor.engine.grammar import Matcher
 
 FAILED = -1  # in place of a token: the one that was chosen does not follow the grammar
 

@@ -1,12 +1,12 @@
 """Sets up the shadow experts of a case."""
 
-from cpu_offload.manager import ShadowExperts, ShadowSettings
-from cpu_offload.planner.choices import Choices
-from executor.config.case import Case
-from executor.platform.base import Platform
-from models.config import ModelConfig
-from ops.cpu.engine import shadow_teams
-from ops.cpu.shadow import ShadowPool
+from umbra.cpu_offload.manager import ShadowExperts, ShadowSettings
+from umbra.cpu_offload.planner.choices import Choices
+from umbra.executor.config.case import Case
+from umbra.executor.platform.base import Platform
+from umbra.models.config import ModelConfig
+from umbra.ops.cpu.engine import shadow_teams
+from umbra.ops.cpu.shadow import ShadowPool
 
 
 def make_shadow_experts(case: Case, choices: Choices, platform: Platform, config: ModelConfig) -> ShadowExperts:

@@ -17,9 +17,9 @@ that come true are pending until the next step takes them first, so that what ca
 
 from collections.abc import Callable
 
-from executor.engine.pages import States
-from executor.engine.prefixes import PageCache
-from executor.engine.sequence import Sequence
+from umbra.executor.engine.pages import States
+from umbra.executor.engine.prefixes import PageCache
+from umbra.executor.engine.sequence import Sequence
 
 INTERVAL = 4096  # tokens of a prompt between two checkpoints, if it is not very long
 MOST_INSIDE = 8  # checkpoints of a prompt that are made only for their distance

@@ -7,12 +7,12 @@ from collections.abc import Sequence as ListOf
 import torch
 from torch import Tensor
 
-from executor.engine.batch_limits import limits_of
-from executor.engine.engine import Engine
-from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Scheduler
-from executor.engine.sequence import Sequence, new_sequence
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.batch_limits import limits_of
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.scheduler import Scheduler
+from umbra.executor.engine.sequence import Sequence, new_sequence
 
 
 class ForcedRun:

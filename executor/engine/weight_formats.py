@@ -5,21 +5,21 @@ from typing import Any
 
 import torch
 
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.scheme import Scheme
-from executor.checkpoint.index import names_in
-from executor.checkpoint.packed import sources_of
-from executor.config.case import Case
-from executor.config.load import draft_folder, load_draft_config, load_model_config, model_folder
-from executor.config.platforms import PLATFORMS
-from models.build import Build, Formats, Shadows
-from models.eagle3_config import ALIASES, Eagle3Config
-from models.layers.eagle3 import TOKENS
-from ops.cpu.engine import native
-from ops.format import FORMATS, W8A8, Format
-from ops.interface import Exchange, Ops
-from ops.parallel.groups import Parallel
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.formats.scheme import Scheme
+from umbra.executor.checkpoint.index import names_in
+from umbra.executor.checkpoint.packed import sources_of
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import draft_folder, load_draft_config, load_model_config, model_folder
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.models.build import Build, Formats, Shadows
+from umbra.models.eagle3_config import ALIASES, Eagle3Config
+from umbra.models.layers.eagle3 import TOKENS
+from umbra.ops.cpu.engine import native
+from umbra.ops.format import FORMATS, W8A8, Format
+from umbra.ops.interface import Exchange, Ops
+from umbra.ops.parallel.groups import Parallel
 
 
 def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
@@ -43,9 +43,8 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
         if names and quantised_head:  # a tied head is the table once more
             head = own("lm_head") or (None if "lm_head.weight" in names else table) or head
         return Formats(
-            plain, formats[0], (rest or tiled) if scheme.only_experts else head, own, rest,
-            table=table, mixed=mixed,
-        )  # fmt: skip
+            plain, formats[0], (rest or tiled) if scheme.only_experts else head, own, rest, table=table, mixed=mixed
+        )
     if rest:
         raise UserError(
             f"quantization.rest: {wanted.rest} is for what a checkpoint's own quantisation leaves in floats, but here "

@@ -5,18 +5,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.eagle3 import Eagle3
-from executor.checkpoint.formats.scheme import Encoding, Scheme
-from executor.checkpoint.load import linear_modules, load_checkpoint, wanted_by
-from executor.checkpoint.packed import PackedCache
-from executor.checkpoint.random import random_weights
-from executor.config.case import Case
-from executor.config.load import draft_folder
-from executor.config.platforms import PLATFORMS
-from executor.engine.weight_formats import packed_facts
-from models.causal_lm import CausalLM
-from ops.format import MXFP4
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.formats.eagle3 import Eagle3
+from umbra.executor.checkpoint.formats.scheme import Encoding, Scheme
+from umbra.executor.checkpoint.load import linear_modules, load_checkpoint, wanted_by
+from umbra.executor.checkpoint.packed import PackedCache
+from umbra.executor.checkpoint.random import random_weights
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import draft_folder
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.engine.weight_formats import packed_facts
+from umbra.models.causal_lm import CausalLM
+from umbra.ops.format import MXFP4
 
 # Root mean squares, of normal weights in MXFP4, in groups of 32.
 ROUNDED_AGAIN = (

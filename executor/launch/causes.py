@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from umbra.errors import EXIT_STATUS, UserError
+from umbra.base.errors import EXIT_STATUS, UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

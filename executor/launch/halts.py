@@ -6,7 +6,7 @@ import signal
 import threading
 from collections import Counter
 
-from executor.launch.processes import children, state
+from umbra.executor.launch.processes import children, state
 
 LOOK_S = 1.0
 HALTED_S = 30.0  # seconds that a rank may be halted; less than that, somebody may have wanted

@@ -1,11 +1,11 @@
 """Joins the ranks of a case: each gets its position in every split."""
 
-from executor.config.case import Case
-from executor.config.env import RankEnv
-from executor.platform.base import Platform
-from ops.parallel.groups import Parallel
-from ops.parallel.join import join
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv
+from umbra.executor.platform.base import Platform
+from umbra.ops.parallel.groups import Parallel
+from umbra.ops.parallel.join import join
 
 
 def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:

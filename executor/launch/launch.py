@@ -17,25 +17,25 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from executor.config.case import Case
-from executor.config.env import NodeEnv, node_env, rank_env
-from executor.config.load import load_model_config
-from executor.config.platforms import PLATFORMS
-from executor.config.resolved import write_resolved
-from executor.launch.causes import Cause, cause_of
-from executor.launch.halts import Halts
-from executor.launch.platform_settings import platform_settings
-from executor.launch.preflight import check_prompts, check_ready
-from executor.launch.results import create_results, discard_results, share_results
-from executor.platform import start_environment
-from umbra.errors import EXIT_STATUS, UserError
-from umbra.files import ROOT
+from umbra.base.errors import EXIT_STATUS, UserError
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import NodeEnv, node_env, rank_env
+from umbra.executor.config.load import load_model_config
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.config.resolved import write_resolved
+from umbra.executor.launch.causes import Cause, cause_of
+from umbra.executor.launch.halts import Halts
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.launch.preflight import check_prompts, check_ready
+from umbra.executor.launch.results import create_results, discard_results, share_results
+from umbra.executor.platform import start_environment
 
 if TYPE_CHECKING:
-    from executor.launch.nodes import Nodes
+    from umbra.executor.launch.nodes import Nodes
 
 END_S = 5  # seconds that ranks have to end before they are killed
 SIOCGIFADDR = 0x8915
+PROGRAM = "umbra.executor.rank_program"  # of each rank
 
 
 def run_case(case: Case) -> None:
@@ -43,7 +43,7 @@ def run_case(case: Case) -> None:
     check_prompts(case)
     load_model_config(case)  # refuse before a single rank is started
     check_ready(case)
-    launch(case, [str(ROOT / "run.py")])
+    launch(case, ["-m", PROGRAM])
 
 
 def launch(case: Case, program: list[str]) -> None:
@@ -112,7 +112,7 @@ def _launch_ranks(case: Case, program: list[str], here: NodeEnv, words: str) -> 
 
 def _meet(case: Case, here: NodeEnv) -> "tuple[Path, Nodes]":
     """Joins the launchers of the other nodes. -> the folder of results, of the same name on every node"""
-    from executor.launch.nodes import Nodes
+    from umbra.executor.launch.nodes import Nodes
 
     limits = case.parallel_config
     nodes = Nodes(here, limits.node_timeout_s, limits.join_timeout_s)
@@ -139,7 +139,7 @@ def run_ranks(
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from executor.launch.nodes import JobEnds
+    from umbra.executor.launch.nodes import JobEnds
 
     free_port = RendezvousParameters("c10d", "127.0.0.1:0", "umbra", 1, 1)
     rendezvous = nodes or get_rendezvous_handler(free_port)

@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from executor.config.env import NodeEnv
-from executor.launch.causes import Cause
-from umbra.errors import UserError, listed
+from umbra.base.errors import UserError, listed
+from umbra.executor.config.env import NodeEnv
+from umbra.executor.launch.causes import Cause
 
 BEAT_S = 1.0  # seconds between two looks at all lines
 CHECK_S = 0.25
@@ -205,9 +205,14 @@ class Nodes(StaticTCPRendezvous):
         """Waits for a job that knows this start of this launcher: an earlier one may still be open."""
         here, own = self.here, self._keys[self.here.node_rank]
         store = TCPStore(
-            here.master_addr, here.master_port, None, here.node_rank == 0, timedelta(seconds=CONNECT_S),
-            multi_tenant=True, wait_for_workers=False,
-        )  # fmt: skip
+            here.master_addr,
+            here.master_port,
+            None,
+            here.node_rank == 0,
+            timedelta(seconds=CONNECT_S),
+            multi_tenant=True,
+            wait_for_workers=False,
+        )
         store.set(own, msgspec.json.encode(self.own).decode())
         while True:
             absent = [str(rank) for rank, key in enumerate(self._keys) if not store.check([key])]

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from executor.config.case import Case
-from executor.platform.ascend.compile_cache import CACHE
-from executor.platform.settings import PlatformSettings
+from umbra.executor.config.case import Case
+from umbra.executor.platform.ascend.compile_cache import CACHE
+from umbra.executor.platform.settings import PlatformSettings
 
 
 def platform_settings(case: Case) -> PlatformSettings:

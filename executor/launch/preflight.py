@@ -3,12 +3,12 @@
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from executor.checkpoint.index import INDEX, SINGLE, weights_in
-from executor.config.case import Case
-from executor.config.load import model_folder
-from executor.config.platforms import PLATFORMS
-from models.gguf.folder import INDEX as GGUF
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.index import INDEX, SINGLE, weights_in
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import model_folder
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.models.gguf.folder import INDEX as GGUF
 
 
 def check_ready(case: Case) -> None:

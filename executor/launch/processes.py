@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 PR_SET_PDEATHSIG = 1
 

@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from executor.config.case import Case
-from executor.config.env import RankEnv, rank_env
-from executor.launch.processes import end_with
-from executor.launch.results import Log, create_results, discard_results, open_log
-from umbra.errors import EXIT_STATUS, UserError, refusal
-from umbra.files import write_json
+from umbra.base.errors import EXIT_STATUS, UserError, refusal
+from umbra.base.files import write_json
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv, rank_env
+from umbra.executor.launch.processes import end_with
+from umbra.executor.launch.results import Log, create_results, discard_results, open_log
 
 Body = Callable[[Path, RankEnv], None]
 
@@ -41,7 +41,7 @@ def run_rank(case: Case, results: Path | None, body: Body, own_results: bool = F
 
     from torch import distributed
 
-    from ops.parallel.connections import readable_connection_errors
+    from umbra.ops.parallel.connections import readable_connection_errors
 
     end_with(os.getppid(), signal.SIGKILL)  # without its launcher, nobody would end this rank
     try:

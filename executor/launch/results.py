@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import WORK
 
 
 def create_results(case_name: str, root: Path | None = None) -> Path:
     """Creates a new folder; a run that starts within the same second as another gets a number appended."""
-    parent = (root or ROOT / "results") / case_name
+    parent = (root or WORK / "results") / case_name
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 1000):
         folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
@@ -30,7 +30,7 @@ def create_results(case_name: str, root: Path | None = None) -> Path:
 
 def share_results(case_name: str, name: str, root: Path | None = None) -> Path:
     """The folder with the name that node 0 has given to its own. Nodes may have one file system or each its own."""
-    folder = (root or ROOT / "results") / case_name / Path(name).name
+    folder = (root or WORK / "results") / case_name / Path(name).name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from executor.config.platforms import PLATFORMS
-from models.registry import load
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.models.registry import load
 
 if TYPE_CHECKING:
-    from executor.platform.base import Platform
-    from executor.platform.settings import PlatformSettings
+    from umbra.executor.platform.base import Platform
+    from umbra.executor.platform.settings import PlatformSettings
 
 
 def load_platform(name: str) -> "type[Platform]":

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from cpu_offload.device import Device
-from cpu_offload.planner.choices import Choices
-from executor.config.env import RankEnv
-from executor.config.platforms import PLATFORMS
-from executor.platform.settings import PlatformSettings
-from models.batch import Batch
-from models.config import ModelConfig
-from ops.interface import Exchange, Ops
+from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.planner.choices import Choices
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.batch import Batch
+from umbra.models.config import ModelConfig
+from umbra.ops.interface import Exchange, Ops
 
 Step = Callable[[Batch], Any]  # -> logits, or several tensors
 

@@ -11,19 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cpu_offload.cpu import CpuDevice
-from cpu_offload.device import Device
-from cpu_offload.planner.choices import Choices
-from executor.config.env import RankEnv
-from executor.platform.base import Platform, Step
-from executor.platform.settings import PlatformSettings
-from models.batch import Batch
-from models.config import ModelConfig
-from ops import load_ops
-from ops.cpu.engine import Tape, host, placement, start
-from ops.exchange import GroupExchange
-from ops.interface import Exchange, ExpertMatrices, Slots
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.cpu import CpuDevice
+from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.planner.choices import Choices
+from umbra.executor.config.env import RankEnv
+from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.batch import Batch
+from umbra.models.config import ModelConfig
+from umbra.ops import load_ops
+from umbra.ops.cpu.engine import Tape, host, placement, start
+from umbra.ops.exchange import GroupExchange
+from umbra.ops.interface import Exchange, ExpertMatrices, Slots
 
 MOST_THREADS = 16  # most threads for each CPU; more than one never helps, since threads wait without sleeping
 

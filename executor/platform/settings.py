@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from executor.config.case import AscendSettings, HcclSettings
-from ops.parallel.partitions import ParallelSizes
+from umbra.executor.config.case import AscendSettings, HcclSettings
+from umbra.ops.parallel.partitions import ParallelSizes
 
 
 @dataclass(frozen=True)

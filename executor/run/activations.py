@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.batch import Batch, Subset
-from models.causal_lm import CausalLM
-from models.eagle3_config import TAPS
-from models.layers.base import layers_of
-from ops.interface import Ops, Paged, Recurrent
-from ops.parallel.groups import Group, Parallel
+from umbra.models.batch import Batch, Subset
+from umbra.models.causal_lm import CausalLM
+from umbra.models.eagle3_config import TAPS
+from umbra.models.layers.base import layers_of
+from umbra.ops.interface import Ops, Paged, Recurrent
+from umbra.ops.parallel.groups import Group, Parallel
 
 
 @dataclass(frozen=True)

@@ -13,37 +13,45 @@ from typing import cast
 import torch
 from torch import nn
 
-from executor.config.case import MOST_DRAFTING, Case
-from executor.config.load import load_model_config
-from executor.config.units import GB, MB
-from executor.engine.batch_limits import Limits
-from executor.engine.kv_caches import attentions, recurrent
-from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
-from executor.platform.ascend.hccl import buffer_mb
-from executor.platform.base import graph_rows
-from executor.run.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
-from executor.run.counted_shadows import CountedShadow, CountedShadows
-from executor.run.model_sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of
-from models.batch import Batch
-from models.config import ModelConfig
-from models.layers.base import layers_of
-from models.layers.experts import Experts
-from models.layers.mtp import MultiTokenPrediction
-from ops.ascend.layout import CAUSAL_MASK, AscendLayout
-from ops.ascend.weights import AscendExperts
-from ops.counted import CountedExchange, CountedOps
-from ops.interface import Exchange, Ops
-from ops.parallel.partitions import ParallelSizes, partitions
+from umbra.executor.config.case import MOST_DRAFTING, Case
+from umbra.executor.config.load import load_model_config
+from umbra.executor.config.units import GB, MB
+from umbra.executor.engine.batch_limits import Limits
+from umbra.executor.engine.kv_caches import attentions, recurrent
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
+from umbra.executor.platform.ascend.hccl import buffer_mb
+from umbra.executor.platform.base import graph_rows
+from umbra.executor.run.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
+from umbra.executor.run.counted_shadows import CountedShadow, CountedShadows
+from umbra.executor.run.model_sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of
+from umbra.models.batch import Batch
+from umbra.models.config import ModelConfig
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.mtp import MultiTokenPrediction
+from umbra.ops.ascend.layout import CAUSAL_MASK, AscendLayout
+from umbra.ops.ascend.weights import AscendExperts
+from umbra.ops.counted import CountedExchange, CountedOps
+from umbra.ops.interface import Exchange, Ops
+from umbra.ops.parallel.partitions import ParallelSizes, partitions
 
 WEIGHTS, CACHE, ARENA, PREFILL, GRAPHS, HCCL, REST = (
-    "weights", "KV cache", "arena", "prefill step", "decode graphs", "HCCL buffers", "allowance",
-)  # fmt: skip
+    "weights",
+    "KV cache",
+    "arena",
+    "prefill step",
+    "decode graphs",
+    "HCCL buffers",
+    "allowance",
+)
 # A tenth of 64 GB, rounded down: serving engines usually leave as much free.
 ALLOWANCE = Part(
-    "CANN, operators, tiles", 6 * GB, "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
+    "CANN, operators, tiles",
+    6 * GB,
+    "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
     "code, padding of tiles, fragmentation",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -128,10 +136,7 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     in_model = _fullest(sketch, ledger, batch, sequences, case.attn_dp_size)
     after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
     moment = max(in_model, after, key=lambda moment: moment.nbytes)
-    fixed = [
-        Part("inputs", _inputs(batch)),
-        product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1),
-    ]
+    fixed = [Part("inputs", _inputs(batch)), product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1)]
     return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed, *_unpacked(case, sketch)]
 
 
@@ -184,10 +189,12 @@ def _step(sketch: Sketch) -> Callable[[Batch], object]:
 def _guess(sketch: Sketch, batch: Batch, wanted: int, groups: int) -> Batch:
     """The batch that gives `wanted` guesses after that of a step in each of `groups` groups; 0: as in a graph."""
     return dataclasses.replace(
-        batch, recurrent=None, logit_rows=torch.empty(wanted, dtype=torch.int64, device="meta"),
+        batch,
+        recurrent=None,
+        logit_rows=torch.empty(wanted, dtype=torch.int64, device="meta"),
         wanted_per_group=None if batch.sequence_parallel else (wanted,) * groups,
         hidden=torch.empty(len(batch.token_ids), sketch.model.state_width, dtype=sketch.build.dtype, device="meta"),
-    )  # fmt: skip
+    )
 
 
 def _fullest(sketch: Sketch, ledger: Ledger, batch: Batch, sequences: int, groups: int) -> Moment:

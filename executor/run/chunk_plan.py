@@ -4,10 +4,10 @@ fewer chunks, the less is copied."""
 import dataclasses
 from bisect import bisect_left
 
-from executor.config.case import Case
-from executor.config.platforms import PLATFORMS
-from executor.run.ascend_memory_plan import Plan, make_plan
-from executor.run.shadow_plan import arena_of, sizes_of
+from umbra.executor.config.case import Case
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.run.ascend_memory_plan import Plan, make_plan
+from umbra.executor.run.shadow_plan import arena_of, sizes_of
 
 STEP = 1024  # tokens; chunks are multiples of it
 

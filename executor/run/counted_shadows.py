@@ -9,15 +9,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cpu_offload.expert_ring import group_count, group_size
-from cpu_offload.manager import layer_number
-from executor.config.case import Case
-from executor.run.activations import Part, product
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
-from ops.ascend.weights import unfit
-from ops.counted import CountedOps
-from ops.format import Format
-from ops.interface import ExpertKind
+from umbra.cpu_offload.expert_ring import group_count, group_size
+from umbra.cpu_offload.manager import layer_number
+from umbra.executor.config.case import Case
+from umbra.executor.run.activations import Part, product
+from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
+from umbra.ops.ascend.weights import unfit
+from umbra.ops.counted import CountedOps
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind
 
 
 @dataclass

@@ -11,22 +11,22 @@ from typing import Any
 
 import yaml
 
-from executor.checkpoint.hub.fetch import fetched, fetched_head, hub_name
-from executor.checkpoint.hub.repository import HubName
-from executor.config.case import Case, SamplingSettings
-from executor.config.load import find_case, make_case, model_folder, no_case, read_yaml, set_all
-from executor.config.platforms import PLATFORMS
-from executor.config.rules import check
-from executor.config.schema import read
-from executor.config.units import GB, MB
-from executor.engine.batch_limits import Limits, limits_of
-from executor.run.host_memory import free_memory
-from models.config import ModelConfig
-from models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
-from models.registry import family_in, read_config
-from text.tokenizer_file import has_chat_template
-from umbra.errors import UserError
-from umbra.files import ROOT, read_json, write_whole
+from umbra.base.errors import UserError
+from umbra.base.files import located, read_json, write_whole
+from umbra.executor.checkpoint.hub.fetch import fetched, fetched_head, hub_name
+from umbra.executor.checkpoint.hub.repository import HubName
+from umbra.executor.config.case import Case, SamplingSettings
+from umbra.executor.config.load import find_case, make_case, model_folder, no_case, read_yaml, set_all
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.config.rules import check
+from umbra.executor.config.schema import read
+from umbra.executor.config.units import GB, MB
+from umbra.executor.engine.batch_limits import Limits, limits_of
+from umbra.executor.run.host_memory import free_memory
+from umbra.models.config import ModelConfig
+from umbra.models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
+from umbra.models.registry import family_in, read_config
+from umbra.text.tokenizer_file import has_chat_template
 
 LONGEST, SHORTEST = 32768, 256  # tokens of a prompt and its answer that are tried
 LEAST = 4096  # tokens for one sequence that should fit before weights are quantised for them
@@ -96,7 +96,7 @@ def _with_head(
     set_all(asked, overrides, settings)
     drafts = asked.get("draft_config")
     head = drafts.get("model_path") if isinstance(drafts, dict) else None
-    if isinstance(head, str) and not (ROOT / Path(head).expanduser()).exists() and (name := hub_name(head)):
+    if isinstance(head, str) and not located(head).exists() and (name := hub_name(head)):
         return [*overrides, f"draft_config.model_path={json.dumps(str(fetched_head(name)))}"]
     return overrides
 
@@ -220,8 +220,8 @@ def _fitting(
 ) -> tuple[Case, dict[str, Any], Counted, str]:
     """The first of the quantisations, contexts and numbers of sequences that fits, or the smallest of them, with a note
     on the quantisation."""
-    from executor.checkpoint.formats.detect import read_scheme
-    from executor.run.model_sketch import cache_of, sketch_of, weights_of
+    from umbra.executor.checkpoint.formats.detect import read_scheme
+    from umbra.executor.run.model_sketch import cache_of, sketch_of, weights_of
 
     formats = [encoding.format for encoding in read_scheme(folder).encodings]
     ways = [{"method": method} for method in (("auto",) if any(formats) else ("auto", "q8", "q4"))]

@@ -10,34 +10,39 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from executor.config.case import Case
-from executor.config.load import load_model_config
-from executor.config.platforms import PLATFORMS
-from executor.engine.arena import set_pages_of
-from executor.engine.batch_limits import Limits, limits_of
-from executor.engine.kv_caches import attentions, bind_caches, sharing
-from executor.engine.weight_formats import build_of
-from executor.run.activations import Part, counted
-from models.build import Build, Shadows
-from models.causal_lm import CausalLM
-from models.config import ModelConfig
-from models.layers.attention import PagedCache
-from models.layers.base import layers_of
-from models.layers.embedding import LMHead, VocabEmbedding
-from models.layers.experts import Experts
-from models.layers.norm import RMSNorm, SplitRMSNorm
-from models.layers.rotary import RotaryTable
-from models.layers.router import Router, SelectionBias
-from models.layers.states import RecurrentStates
-from models.registry import load, model_class
-from ops.interface import Exchange, Ops
-from ops.parallel.join import parallel_of
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_model_config
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.engine.arena import set_pages_of
+from umbra.executor.engine.batch_limits import Limits, limits_of
+from umbra.executor.engine.kv_caches import attentions, bind_caches, sharing
+from umbra.executor.engine.weight_formats import build_of
+from umbra.executor.run.activations import Part, counted
+from umbra.models.build import Build, Shadows
+from umbra.models.causal_lm import CausalLM
+from umbra.models.config import ModelConfig
+from umbra.models.layers.attention import PagedCache
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.embedding import LMHead, VocabEmbedding
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.norm import RMSNorm, SplitRMSNorm
+from umbra.models.layers.rotary import RotaryTable
+from umbra.models.layers.router import Router, SelectionBias
+from umbra.models.layers.states import RecurrentStates
+from umbra.models.registry import load, model_class
+from umbra.ops.interface import Exchange, Ops
+from umbra.ops.parallel.join import parallel_of
 
 EXPERTS = ("experts", "experts' scales and biases")
 KINDS: dict[type[nn.Module], str] = {
-    VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", SplitRMSNorm: "norms", Experts: "experts",
-    Router: "router", SelectionBias: "router",
-}  # fmt: skip
+    VocabEmbedding: "embedding",
+    LMHead: "head",
+    RMSNorm: "norms",
+    SplitRMSNorm: "norms",
+    Experts: "experts",
+    Router: "router",
+    SelectionBias: "router",
+}
 MTP = ("MTP layer", "experts of the MTP layer")
 GUESSING = (*MTP, "head for drafts")  # of which a step that guesses nothing reads none
 ROWS = ("embedding", "rotary")  # tables of which a step reads one row for each token
@@ -64,9 +69,12 @@ class Sketch:
 
 
 def sketch_of(
-    case: Case, shadows: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None,
+    case: Case,
+    shadows: Shadows | None = None,
+    ops: Ops | None = None,
+    exchange: Exchange | None = None,
     config: ModelConfig | None = None,
-) -> Sketch:  # fmt: skip
+) -> Sketch:
     """The model and its caches on meta, of the case's checkpoint or of another `config`. By default, `ops` only has the
     platform's layouts: enough to build a model, but not to run a step."""
     config = config or load_model_config(case)

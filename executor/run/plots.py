@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from cpu_offload.history import History
-from umbra.files import write_whole
+from umbra.base.files import write_whole
+from umbra.cpu_offload.history import History
 
 MOST_LABELS = 16  # most layers that are labelled at an axis
 TENANTS = {"KV cache": "#4c78a8", "resident experts": "#f0a35e", "free": "#d9d9d9"}

@@ -1,8 +1,8 @@
 """The prompts of a case as token ids."""
 
-from executor.config.case import Case
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.text.tokenizer import Tokenizer
 
 
 def encode_prompts(case: Case, tokenizer: Tokenizer) -> list[list[int]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from executor.config.case import Case
-from executor.engine.timings import Timings
+from umbra.executor.config.case import Case
+from umbra.executor.engine.timings import Timings
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,14 @@ def print_report(report: dict[str, Any], path: Path) -> None:
         print(f"\n[{i}] {c['prompt']}\n--> {c['text']}   ({len(c['tokens'])} tokens, {c['finish_reason']})")
     settings = report["settings"]
     rows = [
-        ("case", f"{report['case']}: {report['platform']}, {report['exe_mode']}, {report['world_size']} rank(s), "
-                 f"{settings['model_config']['dtype']}, batch {settings['data_config']['batch_size']}"),
+        (
+            "case",
+            f"{report['case']}: {report['platform']}, {report['exe_mode']}, {report['world_size']} rank(s), "
+            f"{settings['model_config']['dtype']}, batch {settings['data_config']['batch_size']}",
+        ),
         ("time to first token", f"{report['ttft_ms']:.1f} ms (median)"),
         ("prefill", f"{report['prefill_tokens_per_s']:.0f} tokens/s ({report['prefill_tokens']} tokens)"),
-    ]  # fmt: skip
+    ]
     if report["tpot_ms_p50"] is not None:
         p50, p99, rate = report["tpot_ms_p50"], report["tpot_ms_p99"], report["decode_tokens_per_s"]
         rows.append(("time per token", f"{p50:.1f} ms (p50), {p99:.1f} ms (p99)"))

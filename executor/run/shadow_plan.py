@@ -3,30 +3,30 @@
 Sizes come from a model on PyTorch's meta device, so only the checkpoint's `config.json` is read.
 """
 
-from cpu_offload.manager import largest_of
-from cpu_offload.memory.arena import Arena, extent_of
-from cpu_offload.planner.choices import Split
-from cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, choose
-from cpu_offload.planner.hits import curve_of
-from cpu_offload.planner.model import Shape
-from cpu_offload.planner.planned_run import PlannedRun
-from cpu_offload.slot_store import npu_blocks
-from executor.config.case import Case
-from executor.config.env import RankEnv
-from executor.config.platforms import PLATFORMS
-from executor.engine.arena import expert_frames, frames_of, make_arena, set_pages_of
-from executor.engine.batch_limits import limits_of
-from executor.engine.kv_caches import frame_of, state_sizes
-from executor.launch.platform_settings import platform_settings
-from executor.platform import load_platform
-from executor.platform.base import Platform
-from executor.run.activations import Part
-from executor.run.host_memory import PER_ENTRY, lock_limit, too_much_here
-from executor.run.model_sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of
-from models.registry import load
-from ops.cpu.shadow import ExpertBlocks
-from ops.parallel.groups import Group
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.manager import largest_of
+from umbra.cpu_offload.memory.arena import Arena, extent_of
+from umbra.cpu_offload.planner.choices import Split
+from umbra.cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, choose
+from umbra.cpu_offload.planner.hits import curve_of
+from umbra.cpu_offload.planner.model import Shape
+from umbra.cpu_offload.planner.planned_run import PlannedRun
+from umbra.cpu_offload.slot_store import npu_blocks
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.engine.arena import expert_frames, frames_of, make_arena, set_pages_of
+from umbra.executor.engine.batch_limits import limits_of
+from umbra.executor.engine.kv_caches import frame_of, state_sizes
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform import load_platform
+from umbra.executor.platform.base import Platform
+from umbra.executor.run.activations import Part
+from umbra.executor.run.host_memory import PER_ENTRY, lock_limit, too_much_here
+from umbra.executor.run.model_sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of
+from umbra.models.registry import load
+from umbra.ops.cpu.shadow import ExpertBlocks
+from umbra.ops.parallel.groups import Group
 
 
 def plan_run(case: Case, ranks: RankEnv, world: Group, platform: Platform) -> PlannedRun:
@@ -85,9 +85,12 @@ def sizes_of(case: Case) -> ShadowSizes:
     each = (pages - limits.checkpoints * set_pages) // batch
     split = Split(
         frames_of(case, frame, expert_frames(frame.nbytes, slot_bytes, experts, states), pages) - 1,
-        *extent_of(frame.nbytes, slot_bytes, states.nbytes), each, batch, experts,
+        *extent_of(frame.nbytes, slot_bytes, states.nbytes),
+        each,
+        batch,
+        experts,
         curve_of(case.offload_config.hits, f"case {case.name}: offload_config.hits"),
-    )  # fmt: skip
+    )
     weights = weights_of(sketch.model)
     unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
     unshadowed //= found.others + shape.layers

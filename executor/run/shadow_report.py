@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from cpu_offload.history import summary
-from cpu_offload.manager import ShadowExperts
-from ops.parallel.groups import Group
-from umbra.files import write_whole
+from umbra.base.files import write_whole
+from umbra.cpu_offload.history import summary
+from umbra.cpu_offload.manager import ShadowExperts
+from umbra.ops.parallel.groups import Group
 
 TOTALS = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions", "evictions_for_cache")
 
@@ -24,7 +24,7 @@ def write_shadow_report(shadows: ShadowExperts, folder: Path, world: Group, devi
     if world.rank > 0:
         return report
     if shadows.history.steps:
-        from executor.run.plots import plot
+        from umbra.executor.run.plots import plot
 
         plot(shadows.history, folder / "offload.png")
         trace = json.dumps(shadows.history.trace()).encode()

@@ -5,17 +5,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from models.config import LARGEST_DEPTH, Expansion
-from models.hf_config import HfConfig, read_hf_config
-from models.moe_config import MoeConfig, check_routing, read_sizes
-from models.rope import read_rope
+from umbra.models.config import LARGEST_DEPTH, Expansion
+from umbra.models.hf_config import HfConfig, read_hf_config
+from umbra.models.moe_config import MoeConfig, check_routing, read_sizes
+from umbra.models.rope import read_rope
 
 V3_SIZES = {
-    "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-    "num_attention_heads": 128, "num_key_value_heads": 1, "max_position_embeddings": 4096, "num_experts": 256,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 EXPERTS = "n_routed_experts"
 MOST_GROUPS = 64
 Own = TypeVar("Own", bound="LatentMoeConfig")
@@ -99,10 +110,17 @@ class DeepseekV3Config(LatentMoeConfig):
 
 class DeepseekV2Config(LatentMoeConfig):
     sizes = V3_SIZES | {
-        "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "max_position_embeddings": 2048, "num_experts": 64, "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1407, "n_shared_experts": 2,
-    }  # fmt: skip
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+    }
     scoring, methods, dense, mtp_layers = "softmax", ("greedy", "group_limited_greedy"), 0, 0
 
     @classmethod
@@ -113,10 +131,18 @@ class DeepseekV2Config(LatentMoeConfig):
 
 class Glm4MoeLiteConfig(LatentMoeConfig):
     sizes = V3_SIZES | {
-        "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47,
-        "num_attention_heads": 20, "max_position_embeddings": 202752, "num_experts": 64, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1536, "qk_nope_head_dim": 192, "v_head_dim": 256,
-    }  # fmt: skip
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "max_position_embeddings": 202752,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    }
     dense = 1
 
     @classmethod

@@ -6,14 +6,14 @@ Devices, splits over ranks and weight formats are handled by the layers.
 
 from torch import nn
 
-from models.build import Build
-from models.causal_lm import CausalLM
-from models.deepseek.config import LatentMoeConfig
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.latent_attention import LatentAttention
-from models.layers.mlp import GatedMLP
-from models.layers.sparse_block import UngatedMoeBlock
-from ops.interface import Groups
+from umbra.models.build import Build
+from umbra.models.causal_lm import CausalLM
+from umbra.models.deepseek.config import LatentMoeConfig
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.latent_attention import LatentAttention
+from umbra.models.layers.mlp import GatedMLP
+from umbra.models.layers.sparse_block import UngatedMoeBlock
+from umbra.ops.interface import Groups
 
 
 def groups_of(config: LatentMoeConfig) -> Groups | None:

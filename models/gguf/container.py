@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from models.gguf.types import TYPES, name_of
-from umbra.errors import UserError, short
-from umbra.files import check_pointer
+from umbra.base.errors import UserError, short
+from umbra.base.files import check_pointer
+from umbra.models.gguf.types import TYPES, name_of
 
 LARGEST_HEADER = 256 << 20  # bytes; gpt-oss's is about 20 MB
 MOST_VALUES = 1 << 22  # of all keys together
@@ -67,8 +67,10 @@ def read_gguf(path: Path) -> Gguf:
         metadata = metadata or keys
         said = (keys.get("split.no", 0), keys.get("split.count") or 1)
         if said != (number, len(paths)):
-            raise UserError(f"{part}: split.no and split.count say part {said[0]} of {short(said[1])}, the name says "
-                            f"{number} of {len(paths)}, from 0: keep the names that the files had")  # fmt: skip
+            raise UserError(
+                f"{part}: split.no and split.count say part {said[0]} of {short(said[1])}, the name says "
+                f"{number} of {len(paths)}, from 0: keep the names that the files had"
+            )
         if repeated := tensors.keys() & found.keys():
             raise UserError(f"{part}: tensor {min(repeated)} is also in another part")
         tensors |= found

@@ -11,16 +11,16 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_gguf
-from models.gguf.metadata import ARCHITECTURES, architecture_of, config_of, predicting_layers, value_heads
-from models.gguf.names import Tiled, View, views_of
-from models.gguf.vocabulary import AT, Vocabulary
-from models.hf_config import HfConfig
-from models.registry import read_config
-from umbra.errors import UserError
-from umbra.files import ROOT, read_json, sync
+from umbra.base.errors import UserError
+from umbra.base.files import CACHES, read_json, sync
+from umbra.models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_gguf
+from umbra.models.gguf.metadata import ARCHITECTURES, architecture_of, config_of, predicting_layers, value_heads
+from umbra.models.gguf.names import Tiled, View, views_of
+from umbra.models.gguf.vocabulary import AT, Vocabulary
+from umbra.models.hf_config import HfConfig
+from umbra.models.registry import read_config
 
-FOLDERS = ROOT / "packed_cache" / "gguf"
+FOLDERS = CACHES / "packed_cache" / "gguf"
 INDEX = "gguf.json"
 LAYOUT = 5  # raised whenever the files that are written change
 SUFFIX = ".gguf"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from models.gguf.container import Gguf
-from models.hf_config import HfConfig
+from umbra.models.gguf.container import Gguf
+from umbra.models.hf_config import HfConfig
 
 
 class Keys:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.gguf.container import Gguf
-from models.gguf.keys import Keys
-from models.gguf.names import OF_DEEPSEEK, OF_QWEN, Names, Tiled
-from models.hf_config import HfConfig
+from umbra.models.gguf.container import Gguf
+from umbra.models.gguf.keys import Keys
+from umbra.models.gguf.names import OF_DEEPSEEK, OF_QWEN, Names, Tiled
+from umbra.models.hf_config import HfConfig
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -239,8 +239,10 @@ def _delta_net(keys: Keys) -> dict[str, int]:
     heads, key_heads = keys.size("ssm.time_step_rank"), keys.size("ssm.group_count")
     inner = keys.size("ssm.inner_size")
     if heads % key_heads or inner % heads:
-        raise keys.all.error(f"{keys.name}.ssm.time_step_rank", f"must be a multiple of ssm.group_count: {key_heads}, "
-                             f"and divide ssm.inner_size: {inner}")  # fmt: skip
+        raise keys.all.error(
+            f"{keys.name}.ssm.time_step_rank",
+            f"must be a multiple of ssm.group_count: {key_heads}, and divide ssm.inner_size: {inner}",
+        )
     return {
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": heads,

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from models.gguf.container import TensorInfo
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.models.gguf.container import TensorInfo
 
 MOST_NAMES = 1 << 18  # several times those of the largest models
 WHOLE = {
@@ -44,11 +44,7 @@ MODULES = {
     "ssm_out": "linear_attn.out_proj",
 }
 # Tensors of modules whose path is their name.
-NAMELESS = {
-    "attn_sinks.weight": "self_attn.sinks",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-}
+NAMELESS = {"attn_sinks.weight": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,14 @@ OF_QWEN = Predicting(
     "mtp",
     "layers.0.",
     {
-        "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm",
-        "embed_tokens": "embed_tokens", "shared_head_head": "shared_head",
+        "eh_proj": "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "shared_head_norm": "norm",
+        "embed_tokens": "embed_tokens",
+        "shared_head_head": "shared_head",
     },
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,12 @@ def in_order(tiled: Tiled, last: str, view: View) -> View:
     alone = replace(tiled, first=0)
     numbers = replace(alone, size=1)
     rows = {
-        "in_proj_qkv.weight": tiled, "conv1d.weight": tiled, "in_proj_z.weight": alone, "in_proj_b.weight": numbers,
+        "in_proj_qkv.weight": tiled,
+        "conv1d.weight": tiled,
+        "in_proj_z.weight": alone,
+        "in_proj_b.weight": numbers,
         "in_proj_a.weight": numbers,
-    }  # fmt: skip
+    }
     columns = {"out_proj.weight": alone, "A_log": numbers, "dt_bias": numbers}
     return replace(view, rows=rows.get(last), columns=columns.get(last))
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from models.hf_config import HfConfig
-from text.formats import CALL, END, RETURN
-from text.tokenizer_sandbox import DEEPSEEK, DEEPSEEK_LLM, GPT_4, GPT_4O, KIMI, QWEN, QWEN_3_5
-from umbra.errors import UserError, short
+from umbra.base.errors import UserError, short
+from umbra.models.hf_config import HfConfig
+from umbra.text.formats import CALL, END, RETURN
+from umbra.text.tokenizer_sandbox import DEEPSEEK, DEEPSEEK_LLM, GPT_4, GPT_4O, KIMI, QWEN, QWEN_3_5
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 AT = "tokenizer.ggml."
@@ -103,12 +103,7 @@ class Vocabulary:
             },
             "post_processor": self._around(),
             "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {
-                "type": "BPE",
-                "ignore_merges": whole,
-                "vocab": self.ids,
-                "merges": pairs,
-            },
+            "model": {"type": "BPE", "ignore_merges": whole, "vocab": self.ids, "merges": pairs},
         }
 
     def _around(self) -> dict[str, Any] | None:

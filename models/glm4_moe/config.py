@@ -3,16 +3,24 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import LARGEST_DEPTH
-from models.hf_config import read_hf_config
-from models.moe_config import MoeConfig, check_routing, read_sizes
-from models.rope import read_rope, read_rotary_dim
+from umbra.models.config import LARGEST_DEPTH
+from umbra.models.hf_config import read_hf_config
+from umbra.models.moe_config import MoeConfig, check_routing, read_sizes
+from umbra.models.rope import read_rope, read_rotary_dim
 
 DEFAULTS = {
-    "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
-    "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
-}  # fmt: skip
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+}
 EXPERTS = "n_routed_experts"
 
 

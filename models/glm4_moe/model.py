@@ -4,13 +4,13 @@ sigmoid scores plus a bias that balances their load, beside a shared expert.
 Devices, splits over ranks and weight formats are handled by the layers.
 """
 
-from models.build import Build
-from models.causal_lm import CausalLM
-from models.glm4_moe.config import Glm4MoeConfig
-from models.layers.attention import GroupedAttention
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.mlp import GatedMLP
-from models.layers.sparse_block import UngatedMoeBlock
+from umbra.models.build import Build
+from umbra.models.causal_lm import CausalLM
+from umbra.models.glm4_moe.config import Glm4MoeConfig
+from umbra.models.layers.attention import GroupedAttention
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.mlp import GatedMLP
+from umbra.models.layers.sparse_block import UngatedMoeBlock
 
 
 def decoder_layer(config: Glm4MoeConfig, build: Build, sparse: bool) -> DecoderLayer:

@@ -3,15 +3,22 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.hf_config import read_hf_config
-from models.moe_config import MoeConfig, check_routing, read_sizes
-from models.rope import read_rope
+from umbra.models.hf_config import read_hf_config
+from umbra.models.moe_config import MoeConfig, check_routing, read_sizes
+from umbra.models.rope import read_rope
 
 DEFAULTS = {
-    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 128,
-    "num_experts_per_tok": 4, "head_dim": 64,
-}  # fmt: skip
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "head_dim": 64,
+}
 EXPERTS = "num_local_experts"
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -6,15 +6,15 @@ Devices, splits over ranks and weight formats are handled by the layers.
 
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.causal_lm import CausalLM
-from models.gpt_oss.config import GptOssConfig
-from models.layers.attention import GroupedAttention
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.experts import Experts
-from models.layers.router import Router
-from ops.interface import ExpertKind
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.causal_lm import CausalLM
+from umbra.models.gpt_oss.config import GptOssConfig
+from umbra.models.layers.attention import GroupedAttention
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.router import Router
+from umbra.ops.interface import ExpertKind
 
 
 class SparseMoeBlock(nn.Module):

@@ -7,15 +7,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.base import Layer, Piece
-from models.layers.linear import MergedLinear, RowLinear, Source, grouped
-from models.layers.norm import RMSNorm
-from models.layers.rotary import head_order
-from models.rope import RopeConfig
-from ops.interface import Heads, Rows, fixed
-from ops.parallel.groups import Shard
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.base import Layer, Piece
+from umbra.models.layers.linear import MergedLinear, RowLinear, Source, grouped
+from umbra.models.layers.norm import RMSNorm
+from umbra.models.layers.rotary import head_order
+from umbra.models.rope import RopeConfig
+from umbra.ops.interface import Heads, Rows, fixed
+from umbra.ops.parallel.groups import Shard
 
 
 def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:

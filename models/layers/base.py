@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ops.interface import Matrix
+from umbra.ops.interface import Matrix
 
 ALL = slice(None)
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.norm import RMSNorm
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.norm import RMSNorm
 
 
 class DecoderLayer(nn.Module):

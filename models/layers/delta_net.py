@@ -7,14 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.attention import kv_shard
-from models.layers.base import ALL, Layer, Piece
-from models.layers.linear import MergedLinear, RowLinear, grouped
-from models.layers.norm import RMSNorm
-from models.layers.states import RecurrentStates
-from ops.interface import fixed
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.attention import kv_shard
+from umbra.models.layers.base import ALL, Layer, Piece
+from umbra.models.layers.linear import MergedLinear, RowLinear, grouped
+from umbra.models.layers.norm import RMSNorm
+from umbra.models.layers.states import RecurrentStates
+from umbra.ops.interface import fixed
 
 Part = tuple[int, slice]  # elements of a dimension, and this rank's range of them
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.eagle3_config import TAPS, Eagle3Config
-from models.layers.attention import GroupedAttention
-from models.layers.base import ALL, Layer, Piece, Separate
-from models.layers.embedding import HEAD, LMHead, VocabEmbedding
-from models.layers.linear import MergedLinear, Source
-from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
-from models.layers.rotary import RotaryTable
-from ops.interface import fixed
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.eagle3_config import TAPS, Eagle3Config
+from umbra.models.layers.attention import GroupedAttention
+from umbra.models.layers.base import ALL, Layer, Piece, Separate
+from umbra.models.layers.embedding import HEAD, LMHead, VocabEmbedding
+from umbra.models.layers.linear import MergedLinear, Source
+from umbra.models.layers.mlp import GatedMLP
+from umbra.models.layers.norm import RMSNorm
+from umbra.models.layers.rotary import RotaryTable
+from umbra.ops.interface import fixed
 
 TOKENS = "d2t"  # the tensor of tokens that the head can guess
 

@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import Tensor
 
-from models.build import Build
-from models.layers.base import ALL, Layer, Piece
+from umbra.models.build import Build
+from umbra.models.layers.base import ALL, Layer, Piece
 
 HEAD = "lm_head.weight"  # the checkpoint tensor of an output head that is not tied to the embedding
 

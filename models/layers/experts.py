@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.base import ALL, Layer, Piece
-from models.layers.mlp import GatedMLP
-from models.layers.router import Router
-from ops.format import Alternating, Quantised, every_other, floats
-from ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Routed, Scores, Slots, fixed
-from ops.parallel.placement import Held, first_placement, slots_for
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.base import ALL, Layer, Piece
+from umbra.models.layers.mlp import GatedMLP
+from umbra.models.layers.router import Router
+from umbra.ops.format import Alternating, Quantised, every_other, floats
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Routed, Scores, Slots, fixed
+from umbra.ops.parallel.placement import Held, first_placement, slots_for
 
 ALL_EXPERTS = "gate_up_proj", "down_proj"
 
@@ -83,12 +83,7 @@ class Experts(Layer):
         self.slots.table.copy_(torch.from_numpy(slots_for(self.ep.rank, self.ep.size, held)))
 
     def forward(
-        self,
-        x: Tensor,
-        routed: Routed,
-        batch: Batch,
-        shared: GatedMLP | None = None,
-        shared_gate: Router | None = None,
+        self, x: Tensor, routed: Routed, batch: Batch, shared: GatedMLP | None = None, shared_gate: Router | None = None
     ) -> Tensor:
         rows, exchange = batch.rows(self.parallel), self.exchange
         if exchange and (batch.even or exchange.uneven) and exchange.takes(len(x), self.weights):

@@ -20,15 +20,15 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.attention import PagedCache
-from models.layers.base import ALL, Layer, Piece
-from models.layers.linear import MergedLinear, RowLinear, Source, grouped
-from models.layers.norm import RMSNorm
-from models.rope import RopeConfig
-from ops.format import FORMATS, Quantised, floats
-from ops.interface import HeadMatrices, LatentCache, LatentNorm, LatentProlog, Paged, PrologWeights, Rows
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.attention import PagedCache
+from umbra.models.layers.base import ALL, Layer, Piece
+from umbra.models.layers.linear import MergedLinear, RowLinear, Source, grouped
+from umbra.models.layers.norm import RMSNorm
+from umbra.models.rope import RopeConfig
+from umbra.ops.format import FORMATS, Quantised, floats
+from umbra.ops.interface import HeadMatrices, LatentCache, LatentNorm, LatentProlog, Paged, PrologWeights, Rows
 
 LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others
 
@@ -99,9 +99,14 @@ class PagedLatents(PagedCache):
         return out
 
     def after(
-        self, prolog: LatentProlog, x: Tensor, weights: PrologWeights, norm: LatentNorm, heads: "KeysAndValues",
+        self,
+        prolog: LatentProlog,
+        x: Tensor,
+        weights: PrologWeights,
+        norm: LatentNorm,
+        heads: "KeysAndValues",
         batch: Batch,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The absorbed form for all rows x (T, H). -> (T, heads, value)"""
         paged = batch.paged[self.layers]
         q, q_rotary = prolog(x, weights, norm, self.caches, paged.slot_mapping)

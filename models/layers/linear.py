@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.base import ALL, Layer, Piece, nbytes_of
-from ops.format import GROUP_SIZES, in_order
-from ops.interface import Rounded, Rows
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.base import ALL, Layer, Piece, nbytes_of
+from umbra.ops.format import GROUP_SIZES, in_order
+from umbra.ops.interface import Rounded, Rows
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.linear import MergedLinear, RowLinear, Source
-from models.layers.router import Router
-from ops.format import GROUP_SIZES
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.linear import MergedLinear, RowLinear, Source
+from umbra.models.layers.router import Router
+from umbra.ops.format import GROUP_SIZES
 
 
 class GatedMLP(nn.Module):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.linear import MergedLinear, Source
-from models.layers.norm import RMSNorm
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.linear import MergedLinear, Source
+from umbra.models.layers.norm import RMSNorm
 
 
 class MtpNames(NamedTuple):

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.base import ALL, Layer, Piece
-from models.layers.linear import MergedLinear, Source
-from ops.interface import Rows
-from ops.parallel.groups import Group
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.base import ALL, Layer, Piece
+from umbra.models.layers.linear import MergedLinear, Source
+from umbra.ops.interface import Rows
+from umbra.ops.parallel.groups import Group
 
 
 class RMSNorm(Layer):

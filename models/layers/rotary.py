@@ -8,9 +8,9 @@ have the angle zero. Products of queries and keys, and sums of squares, do not d
 import torch
 from torch import Tensor, nn
 
-from models.build import Build
-from models.rope import RopeConfig
-from ops.interface import fixed
+from umbra.models.build import Build
+from umbra.models.rope import RopeConfig
+from umbra.ops.interface import fixed
 
 
 def rotary_angles(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.build import Build
-from models.layers.base import ALL, Layer, Piece, nbytes_of
-from ops.format import Format
-from ops.interface import fixed
+from umbra.models.build import Build
+from umbra.models.layers.base import ALL, Layer, Piece, nbytes_of
+from umbra.ops.format import Format
+from umbra.ops.interface import fixed
 
 
 class Router(Layer):

@@ -3,14 +3,14 @@ such a gate and with experts that may be in groups."""
 
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.layers.experts import Experts
-from models.layers.mlp import GatedMLP
-from models.layers.router import Router
-from models.moe_config import MoeConfig
-from ops.format import FORMATS
-from ops.interface import Groups
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.mlp import GatedMLP
+from umbra.models.layers.router import Router
+from umbra.models.moe_config import MoeConfig
+from umbra.ops.format import FORMATS
+from umbra.ops.interface import Groups
 
 
 class SparseMoeBlock(nn.Module):

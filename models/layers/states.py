@@ -4,8 +4,8 @@ import math
 
 from torch import nn
 
-from models.batch import Batch
-from ops.interface import Recurrent
+from umbra.models.batch import Batch
+from umbra.ops.interface import Recurrent
 
 
 class RecurrentStates(nn.Module):

@@ -6,7 +6,7 @@ Keys that have no effect in any of these models are read all the same, so that a
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import (
+from umbra.models.config import (
     LARGEST_DEPTH,
     Expansion,
     check_choice,
@@ -15,8 +15,8 @@ from models.config import (
     check_heads,
     check_kv_split,
 )
-from models.hf_config import read_hf_config
-from models.rope import RopeConfig, read_rope, read_rotary_dim
+from umbra.models.hf_config import read_hf_config
+from umbra.models.rope import RopeConfig, read_rope, read_rotary_dim
 
 FULL_ATTENTION = 1  # in `attn_type_list`; 0 is MiniMax-01's lightning attention
 

@@ -7,19 +7,19 @@ formats are handled by the layers.
 
 from torch import Tensor, nn
 
-from models.batch import Batch
-from models.build import Build
-from models.causal_lm import CausalLM
-from models.layers.attention import PagedAttention, kv_shard
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.experts import Experts
-from models.layers.linear import MergedLinear, RowLinear, Source
-from models.layers.norm import SplitRMSNorm
-from models.layers.rotary import head_order
-from models.layers.router import Router, SelectionBias
-from models.minimax_m2.config import MiniMaxM2Config
-from ops.format import FORMATS
-from ops.interface import Rows
+from umbra.models.batch import Batch
+from umbra.models.build import Build
+from umbra.models.causal_lm import CausalLM
+from umbra.models.layers.attention import PagedAttention, kv_shard
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.linear import MergedLinear, RowLinear, Source
+from umbra.models.layers.norm import SplitRMSNorm
+from umbra.models.layers.rotary import head_order
+from umbra.models.layers.router import Router, SelectionBias
+from umbra.models.minimax_m2.config import MiniMaxM2Config
+from umbra.ops.format import FORMATS
+from umbra.ops.interface import Rows
 
 
 class Attention(nn.Module):

@@ -4,13 +4,13 @@ shared expert that a sigmoid gates.
 Devices, splits over ranks and weight formats are handled by the layers.
 """
 
-from models.build import Build
-from models.causal_lm import CausalLM
-from models.layers.attention import GroupedAttention
-from models.layers.decoder_layer import DecoderLayer
-from models.layers.mlp import GatedMLP
-from models.layers.sparse_block import SparseMoeBlock
-from models.qwen2_moe.config import Qwen2MoeConfig
+from umbra.models.build import Build
+from umbra.models.causal_lm import CausalLM
+from umbra.models.layers.attention import GroupedAttention
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.mlp import GatedMLP
+from umbra.models.layers.sparse_block import SparseMoeBlock
+from umbra.models.qwen2_moe.config import Qwen2MoeConfig
 
 
 def decoder_layer(config: Qwen2MoeConfig, build: Build, sparse: bool) -> DecoderLayer:

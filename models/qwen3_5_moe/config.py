@@ -4,9 +4,9 @@ dataclass."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.hf_config import read_hf_config
-from models.hybrid_config import HybridConfig, read_hybrid
-from models.moe_config import check_routing
+from umbra.models.hf_config import read_hf_config
+from umbra.models.hybrid_config import HybridConfig, read_hybrid
+from umbra.models.moe_config import check_routing
 
 DEFAULTS = {"vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8}
 TIED = "tie_word_embeddings"

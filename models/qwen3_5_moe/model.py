@@ -4,7 +4,7 @@ model that sees pictures only the part that reads text is used, whose rotary emb
 Devices, splits over ranks and weight formats are handled by the layers.
 """
 
-from models.hybrid import HybridForCausalLM
+from umbra.models.hybrid import HybridForCausalLM
 
 
 class Qwen3_5MoeForCausalLM(HybridForCausalLM):

@@ -3,15 +3,22 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.hf_config import read_hf_config
-from models.moe_config import MoeConfig, check_routing, read_sizes, sparse_by_step
-from models.rope import read_rope
+from umbra.models.hf_config import read_hf_config
+from umbra.models.moe_config import MoeConfig, check_routing, read_sizes, sparse_by_step
+from umbra.models.rope import read_rope
 
 DEFAULTS = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 
 
 @dataclass(frozen=True)

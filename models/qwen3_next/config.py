@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.hf_config import read_hf_config
-from models.hybrid_config import HybridConfig, read_hybrid
-from models.moe_config import check_routing
+from umbra.models.hf_config import read_hf_config
+from umbra.models.hybrid_config import HybridConfig, read_hybrid
+from umbra.models.moe_config import check_routing
 
 DEFAULTS = {"vocab_size": 151936, "num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10}
 

@@ -5,7 +5,7 @@ a shared expert that a sigmoid gates.
 Devices, splits over ranks and weight formats are handled by the layers.
 """
 
-from models.hybrid import HybridForCausalLM
+from umbra.models.hybrid import HybridForCausalLM
 
 
 class Qwen3NextForCausalLM(HybridForCausalLM):

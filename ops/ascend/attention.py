@@ -14,8 +14,8 @@ import torch_npu
 import torchair
 from torch import Tensor
 
-from ops.ascend.layout import TILE
-from ops.interface import Lengths, Paged
+from umbra.ops.ascend.layout import TILE
+from umbra.ops.interface import Lengths, Paged
 
 WHOLE_MASK, CAUSAL_AT_THE_END, BAND = 0, 3, 4  # values of sparse_mode
 ALL_TOKENS = 2147483647  # for pre_tokens and next_tokens
@@ -88,11 +88,22 @@ def attend(
     if decode:  # known when a graph is made
         ends = torch.arange(1, tokens + 1, device=q.device) if on_device else tuple(range(1, tokens + 1))
     call = Call(
-        q[:, None] if batch else q, k_cache, v_cache, None if batch else mask, None if batch else ends, kv_lens,
-        block_tables, heads, kv_heads, scale, "BSND" if batch else "TND",
+        q[:, None] if batch else q,
+        k_cache,
+        v_cache,
+        None if batch else mask,
+        None if batch else ends,
+        kv_lens,
+        block_tables,
+        heads,
+        kv_heads,
+        scale,
+        "BSND" if batch else "TND",
         WHOLE_MASK if batch else CAUSAL_AT_THE_END if window is None else BAND,
-        ALL_TOKENS if window is None else window - 1, ALL_TOKENS if window is None else 0, page_size,
-    )  # fmt: skip
+        ALL_TOKENS if window is None else window - 1,
+        ALL_TOKENS if window is None else 0,
+        page_size,
+    )
     if sinks is None:
         out = attended(call, on_device)
         return out.squeeze(1) if batch else out

@@ -8,8 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from ops.ascend.cann import HOST_FUNC_SINCE, since
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.ascend.cann import HOST_FUNC_SINCE, since
 
 SOURCE = Path(__file__).parent / "csrc" / "bridge.cpp"
 JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "shadow" / "job.h"

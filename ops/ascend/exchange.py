@@ -9,11 +9,11 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend import moe
-from ops.ascend.grouped import COUNTS
-from ops.ascend.ops import AscendOps
-from ops.ascend.weights import Bank
-from ops.interface import Slots
+from umbra.ops.ascend import moe
+from umbra.ops.ascend.grouped import COUNTS
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.ascend.weights import Bank
+from umbra.ops.interface import Slots
 
 SENT_IN_INT8 = 2  # quant_mode: rows are rounded before they are sent, each to its own scale
 
@@ -41,23 +41,64 @@ class AscendExchange:
             x = x.index_select(1, experts.w13.order)
         mode = SENT_IN_INT8 if moe.in_int8(experts) else 0
         rows, scales, assist, counts, received, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(
-            x=x, expert_ids=ids, group_ep=self.group, ep_world_size=self.size, ep_rank_id=self.rank,
-            moe_expert_num=self.experts, scales=None, x_active_mask=None, expert_scales=None, elastic_info=None,
-            group_tp="", tp_world_size=0, tp_rank_id=0, expert_shard_type=0, shared_expert_num=0,
-            shared_expert_rank_num=0, quant_mode=mode, global_bs=0, expert_token_nums_type=COUNTS, comm_alg="",
-            zero_expert_num=0, copy_expert_num=0, const_expert_num=0,
-        )  # fmt: skip
+            x=x,
+            expert_ids=ids,
+            group_ep=self.group,
+            ep_world_size=self.size,
+            ep_rank_id=self.rank,
+            moe_expert_num=self.experts,
+            scales=None,
+            x_active_mask=None,
+            expert_scales=None,
+            elastic_info=None,
+            group_tp="",
+            tp_world_size=0,
+            tp_rank_id=0,
+            expert_shard_type=0,
+            shared_expert_num=0,
+            shared_expert_rank_num=0,
+            quant_mode=mode,
+            global_bs=0,
+            expert_token_nums_type=COUNTS,
+            comm_alg="",
+            zero_expert_num=0,
+            copy_expert_num=0,
+            const_expert_num=0,
+        )
         if slots:
             slots.rows.add_(counts)
         with self.ops.one_kernel(experts):
             y = moe.products(rows, scales, counts, COUNTS, experts, self.ops.can, x.dtype)
         self.ops.read_ahead(experts, y)
         return torch_npu.npu_moe_distribute_combine_v2(
-            expand_x=y, expert_ids=ids, assist_info_for_combine=assist, ep_send_counts=received,
-            expert_scales=weights.to(torch.float32), group_ep=self.group, ep_world_size=self.size,
-            ep_rank_id=self.rank, moe_expert_num=self.experts, tp_send_counts=None, x_active_mask=None,
-            expand_scales=None, shared_expert_x=None, elastic_info=None, ori_x=None, const_expert_alpha_1=None,
-            const_expert_alpha_2=None, const_expert_v=None, group_tp="", tp_world_size=0, tp_rank_id=0,
-            expert_shard_type=0, shared_expert_num=0, shared_expert_rank_num=0, global_bs=0, comm_quant_mode=0,
-            comm_alg="", zero_expert_num=0, copy_expert_num=0, const_expert_num=0,
-        )  # fmt: skip
+            expand_x=y,
+            expert_ids=ids,
+            assist_info_for_combine=assist,
+            ep_send_counts=received,
+            expert_scales=weights.to(torch.float32),
+            group_ep=self.group,
+            ep_world_size=self.size,
+            ep_rank_id=self.rank,
+            moe_expert_num=self.experts,
+            tp_send_counts=None,
+            x_active_mask=None,
+            expand_scales=None,
+            shared_expert_x=None,
+            elastic_info=None,
+            ori_x=None,
+            const_expert_alpha_1=None,
+            const_expert_alpha_2=None,
+            const_expert_v=None,
+            group_tp="",
+            tp_world_size=0,
+            tp_rank_id=0,
+            expert_shard_type=0,
+            shared_expert_num=0,
+            shared_expert_rank_num=0,
+            global_bs=0,
+            comm_quant_mode=0,
+            comm_alg="",
+            zero_expert_num=0,
+            copy_expert_num=0,
+            const_expert_num=0,
+        )

@@ -8,10 +8,18 @@ ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how man
 
 
 def grouped_matmul(
-    x: Tensor, weight: Tensor, groups: Tensor, kind: int, *, bias: Tensor | None = None, scale: Tensor | None = None,
-    row_scales: Tensor | None = None, antiquant_scale: Tensor | None = None, antiquant_offset: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    groups: Tensor,
+    kind: int,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    antiquant_scale: Tensor | None = None,
+    antiquant_offset: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x (T K, H) by weight (E, H, N), with `groups` (E) int64 of `kind`. -> (T K, N) of `dtype`, or of x's"""
     y: Tensor = torch_npu.npu_grouped_matmul(
         x=[x],

@@ -9,7 +9,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 # Bytes that are registered at once. On A3 copies from ranges below 128 MB reached 110 GB/s, from larger ones much less
 # (published: vllm-ascend 8851).

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from ops.ascend.attention import ALL_TOKENS, CAUSAL_AT_THE_END, WHOLE_MASK, Call, attended, checked
-from ops.ascend.weights import AscendHeads, AscendMatrix
-from ops.interface import LatentCache, LatentNorm, Paged, PrologWeights
+from umbra.ops.ascend.attention import ALL_TOKENS, CAUSAL_AT_THE_END, WHOLE_MASK, Call, attended, checked
+from umbra.ops.ascend.weights import AscendHeads, AscendMatrix
+from umbra.ops.interface import LatentCache, LatentNorm, Paged, PrologWeights
 
 APART_WIDTH = 128  # of keys and values of a head, beside rotated keys of 64 columns
 MOST_JOINED = 256  # columns of packed keys and values
@@ -34,9 +34,15 @@ def head_linear(x: Tensor, weights: AscendHeads) -> Tensor:
     if inputs % WHOLE_INPUTS or outputs % WHOLE_INPUTS or heads * inputs > MOST_INPUTS:
         return torch.bmm(x.transpose(0, 1), weights.data).transpose(0, 1)
     return torch_npu.npu_transpose_batchmatmul(
-        input=x, weight=weights.data, bias=None, scale=None, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2],
+        input=x,
+        weight=weights.data,
+        bias=None,
+        scale=None,
+        perm_x1=[1, 0, 2],
+        perm_x2=[0, 1, 2],
+        perm_y=[1, 0, 2],
         batch_split_factor=1,
-    )  # fmt: skip
+    )
 
 
 def rope_write(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor) -> Tensor:
@@ -47,10 +53,21 @@ def rope_write(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, sl
     latents, keys = cache
     angles = [angle[:, None, None] for angle in (norm.cos, norm.sin)]
     torch_npu.npu_kv_rmsnorm_rope_cache_v2(
-        kv=rows[:, None, None], gamma=norm.weight, cos=angles[0], sin=angles[1], index=slot_mapping,
-        k_cache=keys, ckv_cache=latents, k_rope_scale=None, c_kv_scale=None,
-        k_rope_offset=None, c_kv_offset=None, epsilon=norm.eps, cache_mode="PA", is_output_kv=False,
-    )  # fmt: skip
+        kv=rows[:, None, None],
+        gamma=norm.weight,
+        cos=angles[0],
+        sin=angles[1],
+        index=slot_mapping,
+        k_cache=keys,
+        ckv_cache=latents,
+        k_rope_scale=None,
+        c_kv_scale=None,
+        k_rope_offset=None,
+        c_kv_offset=None,
+        epsilon=norm.eps,
+        cache_mode="PA",
+        is_output_kv=False,
+    )
     turned = torch_npu.npu_rotary_mul(
         input=q[None], r1=norm.cos[None, :, None], r2=norm.sin[None, :, None], rotary_mode="half"
     )
@@ -71,15 +88,40 @@ def prolog(
         return x.new_empty(0, heads, of_heads.rows), x.new_empty(0, heads, norm.cos.shape[1])
     q_a, q_b, kv_a = (cast(AscendMatrix, matrix).data for matrix in (weights.q_a, weights.q_b, weights.kv_a))
     q, turned, *_ = torch_npu.npu_mla_prolog_v3(
-        token_x=x, weight_dq=q_a, weight_uq_qr=q_b, weight_uk=of_heads.data, weight_dkv_kr=kv_a,
-        rmsnorm_gamma_cq=weights.q_norm, rmsnorm_gamma_ckv=norm.weight, rope_sin=norm.sin, rope_cos=norm.cos,
-        kv_cache=cache[0], kr_cache=cache[1], cache_index=slot_mapping, dequant_scale_x=None, dequant_scale_w_dq=None,
-        dequant_scale_w_uq_qr=None, dequant_scale_w_dkv_kr=None, quant_scale_ckv=None, quant_scale_ckr=None,
-        smooth_scales_cq=None, actual_seq_len=None, k_nope_clip_alpha=None, rmsnorm_epsilon_cq=norm.eps,
-        rmsnorm_epsilon_ckv=norm.eps, cache_mode="PA_BSND", query_norm_flag=False, weight_quant_mode=0,
-        kv_cache_quant_mode=0, query_quant_mode=0, ckvkr_repo_mode=0, quant_scale_repo_mode=0, tile_size=128,
-        qc_qr_scale=1.0, kc_scale=1.0,
-    )  # fmt: skip
+        token_x=x,
+        weight_dq=q_a,
+        weight_uq_qr=q_b,
+        weight_uk=of_heads.data,
+        weight_dkv_kr=kv_a,
+        rmsnorm_gamma_cq=weights.q_norm,
+        rmsnorm_gamma_ckv=norm.weight,
+        rope_sin=norm.sin,
+        rope_cos=norm.cos,
+        kv_cache=cache[0],
+        kr_cache=cache[1],
+        cache_index=slot_mapping,
+        dequant_scale_x=None,
+        dequant_scale_w_dq=None,
+        dequant_scale_w_uq_qr=None,
+        dequant_scale_w_dkv_kr=None,
+        quant_scale_ckv=None,
+        quant_scale_ckr=None,
+        smooth_scales_cq=None,
+        actual_seq_len=None,
+        k_nope_clip_alpha=None,
+        rmsnorm_epsilon_cq=norm.eps,
+        rmsnorm_epsilon_ckv=norm.eps,
+        cache_mode="PA_BSND",
+        query_norm_flag=False,
+        weight_quant_mode=0,
+        kv_cache_quant_mode=0,
+        query_quant_mode=0,
+        ckvkr_repo_mode=0,
+        quant_scale_repo_mode=0,
+        tile_size=128,
+        qc_qr_scale=1.0,
+        kc_scale=1.0,
+    )
     return q, turned
 
 
@@ -96,18 +138,38 @@ def attend_latents(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged
     decode = tokens == len(paged.kv_lens)
     q, q_rotary = (x[:, None] if decode else x for x in (q, q_rotary))
     call = Call(
-        q, latents, latents, None if decode else mask, None if decode else ends, paged.kv_lens, paged.block_tables,
-        heads + more, 1, scale, "BSND" if decode else "TND", WHOLE_MASK if decode else CAUSAL_AT_THE_END, ALL_TOKENS,
-        ALL_TOKENS, latents.shape[1], q_rotary, keys,
-    )  # fmt: skip
+        q,
+        latents,
+        latents,
+        None if decode else mask,
+        None if decode else ends,
+        paged.kv_lens,
+        paged.block_tables,
+        heads + more,
+        1,
+        scale,
+        "BSND" if decode else "TND",
+        WHOLE_MASK if decode else CAUSAL_AT_THE_END,
+        ALL_TOKENS,
+        ALL_TOKENS,
+        latents.shape[1],
+        q_rotary,
+        keys,
+    )
     out = attended(call, on_device)
     return (out.squeeze(1) if decode else out)[:, :heads]
 
 
 def attend_expanded(
-    q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: AscendHeads, values: AscendHeads, paged: Paged, scale: float,
+    q: Tensor,
+    q_rotary: Tensor,
+    cache: LatentCache,
+    keys: AscendHeads,
+    values: AscendHeads,
+    paged: Paged,
+    scale: float,
     mask: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`Ops.expanded_attention`. Sequences come one after another, so that keys and values of one take memory."""
     ends, _ = checked(paged)
     width, joined = values.rows, q.shape[2] + q_rotary.shape[2]
@@ -123,9 +185,16 @@ def attend_expanded(
 
 
 def _of_sequence(
-    q: Tensor, q_rotary: Tensor, cache: LatentCache, keys: AscendHeads, values: AscendHeads, table: Tensor, length: int,
-    scale: float, mask: Tensor,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    q_rotary: Tensor,
+    cache: LatentCache,
+    keys: AscendHeads,
+    values: AscendHeads,
+    table: Tensor,
+    length: int,
+    scale: float,
+    mask: Tensor,
+) -> Tensor:
     """The cached tokens of a sequence are gathered, and each head's keys and values made of them."""
     heads, pages = q.shape[1], table[: -(-length // cache[0].shape[1])]
     latents, turned = (part[pages].flatten(0, 2)[:length] for part in cache)
@@ -135,7 +204,21 @@ def _of_sequence(
     if not apart:
         q, own = torch.cat((q, q_rotary), -1), torch.cat((own, turned), -1)
     call = Call(
-        q.contiguous(), own, value, mask, (len(q),), (length,), None, heads, heads, scale, "TND", CAUSAL_AT_THE_END,
-        ALL_TOKENS, ALL_TOKENS, 0, *((q_rotary, turned.contiguous()) if apart else ()),
-    )  # fmt: skip
+        q.contiguous(),
+        own,
+        value,
+        mask,
+        (len(q),),
+        (length,),
+        None,
+        heads,
+        heads,
+        scale,
+        "TND",
+        CAUSAL_AT_THE_END,
+        ALL_TOKENS,
+        ALL_TOKENS,
+        0,
+        *((q_rotary, turned.contiguous()) if apart else ()),
+    )
     return attended(call, False)

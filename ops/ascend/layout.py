@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ops import reference
-from ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix
-from ops.format import Format
-from ops.interface import SILU_EXPERTS, ExpertKind, LatentProlog, Numbers, Paged, tensor_of
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops import reference
+from umbra.ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix
+from umbra.ops.format import Format
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, LatentProlog, Numbers, Paged, tensor_of
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
@@ -36,13 +36,7 @@ class AscendLayout:
         return AscendMatrix(rows, columns, format, self.dtype, device, self.in_planes)
 
     def expert_matrices(
-        self,
-        count: int,
-        inner: int,
-        hidden: int,
-        format: Format,
-        device: torch.device,
-        kind: ExpertKind = SILU_EXPERTS,
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
     ) -> AscendExperts:
         self.banks += 1
         return AscendExperts(count, inner, hidden, format, self.dtype, device, None, self.in_planes, self.banks, kind)

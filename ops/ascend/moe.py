@@ -15,14 +15,14 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend import w8a8
-from ops.ascend.cann import Abilities
-from ops.ascend.grouped import COUNTS, ENDS, grouped_matmul
-from ops.ascend.vector_core.calls import unpacked
-from ops.ascend.w8a8 import BY_TOKEN
-from ops.ascend.weights import Bank, Stored
-from ops.format import W8A8
-from ops.interface import ExpertKind
+from umbra.ops.ascend import w8a8
+from umbra.ops.ascend.cann import Abilities
+from umbra.ops.ascend.grouped import COUNTS, ENDS, grouped_matmul
+from umbra.ops.ascend.vector_core.calls import unpacked
+from umbra.ops.ascend.w8a8 import BY_TOKEN
+from umbra.ops.ascend.weights import Bank, Stored
+from umbra.ops.format import W8A8
+from umbra.ops.interface import ExpertKind
 
 AS_THEY_ARE = -1  # quant_mode
 BY_COLUMN, BY_ROW = 0, 2  # drop_pad_mode of finalize_routing: row k T + t, or t K + k, is token t's k-th expert
@@ -82,10 +82,20 @@ def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can:
     tokens, top_k = ids.shape
     mode = BY_TOKEN if in_int8(experts) else AS_THEY_ARE
     rows, back, counts, scales = torch_npu.npu_moe_init_routing_v2(
-        x=x, expert_idx=ids, scale=None, offset=None, active_num=tokens * top_k, expert_capacity=0,
-        expert_num=experts.count, drop_pad_mode=0, expert_tokens_num_type=1, expert_tokens_num_flag=True,
-        quant_mode=mode, active_expert_range=[0, experts.count], row_idx_type=0,
-    )  # fmt: skip
+        x=x,
+        expert_idx=ids,
+        scale=None,
+        offset=None,
+        active_num=tokens * top_k,
+        expert_capacity=0,
+        expert_num=experts.count,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=mode,
+        active_expert_range=[0, experts.count],
+        row_idx_type=0,
+    )
     counts = counts.to(torch.int64)  # some releases of torch_npu give int32 for 128 experts of 2048 columns
     sums = products(rows, scales, counts, COUNTS, experts, can, x.dtype)
     return sum_by_row(sums, weights, back, ids)
@@ -136,9 +146,14 @@ def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
     values = None if torch.compiler.is_compiling() else matrices.values
     weight = matrices.data if whole else values.take(matrices) if values else unpacked(matrices)
     y = grouped_matmul(
-        x, weight, groups, kind, bias=matrices.bias, antiquant_scale=matrices.scales if whole else None,
+        x,
+        weight,
+        groups,
+        kind,
+        bias=matrices.bias,
+        antiquant_scale=matrices.scales if whole else None,
         antiquant_offset=matrices.offsets if whole else None,
-    )  # fmt: skip
+    )
     if values:
         values.release(matrices)
     return y
@@ -148,6 +163,12 @@ def weighted_sum(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None
     """Sums of rows (T K, H), multiplied by weights (T, K), for each token; `back` has the rows' places in `order`.
     Weights have the type of the rows; with bfloat16 rows they may be float32."""
     return torch_npu.npu_moe_finalize_routing(
-        expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=weights,
-        expanded_src_to_dst_row=back, export_for_source_row=ids, drop_pad_mode=order,
-    )  # fmt: skip
+        expanded_permuted_rows=rows,
+        skip1=None,
+        skip2=None,
+        bias=None,
+        scales=weights,
+        expanded_src_to_dst_row=back,
+        export_for_source_row=ids,
+        drop_pad_mode=order,
+    )

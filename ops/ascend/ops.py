@@ -17,18 +17,19 @@ import torch_npu
 import torchair
 from torch import Tensor
 
-from ops import composed
-from ops.ascend import latents, moe, recurrent, w8a8
-from ops.ascend.attention import attend
-from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
-from ops.ascend.layout import CAUSAL_MASK, HEAD_DIMS, AscendLayout
-from ops.ascend.tiles import TileBanks
-from ops.ascend.vector_core import calls
-from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
-from ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix, Bank
-from ops.cpu import ops as cpu
-from ops.format import W8A8, Format
-from ops.interface import (
+from umbra.base.errors import UserError
+from umbra.ops import composed
+from umbra.ops.ascend import latents, moe, recurrent, w8a8
+from umbra.ops.ascend.attention import attend
+from umbra.ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
+from umbra.ops.ascend.layout import CAUSAL_MASK, HEAD_DIMS, AscendLayout
+from umbra.ops.ascend.tiles import TileBanks
+from umbra.ops.ascend.vector_core import calls
+from umbra.ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
+from umbra.ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix, Bank
+from umbra.ops.cpu import ops as cpu
+from umbra.ops.format import W8A8, Format
+from umbra.ops.interface import (
     SILU_EXPERTS,
     ExpertKind,
     ExpertMatrices,
@@ -44,8 +45,7 @@ from ops.interface import (
     Rows,
     Scores,
 )
-from ops.sampling import Choice
-from umbra.errors import UserError
+from umbra.ops.sampling import Choice
 
 PROLOG_FORMAT = Format("bfloat16", tiled=True)  # of the matrices that npu_mla_prolog_v3 takes
 MOST_ROTATED = 896  # columns of a head that npu_rotary_mul takes
@@ -94,13 +94,7 @@ class AscendOps(AscendLayout):
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
 
     def expert_matrices(
-        self,
-        count: int,
-        inner: int,
-        hidden: int,
-        format: Format,
-        device: torch.device,
-        kind: ExpertKind = SILU_EXPERTS,
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
     ) -> AscendExperts:
         experts = super().expert_matrices(count, inner, hidden, format, device, kind)
         if self.tiles is not None and experts.w13.planes is not None:
@@ -130,10 +124,16 @@ class AscendOps(AscendLayout):
             return torch.mm(x, data) if bias is None else torch.addmm(bias, x, data)
         if weight.scales is not None:
             return torch_npu.npu_weight_quant_batchmatmul(
-                x=x, weight=weight.data, antiquant_scale=weight.scales, antiquant_offset=weight.offsets,
-                quant_scale=None, quant_offset=None, bias=bias, antiquant_group_size=weight.format.group,
+                x=x,
+                weight=weight.data,
+                antiquant_scale=weight.scales,
+                antiquant_offset=weight.offsets,
+                quant_scale=None,
+                quant_offset=None,
+                bias=bias,
+                antiquant_group_size=weight.format.group,
                 inner_precise=0,
-            )  # fmt: skip
+            )
         if weight.data.dtype == torch.float32:
             x = x.float()
         return torch.mm(x, weight.data) if bias is None else torch.addmm(bias, x, weight.data)
@@ -204,9 +204,13 @@ class AscendOps(AscendLayout):
         # say so. This is safe, since q and k are new tensors, made by their norms or copied here from the columns of
         # their product, that nothing else reads.
         q, k = torch_npu.npu_apply_rotary_pos_emb(
-            query=q.contiguous()[:, None], key=k.contiguous()[:, None], cos=cos[:, None, None],
-            sin=sin[:, None, None], layout="BSND", rotary_mode="half",
-        )  # fmt: skip
+            query=q.contiguous()[:, None],
+            key=k.contiguous()[:, None],
+            cos=cos[:, None, None],
+            sin=sin[:, None, None],
+            layout="BSND",
+            rotary_mode="half",
+        )
         return q.squeeze(1), k.squeeze(1)
 
     def norm_rope_write(
@@ -219,19 +223,40 @@ class AscendOps(AscendLayout):
         if out is None:
             out = qkv.new_empty(tokens, q_heads * dim)
         torch_npu.npu_qkv_rms_norm_rope_cache(
-            qkv=qkv, q_gamma=heads.q_weight, k_gamma=heads.k_weight, cos=heads.cos, sin=heads.sin, index=slot_mapping,
-            q_out=out, k_cache=k_cache, v_cache=v_cache, qkv_size=[1, tokens, q_heads + 2 * kv_heads, dim],
-            head_nums=[q_heads, kv_heads, kv_heads], k_scale=None, v_scale=None, k_offset=None, v_offset=None,
-            epsilon=heads.eps, cache_mode=TILED, is_output_qkv=False,
-        )  # fmt: skip
+            qkv=qkv,
+            q_gamma=heads.q_weight,
+            k_gamma=heads.k_weight,
+            cos=heads.cos,
+            sin=heads.sin,
+            index=slot_mapping,
+            q_out=out,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            qkv_size=[1, tokens, q_heads + 2 * kv_heads, dim],
+            head_nums=[q_heads, kv_heads, kv_heads],
+            k_scale=None,
+            v_scale=None,
+            k_offset=None,
+            v_offset=None,
+            epsilon=heads.eps,
+            cache_mode=TILED,
+            is_output_qkv=False,
+        )
         return out.view(tokens, q_heads, dim)
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         if self.tiled:
             torch_npu.npu_scatter_pa_kv_cache(
-                key=k, value=v, key_cache=k_cache, value_cache=v_cache, slot_mapping=slot_mapping, compress_lens=None,
-                compress_seq_offsets=None, seq_lens=None, cache_mode=TILED,
-            )  # fmt: skip
+                key=k,
+                value=v,
+                key_cache=k_cache,
+                value_cache=v_cache,
+                slot_mapping=slot_mapping,
+                compress_lens=None,
+                compress_seq_offsets=None,
+                seq_lens=None,
+                cache_mode=TILED,
+            )
             return
         for x, cache in ((k, k_cache), (v, v_cache)):
             torch_npu.npu_scatter_nd_update_(input=cache, indices=slot_mapping, updates=x.flatten(1))
@@ -371,16 +396,31 @@ class AscendOps(AscendLayout):
         return (weights * scale if scale != 1 else weights).to(self.dtype), ids.int()
 
     def _gated(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renorm: int, norm_type: int, scale: float,
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        renorm: int,
+        norm_type: int,
+        scale: float,
         groups: Groups | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         if not len(logits):  # a data-parallel group that has no prompt in this step
             return logits.new_empty(0, top_k, dtype=self.dtype), logits.new_empty(0, top_k, dtype=torch.int32)
         number, kept, best = groups or Groups(1, 1, 1)
         weights, ids, _ = torch_npu.npu_moe_gating_top_k(
-            x=logits, k=top_k, bias=bias, k_group=kept, group_count=number, group_select_mode=best - 1, renorm=renorm,
-            norm_type=norm_type, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
-        )  # fmt: skip
+            x=logits,
+            k=top_k,
+            bias=bias,
+            k_group=kept,
+            group_count=number,
+            group_select_mode=best - 1,
+            renorm=renorm,
+            norm_type=norm_type,
+            out_flag=False,
+            routed_scaling_factor=scale,
+            eps=1e-20,
+        )
         return weights.to(self.dtype), ids
 
     def argmax(self, x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor, nn
 
-from ops.ascend import recurrent_drafts as drafted
-from ops.interface import Recurrent, SequenceRows, fixed
+from umbra.ops.ascend import recurrent_drafts as drafted
+from umbra.ops.interface import Recurrent, SequenceRows, fixed
 
 CHUNK = 64  # rows that a chunk has at most
 MOST_CHUNKS = 64  # that are prepared at once
@@ -62,17 +62,28 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
         kept = [torch.cat([state, *room]) for state in after] if room else after
         _keep(states, [(s, s.length, kept[i]) for i, s in enumerate(sequences)])
     else:
-        inputs = torch.cat([part for s, b in zip(sequences, before, strict=True)
-                            for part in (b[: taps - 1 + s.pending], x[s.start : s.end].float())]
-                           + room)  # fmt: skip
+        inputs = torch.cat(
+            [
+                part
+                for s, b in zip(sequences, before, strict=True)
+                for part in (b[: taps - 1 + s.pending], x[s.start : s.end].float())
+            ]
+            + room
+        )
         y = inputs[: 1 - taps] * weight[0]
         for tap in range(1, taps):
             y.addcmul_(inputs[tap : len(y) + tap], weight[tap])
         earlier = itertools.accumulate((taps - 1 + s.pending for s in sequences), initial=0)
         firsts = [s.start + rows for s, rows in zip(sequences, earlier, strict=False)]
         y = torch.cat([y[first + s.pending :][: s.length] for first, s in zip(firsts, sequences, strict=True)])
-        _keep(states, [(s, count, inputs[first + count :][: states.shape[1]])
-                       for first, s in zip(firsts, sequences, strict=True) for count in _kept(s)])  # fmt: skip
+        _keep(
+            states,
+            [
+                (s, count, inputs[first + count :][: states.shape[1]])
+                for first, s in zip(firsts, sequences, strict=True)
+                for count in _kept(s)
+            ],
+        )
     return _padded(F.silu(y).to(x.dtype), len(x))
 
 
@@ -379,8 +390,11 @@ def _delta_chunks(
     cuts = [_cuts(s, length) for s in sequences]
     order = sorted(range(len(sequences)), key=lambda i: -len(cuts[i]))
     active = [sum(len(c) > step + 1 for c in cuts) for step in range(len(cuts[order[0]]) - 1)]
-    spans = [(sequences[i].start + cuts[i][step], sequences[i].start + cuts[i][step + 1])
-             for step, count in enumerate(active) for i in order[:count]]  # fmt: skip
+    spans = [
+        (sequences[i].start + cuts[i][step], sequences[i].start + cuts[i][step + 1])
+        for step, count in enumerate(active)
+        for i in order[:count]
+    ]
     firsts, ends = torch.tensor(spans).unbind(1)
     rows = firsts[:, None] + torch.arange(length)
     inside = rows < ends[:, None]
@@ -442,6 +456,10 @@ def _prepare(heads: Heads, rows: Tensor, inside: Tensor) -> Chunks:
         size *= 2
     begun = sums.exp()[..., None]
     return Chunks(
-        torch.bmm(inverse, v * betas), torch.bmm(inverse, k * (betas * begun)), q * begun,
-        k * (sums[:, -1:] - sums).exp()[..., None], torch.bmm(q, k.mT) * between, begun[:, -1:],
-    )  # fmt: skip
+        torch.bmm(inverse, v * betas),
+        torch.bmm(inverse, k * (betas * begun)),
+        q * begun,
+        k * (sums[:, -1:] - sums).exp()[..., None],
+        torch.bmm(q, k.mT) * between,
+        begun[:, -1:],
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.interface import Recurrent
+from umbra.ops.interface import Recurrent
 
 
 class Delta(NamedTuple):
@@ -71,10 +71,13 @@ def on_host(at: Recurrent, rows: int, taps: int, drafts: int) -> Step:
     convolved[:used] = source(of, number[:, None] + torch.arange(taps), len(kept), taps - 1)
     taken = source(sequences, chunk, drafts, 0)
     parts = [
-        taken, torch.where(taken < count * drafts, rows, taken - count * drafts),
-        source(sequences, ends[0][:, None] + chunk[:drafts], drafts, 0), back, convolved,
+        taken,
+        torch.where(taken < count * drafts, rows, taken - count * drafts),
+        source(sequences, ends[0][:, None] + chunk[:drafts], drafts, 0),
+        back,
+        convolved,
         *(source(sequences, end[:, None] + kept, len(kept), taps - 1) for end in ends),
-    ]  # fmt: skip
+    ]
     marked = torch.where(at.marks > 0, at.marked, -1)
     return Step(
         torch.cat([part.flatten() for part in parts]),
@@ -140,7 +143,8 @@ def delta(
     change = change.view(size, count, width, length) * ((total - sums).clamp(max=0).exp() * within)[:, :, :, None]
     after = before.view(size, count, width * depth) * total.exp()
     after = torch.baddbmm(
-        after.view(2 * len(state), group * width, depth), change.view(2 * len(state), group * width, length),
+        after.view(2 * len(state), group * width, depth),
+        change.view(2 * len(state), group * width, length),
         k.expand(2, *k.shape).flatten(0, 1),
-    )  # fmt: skip
+    )
     return out, after.view(2 * size, -1)

@@ -30,8 +30,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend.bridge import Bridge, BridgeError, Job
-from ops.ascend.host_memory import ON_DEVICE, pinned, send
+from umbra.ops.ascend.bridge import Bridge, BridgeError, Job
+from umbra.ops.ascend.host_memory import ON_DEVICE, pinned, send
 
 SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
 
@@ -106,9 +106,7 @@ class ShadowNodes:
         return pinned((self.experts,), torch.int32, what)
 
     def _node(self, x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, sums: Tensor, layer: int) -> Node:
-        job = Job(
-            *(t.data_ptr() for t in (x, ids, weights, places, sums)), *ids.shape, self.hidden, layer, -1, None
-        )  # fmt: skip
+        job = Job(*(t.data_ptr() for t in (x, ids, weights, places, sums)), *ids.shape, self.hidden, layer, -1, None)
         payload = self.bridge.payload(job, sums.nbytes)
         return Node(x, ids, weights, places, sums, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
 
@@ -126,9 +124,11 @@ class ShadowNodes:
         main stream does not wait."""
         node = self._of(len(x), layer)
         for name, given, wanted in (
-            ("x", x, node.x), ("ids", ids, node.ids), ("weights", weights, node.weights),
+            ("x", x, node.x),
+            ("ids", ids, node.ids),
+            ("weights", weights, node.weights),
             ("places", places, node.places),
-        ):  # fmt: skip
+        ):
             if given.shape != wanted.shape or given.dtype != wanted.dtype or not given.is_contiguous():
                 raise ValueError(f"layer {layer}: {name} is {given.dtype} {tuple(given.shape)}, or not contiguous")
         sums, here = torch.empty_like(x), torch.empty_like(places)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import Bank, Stored, Values
-from ops.interface import ExpertKind, fixed
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from umbra.ops.ascend.weights import Bank, Stored, Values
+from umbra.ops.interface import ExpertKind, fixed
 
 ROW = PLACE // 4  # int32
 
@@ -83,9 +83,7 @@ class ArenaSlots:
             return
         rows = {name: torch.arange(size // PLACE, dtype=torch.int32) for name, size in self.sizes.items()}
         place = torch.cat([(r + self.layout.offsets[name] // PLACE).repeat(count) for name, r in rows.items()])
-        each = torch.cat([
-            torch.arange(count, dtype=torch.int32).repeat_interleave(len(r)) for r in rows.values()
-        ])  # fmt: skip
+        each = torch.cat([torch.arange(count, dtype=torch.int32).repeat_interleave(len(r)) for r in rows.values()])
         device = self.rows.device
         self.indices[count] = fixed(each.to(device)), fixed(place.to(device))
 

@@ -15,9 +15,9 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend.vector_core.calls import unpack_into
-from ops.ascend.weights import FRACTAL_NZ, Matrices, Role, Stored
-from ops.interface import fixed
+from umbra.ops.ascend.vector_core.calls import unpack_into
+from umbra.ops.ascend.weights import FRACTAL_NZ, Matrices, Role, Stored
+from umbra.ops.interface import fixed
 
 
 class TileBank:

@@ -9,8 +9,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend.grouped import COUNTS, grouped_matmul
-from ops.ascend.weights import AscendMatrix, Bank, Stored
+from umbra.ops.ascend.grouped import COUNTS, grouped_matmul
+from umbra.ops.ascend.weights import AscendMatrix, Bank, Stored
 
 BY_TOKEN = 1  # quant_mode: rows are rounded as they come, each to its own scale
 MOST_FUSED = 10_240  # columns of gate and up together that npu_grouped_matmul_swiglu_quant_v2 takes
@@ -32,9 +32,15 @@ def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
 def product(rows: Tensor, scales: Tensor, dtype: torch.dtype, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
     """Rows (T, K) int8 with their scales (T) by `weight`. -> (T, N) of `dtype`"""
     y: Tensor = torch_npu.npu_quant_matmul(
-        x1=rows, x2=weight.data, scale=weight.scales, offset=None, pertoken_scale=scales, bias=bias,
-        output_dtype=dtype, group_sizes=None,
-    )  # fmt: skip
+        x1=rows,
+        x2=weight.data,
+        scale=weight.scales,
+        offset=None,
+        pertoken_scale=scales,
+        bias=bias,
+        output_dtype=dtype,
+        group_sizes=None,
+    )
     return y
 
 
@@ -43,9 +49,16 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of the sum as `rounded` returns it, and the sum."""
     rows, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
-        x1=x, x2=residual, gamma=weight, smooth_scale1=None, smooth_scale2=None, beta=bias, epsilon=eps,
-        output_mask=[True, False], y_dtype=None,
-    )  # fmt: skip
+        x1=x,
+        x2=residual,
+        gamma=weight,
+        smooth_scale1=None,
+        smooth_scale2=None,
+        beta=bias,
+        epsilon=eps,
+        output_mask=[True, False],
+        y_dtype=None,
+    )
     return rows, scales, total
 
 
@@ -64,11 +77,25 @@ def products(
 def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """The inputs of the second product (T K, I) int8, and their scales."""
     hidden, own = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-        x=rows, weight=[w13.data], weight_scale=[w13.scales], x_scale=scales, group_list=groups, smooth_scale=None,
-        weight_assist_matrix=None, bias=None, dequant_mode=0, dequant_dtype=FLOAT32, quant_mode=0, quant_dtype=INT8,
-        group_list_type=kind, tuning_config=None, x_dtype=None, weight_dtype=None, weight_scale_dtype=None,
+        x=rows,
+        weight=[w13.data],
+        weight_scale=[w13.scales],
+        x_scale=scales,
+        group_list=groups,
+        smooth_scale=None,
+        weight_assist_matrix=None,
+        bias=None,
+        dequant_mode=0,
+        dequant_dtype=FLOAT32,
+        quant_mode=0,
+        quant_dtype=INT8,
+        group_list_type=kind,
+        tuning_config=None,
+        x_dtype=None,
+        weight_dtype=None,
+        weight_scale_dtype=None,
         x_scale_dtype=None,
-    )  # fmt: skip
+    )
     return hidden, own
 
 
@@ -76,8 +103,18 @@ def _in_parts(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: i
     """The same."""
     sums = grouped_matmul(rows, w13.data, groups, kind, dtype=torch.int32)
     hidden, own = torch_npu.npu_dequant_swiglu_quant(
-        x=sums, weight_scale=w13.scales, activation_scale=scales, bias=None, quant_scale=None, quant_offset=None,
-        group_index=groups if kind == COUNTS else groups.diff(prepend=groups.new_zeros(1)), activate_left=True,
-        quant_mode=BY_TOKEN, swiglu_mode=0, clamp_limit=7.0, glu_alpha=1.702, glu_bias=1.0,
-    )  # fmt: skip
+        x=sums,
+        weight_scale=w13.scales,
+        activation_scale=scales,
+        bias=None,
+        quant_scale=None,
+        quant_offset=None,
+        group_index=groups if kind == COUNTS else groups.diff(prepend=groups.new_zeros(1)),
+        activate_left=True,
+        quant_mode=BY_TOKEN,
+        swiglu_mode=0,
+        clamp_limit=7.0,
+        glu_alpha=1.702,
+        glu_bias=1.0,
+    )
     return hidden, own

@@ -21,10 +21,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
-from ops.format import GROUP_SIZES, W8A8, Format, Quantised, floats, in_order
-from ops.interface import SILU_EXPERTS, ExpertKind, fixed
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
+from umbra.ops.format import GROUP_SIZES, W8A8, Format, Quantised, floats, in_order
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, fixed
 
 ND, FRACTAL_NZ = 2, 29
 NIBBLES = 8  # number of nibbles in an int32
@@ -202,13 +202,7 @@ class Matrices:
 
 class AscendMatrix(Matrices):
     def __init__(
-        self,
-        rows: int,
-        columns: int,
-        format: Format,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_planes: bool = False,
+        self, rows: int, columns: int, format: Format, dtype: torch.dtype, device: torch.device, in_planes: bool = False
     ):
         in_planes = in_planes and not unfit(format, columns)
         super().__init__((), rows, columns, format, dtype, device, in_planes=in_planes)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from umbra.errors import REFUSED_STATUS, UserError, refusal
+from umbra.base.errors import REFUSED_STATUS, UserError, refusal
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 SYSFS = "/sys/devices/system"
@@ -29,7 +29,7 @@ PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1))  # of the 
 @functools.cache
 def _load() -> ModuleType:
     try:
-        found = importlib.import_module("ops.cpu._native")
+        found = importlib.import_module("umbra.ops.cpu._native")
     except ImportError as error:
         raise UserError(
             f"the native CPU module is not built ({error}): run bash infer.sh or bash test.sh once"
@@ -45,7 +45,7 @@ def _running() -> ModuleType:
 
 
 if TYPE_CHECKING:
-    import ops.cpu._native as _native
+    import umbra.ops.cpu._native as _native
 
     module = _native
     native = _native

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ops import reference
-from ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack, fill_table
-from ops.cpu.memory import table
+from umbra.ops import reference
+from umbra.ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack, fill_table
+from umbra.ops.cpu.memory import table
 
 
 def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:

@@ -7,30 +7,45 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import TYPES, module, native, pointer
-from ops.cpu.memory import allocate
-from ops.format import LARGEST_F8, Blocks, Format, Nested, Quantised, floats, in_int8
-from ops.interface import SILU_EXPERTS, ExpertKind
-from ops.words import Words
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.cpu.engine import TYPES, module, native, pointer
+from umbra.ops.cpu.memory import allocate
+from umbra.ops.format import LARGEST_F8, Blocks, Format, Nested, Quantised, floats, in_int8
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind
+from umbra.ops.words import Words
 
 if TYPE_CHECKING:
-    from ops.cpu._native import Given, SplitMatrix, Table
+    from umbra.ops.cpu._native import Given, SplitMatrix, Table
 
 ROWS, BLOCK = 16, 32
 BITS = {
-    "float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8, "mxfp4": 4, "q4_k": 4, "q5_k": 5,
-    "q6_k": 6, "iq4": 4, "w8a8": 8,
-}  # fmt: skip
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "q8": 8,
+    "q4": 4,
+    "f8": 8,
+    "mxfp4": 4,
+    "q4_k": 4,
+    "q5_k": 5,
+    "q6_k": 6,
+    "iq4": 4,
+    "w8a8": 8,
+}
 CODES = {kind: code for code, kind in enumerate(BITS)}
 # Of nested scales: bytes for each group, and for each 32 columns.
 NESTED_BYTES = {"q4_k": (4, 2), "q5_k": (4, 2), "q6_k": (2, 2), "iq4": (2, 1)}
 SCALES = {"f8": torch.float32, "w8a8": torch.float32, "mxfp4": torch.uint8}  # of other formats float16
 ALIGNMENT = 64
 KINDS = {
-    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 4, torch.int8: 5,
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.uint8: 4,
+    torch.int8: 5,
     torch.float8_e8m0fnu: 4,
-}  # fmt: skip
+}
 WORDS, AWQ = 6, 7
 STRANGE, LARGE_SCALE = 1, 2  # what csrc/kernels/pack.h returns
 
@@ -135,9 +150,14 @@ def given_of(part: Tensor | Quantised) -> "Given":
             raise AssertionError(f"scales of shape {part.scales.shape} for levels of shape {part.levels.shape}")
         scales, zeros, group, middle = elements(part.scales), elements(part.zeros), part.group, part.middle
     return native.Given(
-        values=rows_of(part.levels if isinstance(part, Quantised) else part), scales=scales, zeros=zeros, group=group,
-        middle=middle, of_scales=of_scales, of_zeros=of_zeros,
-    )  # fmt: skip
+        values=rows_of(part.levels if isinstance(part, Quantised) else part),
+        scales=scales,
+        zeros=zeros,
+        group=group,
+        middle=middle,
+        of_scales=of_scales,
+        of_zeros=of_zeros,
+    )
 
 
 def _only_kept(part: Quantised) -> bool:
@@ -205,10 +225,16 @@ class PackedMatrices(MatrixView):
             quants, scales, zeros, bias = addresses
             parts.append(
                 native.Matrix(
-                    format=CODES[format.kind], n=part_rows, k=columns, group=group, quants=quants, scales=scales,
-                    zeros=zeros, bias=bias,
+                    format=CODES[format.kind],
+                    n=part_rows,
+                    k=columns,
+                    group=group,
+                    quants=quants,
+                    scales=scales,
+                    zeros=zeros,
+                    bias=bias,
                 )
-            )  # fmt: skip
+            )
             self.buffers.append(buffer)
             self.nbytes += sum(sizes)
             for at, size in zip(starts, sizes, strict=False):
@@ -271,13 +297,7 @@ class NativeExperts:
     their down matrices in w2, with `inner` columns."""
 
     def __init__(
-        self,
-        count: int,
-        inner: int,
-        hidden: int,
-        format: Format,
-        device: torch.device,
-        kind: ExpertKind = SILU_EXPERTS,
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
     ):
         down = format.down or format
         if down.group and inner % down.group:

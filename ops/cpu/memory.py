@@ -10,10 +10,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import native
+from umbra.ops.cpu.engine import native
 
 if TYPE_CHECKING:
-    from ops.cpu._native import Buffer, Team
+    from umbra.ops.cpu._native import Buffer, Team
 
 HUGE = 2 << 20
 _buffers: "WeakValueDictionary[int, Buffer]" = WeakValueDictionary()  # by address

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops import composed, reference
-from ops.cpu import recurrent
-from ops.cpu.engine import TYPES, native, pointer, strided
-from ops.cpu.layout import cache_shape, latent_shape
-from ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack
-from ops.cpu.matrix import fill_table as fill_table
-from ops.cpu.memory import table as table
-from ops.cpu.memory import zeros
-from ops.interface import Groups, Heads, LatentCache, LatentNorm, Paged
-from ops.sampling import Choice
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops import composed, reference
+from umbra.ops.cpu import recurrent
+from umbra.ops.cpu.engine import TYPES, native, pointer, strided
+from umbra.ops.cpu.layout import cache_shape, latent_shape
+from umbra.ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack
+from umbra.ops.cpu.matrix import fill_table as fill_table
+from umbra.ops.cpu.memory import table as table
+from umbra.ops.cpu.memory import zeros
+from umbra.ops.interface import Groups, Heads, LatentCache, LatentNorm, Paged
+from umbra.ops.sampling import Choice
 
 vector_type, paging, rounding_norm = reference.vector_type, reference.paging, reference.rounding_norm
 latent_prolog = reference.latent_prolog
@@ -63,9 +63,15 @@ def embedding(ids: Tensor, table: Tensor | NativeMatrix, first_id: int | None) -
     out = torch.empty(len(ids), table.shape[1])
     rows, hidden = table.shape
     native.embedding(
-        pointer(ids, INT), pointer(table, table.dtype), pointer(out), len(ids), rows, hidden, first_id or 0,
+        pointer(ids, INT),
+        pointer(table, table.dtype),
+        pointer(out),
+        len(ids),
+        rows,
+        hidden,
+        first_id or 0,
         TYPES[table.dtype],
-    )  # fmt: skip
+    )
     return out
 
 
@@ -76,9 +82,15 @@ def linear(x: Tensor, weight: NativeMatrix | NativeStack, bias: Tensor | None) -
     row = 0
     for part in weight.parts:
         native.linear(
-            part.packed.handle, pointer(x), pointer(bias) + 4 * row if bias is not None else 0, pointer(out) + 4 * row,
-            pointer(scratch, torch.uint8), len(x), part.rows, weight.rows,
-        )  # fmt: skip
+            part.packed.handle,
+            pointer(x),
+            pointer(bias) + 4 * row if bias is not None else 0,
+            pointer(out) + 4 * row,
+            pointer(scratch, torch.uint8),
+            len(x),
+            part.rows,
+            weight.rows,
+        )
         row += part.rows
     return out
 
@@ -89,9 +101,15 @@ def head_linear(x: Tensor, weights: NativeHeads) -> Tensor:
     out = torch.empty(tokens, heads, weights.rows)
     scratch = torch.empty(native.head_linear_scratch(tokens * heads, columns), dtype=torch.uint8)
     native.head_linear(
-        weights.packed.handle, strided(x), pointer(out), pointer(scratch, torch.uint8), tokens, heads, weights.rows,
+        weights.packed.handle,
+        strided(x),
+        pointer(out),
+        pointer(scratch, torch.uint8),
+        tokens,
+        heads,
+        weights.rows,
         x.stride(0),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -113,9 +131,18 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, bias: 
     out = torch.empty(x.shape)
     total = out if residual is None else torch.empty(x.shape)
     native.rms_norm(
-        strided(rows), pointer(residual), pointer(weight), pointer(bias), pointer(out),
-        0 if residual is None else pointer(total), tokens, heads, width, rows.stride(0), eps,
-    )  # fmt: skip
+        strided(rows),
+        pointer(residual),
+        pointer(weight),
+        pointer(bias),
+        pointer(out),
+        0 if residual is None else pointer(total),
+        tokens,
+        heads,
+        width,
+        rows.stride(0),
+        eps,
+    )
     return out, total
 
 
@@ -133,9 +160,16 @@ def split_rms_norm(
     total(squares)
     for x, row, weight, out, count in zip(parts, squares.unbind(), weights, outs, counts, strict=True):
         native.scale_by_squares(
-            strided(x[:, None]), pointer(row), pointer(weight), pointer(out), len(x), x.shape[1], x.stride(0), count,
+            strided(x[:, None]),
+            pointer(row),
+            pointer(weight),
+            pointer(out),
+            len(x),
+            x.shape[1],
+            x.stride(0),
+            count,
             eps,
-        )  # fmt: skip
+        )
     return outs
 
 
@@ -164,9 +198,19 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     tokens, heads, width = k.shape
     dtype = k_cache.dtype
     native.write_kv(
-        strided(k), strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(slot_mapping, INT), tokens,
-        heads, width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
-    )  # fmt: skip
+        strided(k),
+        strided(v),
+        pointer(k_cache, dtype),
+        pointer(v_cache, dtype),
+        pointer(slot_mapping, INT),
+        tokens,
+        heads,
+        width,
+        k_cache.shape[3],
+        k.stride(0),
+        v.stride(0),
+        TYPES[dtype],
+    )
 
 
 def norm_rope_write(
@@ -192,10 +236,25 @@ def attention(
     _, kv_heads, _, page_size = k_cache.shape
     dtype = k_cache.dtype
     native.attention(
-        pointer(q), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(block_tables, INT),
-        pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), len(kv_lens), heads, kv_heads, width,
-        page_size, block_tables.shape[1], tokens, scale, TYPES[dtype], window or 0, pointer(sinks),
-    )  # fmt: skip
+        pointer(q),
+        pointer(k_cache, dtype),
+        pointer(v_cache, dtype),
+        pointer(block_tables, INT),
+        pointer(query_starts, INT),
+        pointer(kv_lens, INT),
+        pointer(out),
+        len(kv_lens),
+        heads,
+        kv_heads,
+        width,
+        page_size,
+        block_tables.shape[1],
+        tokens,
+        scale,
+        TYPES[dtype],
+        window or 0,
+        pointer(sinks),
+    )
     return out
 
 
@@ -224,9 +283,18 @@ def write_latents(latents: Tensor, keys: Tensor, cache: LatentCache, slot_mappin
     tokens, width = latents.shape
     (rows,) = cache
     native.write_latents(
-        strided(latents[:, None]), strided(keys[:, None]), pointer(rows, rows.dtype), pointer(slot_mapping, INT),
-        tokens, width, keys.shape[1], rows.shape[2], latents.stride(0), keys.stride(0), TYPES[rows.dtype],
-    )  # fmt: skip
+        strided(latents[:, None]),
+        strided(keys[:, None]),
+        pointer(rows, rows.dtype),
+        pointer(slot_mapping, INT),
+        tokens,
+        width,
+        keys.shape[1],
+        rows.shape[2],
+        latents.stride(0),
+        keys.stride(0),
+        TYPES[rows.dtype],
+    )
 
 
 def rope_write_latents(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor) -> Tensor:
@@ -241,10 +309,23 @@ def latent_attention(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Pag
     out = torch.empty(q.shape)
     tokens, heads, width = q.shape
     native.latent_attention(
-        pointer(q), pointer(q_rotary), pointer(rows, rows.dtype), pointer(block_tables, INT),
-        pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), len(kv_lens), heads, width, q_rotary.shape[2],
-        rows.shape[2], block_tables.shape[1], tokens, scale, TYPES[rows.dtype],
-    )  # fmt: skip
+        pointer(q),
+        pointer(q_rotary),
+        pointer(rows, rows.dtype),
+        pointer(block_tables, INT),
+        pointer(query_starts, INT),
+        pointer(kv_lens, INT),
+        pointer(out),
+        len(kv_lens),
+        heads,
+        width,
+        q_rotary.shape[2],
+        rows.shape[2],
+        block_tables.shape[1],
+        tokens,
+        scale,
+        TYPES[rows.dtype],
+    )
     return out
 
 
@@ -262,11 +343,29 @@ def expanded_attention(
     block_tables, query_starts, kv_lens = _lengths(paged)
     out, peaks = torch.empty(tokens, heads, value), torch.empty(tokens, heads, 2)
     op = native.ExpandedAttention(
-        keys.packed.handle, values.packed.handle, strided(q), pointer(q_rotary), pointer(rows, rows.dtype),
-        pointer(block_tables, INT), pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), pointer(peaks),
-        len(kv_lens), heads, width, q_rotary.shape[2], key, value, rows.shape[2], block_tables.shape[1], tokens,
-        q.stride(0), scale, TYPES[rows.dtype],
-    )  # fmt: skip
+        keys.packed.handle,
+        values.packed.handle,
+        strided(q),
+        pointer(q_rotary),
+        pointer(rows, rows.dtype),
+        pointer(block_tables, INT),
+        pointer(query_starts, INT),
+        pointer(kv_lens, INT),
+        pointer(out),
+        pointer(peaks),
+        len(kv_lens),
+        heads,
+        width,
+        q_rotary.shape[2],
+        key,
+        value,
+        rows.shape[2],
+        block_tables.shape[1],
+        tokens,
+        q.stride(0),
+        scale,
+        TYPES[rows.dtype],
+    )
     memory = torch.empty(op.memory_bytes, dtype=torch.uint8)
     native.expanded_attention(op, pointer(memory, torch.uint8))
     return out
@@ -315,12 +414,7 @@ def route_softmax(
 
 @traced
 def route_sigmoid(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    renormalise: bool,
-    scale: float = 1.0,
-    groups: Groups | None = None,
+    logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
 ) -> tuple[Tensor, Tensor]:
     return _route(logits, bias, top_k, True, renormalise, scale, groups)
 
@@ -339,12 +433,24 @@ def _route(
         raise UserError(f"n_group: {groups.number} is above {native.most_groups}, the most groups of the cpu's routing")
     tokens, experts = logits.shape
     weights, ids, scratch = (
-        torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=INT), torch.empty(tokens, experts),
-    )  # fmt: skip
+        torch.empty(tokens, top_k),
+        torch.empty(tokens, top_k, dtype=INT),
+        torch.empty(tokens, experts),
+    )
     native.route(
-        pointer(logits), pointer(bias), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k,
-        sigmoid, renormalise, scale, *groups,
-    )  # fmt: skip
+        pointer(logits),
+        pointer(bias),
+        pointer(weights),
+        pointer(ids, INT),
+        pointer(scratch),
+        tokens,
+        experts,
+        top_k,
+        sigmoid,
+        renormalise,
+        scale,
+        *groups,
+    )
     return weights, ids
 
 
@@ -378,11 +484,23 @@ def _bias(choice: Choice) -> "tuple[array[int], array[float]]":
 def _packed(choice: Choice, tokens: "array[int]", biases: "array[float]") -> bytes:
     settings, allowed = choice.settings, choice.allowed
     return CHOICE.pack(
-        settings.temperature, settings.top_p, settings.min_p, settings.presence_penalty, settings.frequency_penalty,
-        settings.repetition_penalty, min(settings.top_k or 0, LARGEST), choice.seed, choice.ids.buffer_info()[0],
-        choice.prompt, choice.position, tokens.buffer_info()[0], biases.buffer_info()[0], len(tokens),
-        0 if allowed is None else np.frombuffer(allowed, np.uint8).ctypes.data, len(allowed or b""),
-    )  # fmt: skip
+        settings.temperature,
+        settings.top_p,
+        settings.min_p,
+        settings.presence_penalty,
+        settings.frequency_penalty,
+        settings.repetition_penalty,
+        min(settings.top_k or 0, LARGEST),
+        choice.seed,
+        choice.ids.buffer_info()[0],
+        choice.prompt,
+        choice.position,
+        tokens.buffer_info()[0],
+        biases.buffer_info()[0],
+        len(tokens),
+        0 if allowed is None else np.frombuffer(allowed, np.uint8).ctypes.data,
+        len(allowed or b""),
+    )
 
 
 @traced
@@ -392,8 +510,19 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_e
     sizes = tokens, top_k, experts.count
     scratch = torch.empty(native.moe_scratch(*sizes, experts.hidden, experts.inner), dtype=torch.uint8)
     native.moe(
-        experts.w13.handle, experts.w2.handle, pointer(x), pointer(weights), pointer(ids, INT), pointer(out),
-        pointer(scratch, torch.uint8), *sizes, first_expert or 0, experts.hidden, experts.inner, experts.kind.limit,
-        experts.kind.alpha, 0,
-    )  # fmt: skip
+        experts.w13.handle,
+        experts.w2.handle,
+        pointer(x),
+        pointer(weights),
+        pointer(ids, INT),
+        pointer(out),
+        pointer(scratch, torch.uint8),
+        *sizes,
+        first_expert or 0,
+        experts.hidden,
+        experts.inner,
+        experts.kind.limit,
+        experts.kind.alpha,
+        0,
+    )
     return out

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import native, pointer, strided
-from ops.interface import Recurrent
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.cpu.engine import native, pointer, strided
+from umbra.ops.interface import Recurrent
 
 SLAB = 16  # fewest columns of a value head that are computed together
 
@@ -30,9 +30,18 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
         )
     out = torch.empty(x.shape)
     native.causal_conv(
-        _places(recurrent), strided(x[:, None]), pointer(weight), _states(states), pointer(out), len(x), channels,
-        taps, states.shape[1] - taps + 1, x.stride(0), states.stride(0),
-    )  # fmt: skip
+        _places(recurrent),
+        strided(x[:, None]),
+        pointer(weight),
+        _states(states),
+        pointer(out),
+        len(x),
+        channels,
+        taps,
+        states.shape[1] - taps + 1,
+        x.stride(0),
+        states.stride(0),
+    )
     return out
 
 
@@ -55,8 +64,24 @@ def gated_delta_rule(
     key_heads = (columns - heads * width) // (2 * depth)
     out, factors = torch.empty(tokens, heads, width), torch.empty(tokens, key_heads + 2 * heads)
     native.gated_delta_rule(
-        _places(recurrent), pointer(qkv), strided(a[:, None]), strided(b[:, None]), pointer(rates), pointer(dt_bias),
-        _states(states), _states(inputs), pointer(factors), pointer(out), tokens, key_heads, heads, depth, width,
-        inputs.shape[1], a.stride(0), b.stride(0), states.stride(0),
-    )  # fmt: skip
+        _places(recurrent),
+        pointer(qkv),
+        strided(a[:, None]),
+        strided(b[:, None]),
+        pointer(rates),
+        pointer(dt_bias),
+        _states(states),
+        _states(inputs),
+        pointer(factors),
+        pointer(out),
+        tokens,
+        key_heads,
+        heads,
+        depth,
+        width,
+        inputs.shape[1],
+        a.stride(0),
+        b.stride(0),
+        states.stride(0),
+    )
     return out

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import TYPES, native, own_cpus, pointer
-from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
-from ops.cpu.ops import traced
-from ops.format import Format, Quantised
-from ops.interface import SILU_EXPERTS, ExpertKind
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.cpu.engine import TYPES, native, own_cpus, pointer
+from umbra.ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
+from umbra.ops.cpu.ops import traced
+from umbra.ops.format import Format, Quantised
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 
 if TYPE_CHECKING:
-    from ops.cpu._native import MoeRows, ShadowWork, SlotExperts, SplitMatrix, Team
+    from umbra.ops.cpu._native import MoeRows, ShadowWork, SlotExperts, SplitMatrix, Team
 
 INT = torch.int64
 MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16
@@ -118,10 +118,16 @@ class ExpertBlocks:
             )
             parts.append(
                 native.Matrix(
-                    format=CODES[format.kind], n=end - first, k=columns, group=format.group, quants=quants,
-                    scales=scales, zeros=zeros, bias=bias,
+                    format=CODES[format.kind],
+                    n=end - first,
+                    k=columns,
+                    group=format.group,
+                    quants=quants,
+                    scales=scales,
+                    zeros=zeros,
+                    bias=bias,
                 )
-            )  # fmt: skip
+            )
         return native.SplitMatrix(parts=parts)
 
 
@@ -184,9 +190,12 @@ def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
     hands the experts that are not resident to the pool. Returns without waiting for them."""
     job = prepare(pool, layer, x, ids)
     native.submit(
-        pool=pool.native, work=job.work, counts=pointer(layer.counts, INT), hits=pointer(layer.hits, INT),
+        pool=pool.native,
+        work=job.work,
+        counts=pointer(layer.counts, INT),
+        hits=pointer(layer.hits, INT),
         arrived=0 if layer.arrived is None else pointer(layer.arrived, INT),
-    )  # fmt: skip
+    )
     return job
 
 
@@ -203,11 +212,23 @@ def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job
         handles: "tuple[SplitMatrix, SplitMatrix]", address: int, elsewhere: int, scratch: Tensor
     ) -> "MoeRows":
         rows_of = native.MoeRows(
-            w13=handles[0], w2=handles[1], address=address, elsewhere=elsewhere, x=pointer(x), ids=pointer(ids, INT),
-            rows=pointer(rows), scratch=pointer(scratch, torch.uint8), tokens=tokens, k=top_k, experts=experts,
-            first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
-            limit=blocks.kind.limit, alpha=blocks.kind.alpha,
-        )  # fmt: skip
+            w13=handles[0],
+            w2=handles[1],
+            address=address,
+            elsewhere=elsewhere,
+            x=pointer(x),
+            ids=pointer(ids, INT),
+            rows=pointer(rows),
+            scratch=pointer(scratch, torch.uint8),
+            tokens=tokens,
+            k=top_k,
+            experts=experts,
+            first_expert=layer.first_expert,
+            hidden=blocks.hidden,
+            inner=blocks.inner,
+            limit=blocks.kind.limit,
+            alpha=blocks.kind.alpha,
+        )
         return rows_of.in_slots(slots=blocks.slots) if blocks.slots else rows_of
 
     resident = moe_rows(blocks.handles(native.split), device, 0, ours)
@@ -230,9 +251,12 @@ def join(job: Job, weights: Tensor) -> Tensor:
     """Waits for the shadow pool and adds up all rows, weighted by (T, k). -> (T, hidden)"""
     out = torch.empty(len(weights), job.layer.blocks.hidden)
     native.join(
-        pool=job.pool.native, work=job.work, weights=pointer(weights), out=pointer(out),
+        pool=job.pool.native,
+        work=job.work,
+        weights=pointer(weights),
+        out=pointer(out),
         times=pointer(job.layer.times, INT),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -249,10 +273,22 @@ def in_place(layer: ShadowLayer, x: Tensor, weights: Tensor, ids: Tensor) -> Ten
     out = torch.empty(tokens, blocks.hidden)
     scratch = torch.empty(scratch_bytes_of(layer, tokens, top_k), dtype=torch.uint8)
     native.moe(
-        *(layer.handles or blocks.handles(native.split)), pointer(x), pointer(weights), pointer(ids, INT), pointer(out),
-        pointer(scratch, torch.uint8), tokens, top_k, experts, layer.first_expert, blocks.hidden, blocks.inner,
-        blocks.kind.limit, blocks.kind.alpha, pointer(layer.store, INT),
-    )  # fmt: skip
+        *(layer.handles or blocks.handles(native.split)),
+        pointer(x),
+        pointer(weights),
+        pointer(ids, INT),
+        pointer(out),
+        pointer(scratch, torch.uint8),
+        tokens,
+        top_k,
+        experts,
+        layer.first_expert,
+        blocks.hidden,
+        blocks.inner,
+        blocks.kind.limit,
+        blocks.kind.alpha,
+        pointer(layer.store, INT),
+    )
     return out
 
 
@@ -285,24 +321,43 @@ class Worker:
         if sizes not in self._scratch:
             scratch_bytes = scratch_bytes_of(layer, tokens, top_k)
             self._scratch[sizes] = (
-                torch.empty(tokens, blocks.hidden), torch.empty(tokens, top_k, dtype=INT),
-                torch.empty(tokens * top_k, blocks.hidden), torch.empty(scratch_bytes, dtype=torch.uint8),
-            )  # fmt: skip
+                torch.empty(tokens, blocks.hidden),
+                torch.empty(tokens, top_k, dtype=INT),
+                torch.empty(tokens * top_k, blocks.hidden),
+                torch.empty(scratch_bytes, dtype=torch.uint8),
+            )
         x, ids, rows, scratch = kept = self._scratch[sizes]
         w13, w2 = layer.shadows(self.pool)
         work = native.MoeRows(
-            w13=w13, w2=w2, address=pointer(layer.store, INT), elsewhere=0, x=pointer(x), ids=pointer(ids, INT),
-            rows=pointer(rows), scratch=pointer(scratch, torch.uint8), tokens=tokens, k=top_k, experts=experts,
-            first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
-            limit=blocks.kind.limit, alpha=blocks.kind.alpha,
-        )  # fmt: skip
+            w13=w13,
+            w2=w2,
+            address=pointer(layer.store, INT),
+            elsewhere=0,
+            x=pointer(x),
+            ids=pointer(ids, INT),
+            rows=pointer(rows),
+            scratch=pointer(scratch, torch.uint8),
+            tokens=tokens,
+            k=top_k,
+            experts=experts,
+            first_expert=layer.first_expert,
+            hidden=blocks.hidden,
+            inner=blocks.inner,
+            limit=blocks.kind.limit,
+            alpha=blocks.kind.alpha,
+        )
         work = work.in_slots(slots=blocks.slots) if blocks.slots else work
         live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))
         self.native.add(
-            rows=work, layer=layer.number, type=TYPES[dtype], live=pointer(live, torch.uint8),
-            counts=pointer(layer.counts, INT), hits=pointer(layer.hits, INT), times=pointer(layer.times, INT),
+            rows=work,
+            layer=layer.number,
+            type=TYPES[dtype],
+            live=pointer(live, torch.uint8),
+            counts=pointer(layer.counts, INT),
+            hits=pointer(layer.hits, INT),
+            times=pointer(layer.times, INT),
             keep=(kept, layer, live),
-        )  # fmt: skip
+        )
 
 
 def scratch_bytes_of(layer: ShadowLayer, tokens: int, top_k: int) -> int:

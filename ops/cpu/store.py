@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, write_bias
-from ops.cpu.memory import allocate
-from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
-from ops.format import Quantised
+from umbra.ops.cpu.matrix import ALIGNMENT, MatrixView, padded, write_bias
+from umbra.ops.cpu.memory import allocate
+from umbra.ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
+from umbra.ops.format import Quantised
 
 if TYPE_CHECKING:
-    from ops.cpu._native import SplitMatrix
+    from umbra.ops.cpu._native import SplitMatrix
 
 
 @dataclass(frozen=True)

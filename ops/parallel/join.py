@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ops.parallel.groups import Group, Parallel, Shard
-from ops.parallel.partitions import ParallelSizes, partitions
+from umbra.ops.parallel.groups import Group, Parallel, Shard
+from umbra.ops.parallel.partitions import ParallelSizes, partitions
 
 
 def join(sizes: ParallelSizes, rank: int, timeout_s: int, backend: str, options: Callable[[str], Any]) -> Parallel:

@@ -6,7 +6,7 @@ over the links, but what lies between the two computes only a part of the rows o
 
 from torch import Tensor
 
-from ops.parallel.groups import Parallel
+from umbra.ops.parallel.groups import Parallel
 
 
 class GroupRows:

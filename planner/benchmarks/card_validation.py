@@ -1,6 +1,6 @@
 """Compares the model of one device with experts in host memory with published figures, and sets Umbra beside a rival.
 
-    .venv/bin/python -m planner.benchmarks.card_validation [--json FILE]
+    .venv/bin/umbra bench card_validation [--json FILE]
 
 Nothing is fitted. The rival is cann-recipes-infer's DeepSeek-V4-Flash on one NPU (commits 1a7fbd3 and 822a7ee, which
 has GLM-5.3-Flash as well): its documents have the constants of planner/models/. Where a publication does not say what
@@ -19,22 +19,30 @@ by a run's own ring with a clock.
 import dataclasses
 from collections.abc import Iterator
 
-from cpu_offload.planner.hits import CURVES, hit_rate
-from planner.card import decoded, prefill, resident_share
-from planner.cluster import Load
-from planner.machine import Hardware, read_hardware
-from planner.served import NumberedModel, named
-from planner.times import GIGA, TERA
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.errors import run_main
+from umbra.base.errors import run_main
+from umbra.cpu_offload.planner.hits import CURVES, hit_rate
+from umbra.planner.card import decoded, prefill, resident_share
+from umbra.planner.cluster import Load
+from umbra.planner.machine import Hardware, read_hardware
+from umbra.planner.served import NumberedModel, named
+from umbra.planner.times import GIGA, TERA
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 COLUMNS = (
-    ("what", "what", 52, ""), ("unit", "unit", 7, ""), ("predicted", "predicted", 11, ".2f"),
-    ("published", "published", 11, ".2f"), ("ratio", "ratio", 7, ".2f"), ("complete", "complete", 10, ""),
+    ("what", "what", 52, ""),
+    ("unit", "unit", 7, ""),
+    ("predicted", "predicted", 11, ".2f"),
+    ("published", "published", 11, ".2f"),
+    ("ratio", "ratio", 7, ".2f"),
+    ("complete", "complete", 10, ""),
     ("note", "  note", 4, ""),
-)  # fmt: skip
-BESIDE = (("what", "DeepSeek-V4-Flash, one A3 die, 40 Kunpeng cores", 52, ""), ("rival", "rival", 20, ""),
-          ("umbra", "Umbra", 24, ""), ("note", "  note", 4, ""))  # fmt: skip
+)
+BESIDE = (
+    ("what", "DeepSeek-V4-Flash, one A3 die, 40 Kunpeng cores", 52, ""),
+    ("rival", "rival", 20, ""),
+    ("umbra", "Umbra", 24, ""),
+    ("note", "  note", 4, ""),
+)
 LEFT_OUT = (
     "Left out: V4-Flash by KTransformers on 8 x 5090 with and without MTP, whose host and residents are not published",
     "(a step grew 1.54 times; the model allows 1, if the GPUs decide, to 1.98, if the experts do); the rival's other",
@@ -72,8 +80,15 @@ def rival_prefill(model: NumberedModel, hardware: Hardware, tokens: int) -> floa
 
 def row(what: str, unit: str, predicted: float, published: float, note: str, complete: bool = True) -> Row:
     ratio = predicted / published
-    return {"what": what, "unit": unit, "predicted": predicted, "published": published, "ratio": ratio,
-            "complete": "yes" if complete else "no", "note": "  " + note}  # fmt: skip
+    return {
+        "what": what,
+        "unit": unit,
+        "predicted": predicted,
+        "published": published,
+        "ratio": ratio,
+        "complete": "yes" if complete else "no",
+        "note": "  " + note,
+    }
 
 
 def rows(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
@@ -121,23 +136,35 @@ def beside(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
     """Umbra's rows are of the model, with the device's part of a token that the rival has measured of its own."""
     load, curve = Load(prompt_tokens=15_600, output_tokens=1000), "v4_flash_moved"
     share = resident_share(flash, hardware, 1, 16_600)
-    yield {"what": "residents", "rival": "12.5 % published", "umbra": f"{share:.1%} model",
-           "note": "  int8 beside a slot for a layer; 4 bits beside a ring, in the same memory"}  # fmt: skip
+    yield {
+        "what": "residents",
+        "rival": "12.5 % published",
+        "umbra": f"{share:.1%} model",
+        "note": "  int8 beside a slot for a layer; 4 bits beside a ring, in the same memory",
+    }
     for sequences, accepted in ((1, None), (1, 0.7), (1, 0.85), (4, None), (8, None)):
         step = decoded(flash, load, hardware, curve, sequences, accepted)
         if step:
             what = f"tok/s after 15,600, {sequences} at once" + (f", a guess right {accepted:.0%}" if accepted else "")
             alone = sequences == 1 and not accepted
-            yield {"what": what, "rival": "19.3 published" if alone else "-", "umbra": f"{step.rate:.1f} model",
-                   "note": f"  hit rate .262; {step.hit:.2f} by {curve}"}  # fmt: skip
+            yield {
+                "what": what,
+                "rival": "19.3 published" if alone else "-",
+                "umbra": f"{step.rate:.1f} model",
+                "note": f"  hit rate .262; {step.hit:.2f} by {curve}",
+            }
     for tokens, seconds in PREFILLS.items():
         found = [
             prefill(flash, linked, tokens, 1 << 16, resident_share(flash, linked, 1, tokens) or 0.0).seconds
             for gbps in (27.0, 110.0)
             for linked in (hardware.with_link(gbps),)
         ]
-        yield {"what": f"s to the first token of {tokens:,}", "rival": f"{seconds} published",
-               "umbra": f"{found[0]:.1f} / {found[1]:.1f} simulated", "note": "  link of 27 / 110 GB/s"}  # fmt: skip
+        yield {
+            "what": f"s to the first token of {tokens:,}",
+            "rival": f"{seconds} published",
+            "umbra": f"{found[0]:.1f} / {found[1]:.1f} simulated",
+            "note": "  link of 27 / 110 GB/s",
+        }
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Compares the step times that the cluster model predicts with figures that others have published.
 
-    .venv/bin/python -m planner.benchmarks.cluster_validation [--own] [--json FILE]
+    .venv/bin/umbra bench cluster_validation [--own] [--json FILE]
 
 Nothing is fitted: the constants are those of planner/hardware/*.yaml, measured by others on single kernels and
 collectives, and the conditions are those of the publication. A figure is `complete` if its conditions say the model,
@@ -26,15 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executor.config.load import load_case
-from planner.benchmarks import cpu_ranks
-from planner.layouts import spans_of, tokens_by_guesses
-from planner.machine import read_hardware
-from planner.times import Placing, Times, step_times
-from planner.work import Counted
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.errors import run_main
-from umbra.files import ROOT
+from umbra.base.errors import run_main
+from umbra.base.files import ROOT
+from umbra.executor.config.load import load_case
+from umbra.planner.benchmarks import cpu_ranks
+from umbra.planner.layouts import spans_of, tokens_by_guesses
+from umbra.planner.machine import read_hardware
+from umbra.planner.times import Placing, Times, step_times
+from umbra.planner.work import Counted
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 COLUMNS = (
     ("what", "what", 44, ""),
@@ -50,38 +50,64 @@ HOST_VLLM_US = 1700  # between vLLM's decode steps: 1.1 to 1.4 ms free and 0.5 o
 HYBRID = "Horacehxw/msModeling, comm_alignment_report_20260312.md, 3.1; steps counted from its collectives"
 DENSE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 QWEN3_32B = DENSE | {
-    "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 25600, "vocab_size": 151936,
-}  # fmt: skip
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 25600,
+    "vocab_size": 151936,
+}
 QWEN3_8B = DENSE | {
-    "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 12288, "vocab_size": 151936,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+}
 HY3 = {
-    "hidden_size": 4096, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 13312, "vocab_size": 120832, "num_experts": 192, "num_experts_per_tok": 8,
+    "hidden_size": 4096,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 13312,
+    "vocab_size": 120832,
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
     "moe_intermediate_size": 1536,
-}  # fmt: skip
+}
 
 QWEN3_30B = {
-    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
-}  # fmt: skip
+}
 QWEN3_235B = QWEN3_30B | {
-    "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "intermediate_size": 12288,
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
-}  # fmt: skip
+}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 W8A8 = {
-    "quant_method": "compressed-tensors", "format": "int-quantized",
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
     "ignore": ["lm_head", r"re:.*gate$", r"re:.*in_proj_(ba|a|b)$", r"re:mtp\."],
     "config_groups": {
-        "group_0": {
-            "targets": ["Linear"], "weights": INT8 | {"strategy": "channel"}, "input_activations": INT8,
-        },
+        "group_0": {"targets": ["Linear"], "weights": INT8 | {"strategy": "channel"}, "input_activations": INT8}
     },
-}  # fmt: skip
+}
 IN_W8A8 = {"quantization_config": W8A8}
 ACCEPTED = (0.74, 0.48 / 0.74, 0.26 / 0.48, 0.17 / 0.26)  # of V4-Flash's guesses on A2: vllm-ascend, pull request 13640
 GUESSED = (
@@ -120,39 +146,85 @@ class Figure:
 FIGURES = (
     *(
         Figure(
-            "Qwen3-32B bf16, A3, TP16, ACL graph", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", (16, 16, 16), sequences,
-            4096, published, HYBRID, host_us=HOST_VLLM_US, config=QWEN3_32B, dense=True,
+            "Qwen3-32B bf16, A3, TP16, ACL graph",
+            "qwen3_235b_a22b_bf16_tp16",
+            "atlas_a3",
+            (16, 16, 16),
+            sequences,
+            4096,
+            published,
+            HYBRID,
+            host_us=HOST_VLLM_US,
+            config=QWEN3_32B,
+            dense=True,
         )
         for sequences, published in ((1, 15.7), (4, 15.4), (16, 19.4), (32, 29.1))
     ),
     *(
         Figure(
-            f"Qwen3-8B bf16, A3, TP{ranks}, GE graph", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", (ranks, ranks, ranks),
-            1, 4096, published, "cann-recipes-infer, models/qwen, 2026-06", config=QWEN3_8B, dense=True,
+            f"Qwen3-8B bf16, A3, TP{ranks}, GE graph",
+            "qwen3_235b_a22b_bf16_tp16",
+            "atlas_a3",
+            (ranks, ranks, ranks),
+            1,
+            4096,
+            published,
+            "cann-recipes-infer, models/qwen, 2026-06",
+            config=QWEN3_8B,
+            dense=True,
         )
         for ranks, published in ((1, 15.48), (2, 10.35))
     ),
     Figure(
-        "Qwen3-235B bf16, A3, TP16, GE graph", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", (16, 16, 16), 1, 1024, 20.0,
-        "an upper bound, input length not given: the seed", complete=False,
+        "Qwen3-235B bf16, A3, TP16, GE graph",
+        "qwen3_235b_a22b_bf16_tp16",
+        "atlas_a3",
+        (16, 16, 16),
+        1,
+        1024,
+        20.0,
+        "an upper bound, input length not given: the seed",
+        complete=False,
     ),
     Figure(
-        "Hy3 295B bf16, A3, attention TP4, EP16", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", (16, 4, 1), 4, 1024, 28.44,
+        "Hy3 295B bf16, A3, attention TP4, EP16",
+        "qwen3_235b_a22b_bf16_tp16",
+        "atlas_a3",
+        (16, 4, 1),
+        4,
+        1024,
+        28.44,
         "taken for Qwen3-MoE without its shared parts; batch of all dies assumed: cann-recipes-infer, hy3",
-        complete=False, config=HY3,
+        complete=False,
+        config=HY3,
     ),
     *(
         Figure(
-            "Qwen3-30B-A3B int4, one 910B", "qwen3_30b_a3b_bf16_tp8", "atlas_a2", (1, 1, 1), sequences, 640, published,
+            "Qwen3-30B-A3B int4, one 910B",
+            "qwen3_30b_a3b_bf16_tp8",
+            "atlas_a2",
+            (1, 1, 1),
+            sequences,
+            640,
+            published,
             "mean of 1,024 tokens after 128, prefill included; bin of the 910B and graph mode not given: the seed",
-            complete=False, method="q4",
+            complete=False,
+            method="q4",
         )
         for sequences, published in ((1, 10.4), (4, 13.9), (8, 19.7))
     ),
     *(
         Figure(
-            "MiniMax-M2.5 bf16, A3, TP16, ACL graph", "minimax_m2_bf16_tp16", "atlas_a3", (16, 16, 16), sequences, 4608,
-            published, f"{split}; vllm-ascend {source}", complete=complete, host_us=HOST_VLLM_US,
+            "MiniMax-M2.5 bf16, A3, TP16, ACL graph",
+            "minimax_m2_bf16_tp16",
+            "atlas_a3",
+            (16, 16, 16),
+            sequences,
+            4608,
+            published,
+            f"{split}; vllm-ascend {source}",
+            complete=complete,
+            host_us=HOST_VLLM_US,
         )
         for sequences, published, split, source, complete in (
             (1, 20.96, "type of the weights and split of experts not given", "pull request 7376", False),
@@ -160,22 +232,45 @@ FIGURES = (
         )
     ),
     Figure(
-        "MiniMax-M2.5 bf16, A3, TP16 EP16, ACL graph", "minimax_m2_bf16_tp16", "atlas_a3", (16, 16, 1), 16, 4608, 31.92,
-        "vllm-ascend's documents, fb8e22ec00", host_us=HOST_VLLM_US,
+        "MiniMax-M2.5 bf16, A3, TP16 EP16, ACL graph",
+        "minimax_m2_bf16_tp16",
+        "atlas_a3",
+        (16, 16, 1),
+        16,
+        4608,
+        31.92,
+        "vllm-ascend's documents, fb8e22ec00",
+        host_us=HOST_VLLM_US,
     ),
     *(
         Figure(
-            "Qwen3-30B-A3B int4, 48 cores Kunpeng 920", "qwen3_30b_a3b_q4_cpu", "kunpeng_920", (1, 1, 1), sequences,
-            640, published, "mean of 1,024 tokens after 128, prefill included; another engine: the seed",
-            complete=False, method="q4",
+            "Qwen3-30B-A3B int4, 48 cores Kunpeng 920",
+            "qwen3_30b_a3b_q4_cpu",
+            "kunpeng_920",
+            (1, 1, 1),
+            sequences,
+            640,
+            published,
+            "mean of 1,024 tokens after 128, prefill included; another engine: the seed",
+            complete=False,
+            method="q4",
         )
         for sequences, published in ((1, 22.8), (4, 50.7), (8, 72.5))
     ),
     *(
         Figure(
-            f"{what}, A3, {split}", "qwen3_235b_a22b_bf16_tp16", "atlas_a3", ranks, sequences, cached, published,
-            GUESSED % (guesses, tokens_by_guesses(ACCEPTED[:guesses])[-1]), complete=False,
-            method="none" if "bf16" in what else "auto", config=config, guesses=guesses,
+            f"{what}, A3, {split}",
+            "qwen3_235b_a22b_bf16_tp16",
+            "atlas_a3",
+            ranks,
+            sequences,
+            cached,
+            published,
+            GUESSED % (guesses, tokens_by_guesses(ACCEPTED[:guesses])[-1]),
+            complete=False,
+            method="none" if "bf16" in what else "auto",
+            config=config,
+            guesses=guesses,
         )
         for what, split, config, ranks, guesses, sequences, cached, published in (
             ("Qwen3-235B bf16", "TP16, EAGLE3", QWEN3_235B, (16, 16, 16), 4, 1, 11750, 8.0),
@@ -189,10 +284,18 @@ FIGURES = (
         )
     ),
     Figure(
-        "Qwen3-30B-A3B bf16, TP4, 15k", "qwen3_30b_a3b_bf16_tp8", "atlas_a2", (4, 4, 4), 1, 15000, 20.0,
-        "\"20+ ms\", machine not given: vllm-ascend issue 4656", complete=False, host_us=HOST_VLLM_US,
+        "Qwen3-30B-A3B bf16, TP4, 15k",
+        "qwen3_30b_a3b_bf16_tp8",
+        "atlas_a2",
+        (4, 4, 4),
+        1,
+        15000,
+        20.0,
+        '"20+ ms", machine not given: vllm-ascend issue 4656',
+        complete=False,
+        host_us=HOST_VLLM_US,
     ),
-)  # fmt: skip
+)
 
 
 def predicted(figure: Figure, folder: Path) -> Times:
@@ -201,10 +304,15 @@ def predicted(figure: Figure, folder: Path) -> Times:
         hardware = dataclasses.replace(hardware, device=dataclasses.replace(hardware.device, step_us=figure.host_us))
     world, attn_tp, moe_tp = figure.ranks
     settings: dict[str, object] = {
-        "world_size": world, "attn_tp_size": attn_tp, "moe_tp_size": moe_tp, "embed_tp_size": 0, "lmhead_tp_size": 0,
-        "quantization.method": figure.method, "batch_size": max(figure.sequences, world // attn_tp),
+        "world_size": world,
+        "attn_tp_size": attn_tp,
+        "moe_tp_size": moe_tp,
+        "embed_tp_size": 0,
+        "lmhead_tp_size": 0,
+        "quantization.method": figure.method,
+        "batch_size": max(figure.sequences, world // attn_tp),
         "input_max_len": figure.cached,
-    }  # fmt: skip
+    }
     if hardware.platform == "ascend":
         settings["hccl_config.aiv_group"] = "none"
     if figure.config:
@@ -219,9 +327,7 @@ def predicted(figure: Figure, folder: Path) -> Times:
     elif accepted:
         (folder / "head").mkdir(exist_ok=True)
         (folder / "head" / "config.json").write_text(json.dumps(head_config(figure)))
-        settings |= {
-            "draft_config.method": "eagle3", "draft_config.model_path": str(folder / "head"),
-        }  # fmt: skip
+        settings |= {"draft_config.method": "eagle3", "draft_config.model_path": str(folder / "head")}
     case, tokens = load_case(figure.case, settings=settings), tokens_by_guesses(accepted)
     work = Counted(case).decode(-(-figure.sequences // case.attn_dp_size), figure.cached, len(tokens) - 1)
     return step_times(work, Placing(spans_of(world, attn_tp)), hardware).over(tokens[-1])
@@ -247,11 +353,16 @@ def rows() -> Iterator[Row]:
         for figure in FIGURES:
             times = predicted(figure, Path(folder))
             yield {
-                "what": figure.what, "sequences": figure.sequences, "cached": figure.cached,
-                "predicted": times.total * 1e3, "published": figure.published,
-                "ratio": times.total * 1e3 / figure.published, "complete": "yes" if figure.complete else "no",
-                "note": "  " + figure.note, "parts_ms": {k: v * 1e3 for k, v in times.parts.items()},
-            }  # fmt: skip
+                "what": figure.what,
+                "sequences": figure.sequences,
+                "cached": figure.cached,
+                "predicted": times.total * 1e3,
+                "published": figure.published,
+                "ratio": times.total * 1e3 / figure.published,
+                "complete": "yes" if figure.complete else "no",
+                "note": "  " + figure.note,
+                "parts_ms": {k: v * 1e3 for k, v in times.parts.items()},
+            }
 
 
 def own_rows() -> Iterator[Row]:
@@ -260,10 +371,15 @@ def own_rows() -> Iterator[Row]:
     for ranks in args.ranks:
         for row in cpu_ranks.measured(args, ranks):
             yield {
-                "what": f"30B shape, 8 layers, q4, this CPU, TP{ranks}", "sequences": row["sequences"],
-                "cached": row["cached"], "predicted": row["predicted"], "published": row["measured"],
-                "ratio": row["ratio"], "complete": "yes", "note": f"  measured: {row['threads']} thread(s) a rank",
-            }  # fmt: skip
+                "what": f"30B shape, 8 layers, q4, this CPU, TP{ranks}",
+                "sequences": row["sequences"],
+                "cached": row["cached"],
+                "predicted": row["predicted"],
+                "published": row["measured"],
+                "ratio": row["ratio"],
+                "complete": "yes",
+                "note": f"  measured: {row['threads']} thread(s) a rank",
+            }
 
 
 def main(argv: list[str]) -> None:

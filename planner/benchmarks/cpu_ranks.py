@@ -1,7 +1,7 @@
 """Decode steps on several ranks of this machine, compared with what the cluster model predicts from constants of the
 same run.
 
-    .venv/bin/python -m planner.benchmarks.cpu_ranks [--case bench_30b_shape_cpu] [--ranks 1 2 4] [--batches 1 4 8]
+    .venv/bin/umbra bench cpu_ranks [--case bench_30b_shape_cpu] [--ranks 1 2 4] [--batches 1 4 8]
         [--contexts 64 2048] [--rounds 15] [--json FILE]
 
 The ranks divide the cores; with more ranks than cores, several share one. The constants are those of single kernels and
@@ -32,28 +32,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from executor.config.env import rank_env
-from ops import load_ops
-from ops.cpu.engine import Tape
-from ops.cpu.matrix import NativeMatrix
-from ops.format import FORMATS
-from planner.layouts import spans_of
-from planner.machine import Device, Hardware, Links
-from planner.plan import parts_of
-from planner.times import Placing, step_times
-from planner.work import Counted
-from tools.benchmarks import cpu
-from tools.benchmarks.machine import Limits, Others, seconds_of, wake_seconds
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from tools.benchmarks.umbra_engine import Umbra
-from umbra.errors import UserError, run_main
-from umbra.files import write_json
+from umbra.base.errors import UserError, run_main
+from umbra.base.files import write_json
+from umbra.executor.config.env import rank_env
+from umbra.ops import load_ops
+from umbra.ops.cpu.engine import Tape
+from umbra.ops.cpu.matrix import NativeMatrix
+from umbra.ops.format import FORMATS
+from umbra.planner.layouts import spans_of
+from umbra.planner.machine import Device, Hardware, Links
+from umbra.planner.plan import parts_of
+from umbra.planner.times import Placing, step_times
+from umbra.planner.work import Counted
+from umbra.tools.benchmarks import cpu
+from umbra.tools.benchmarks.machine import Limits, Others, seconds_of, wake_seconds
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.tools.benchmarks.umbra_engine import Umbra
 
 COLUMNS = (
-    ("ranks", "ranks", 6, ""), ("threads", "threads", 8, ""), ("sequences", "sequences", 10, ""),
-    ("cached", "cached", 8, ""), ("predicted", "predicted", 11, ".2f"), ("measured", "measured", 10, ".2f"),
-    ("ratio", "ratio", 7, ".2f"), ("parts", "  parts", 4, ""),
-)  # fmt: skip
+    ("ranks", "ranks", 6, ""),
+    ("threads", "threads", 8, ""),
+    ("sequences", "sequences", 10, ""),
+    ("cached", "cached", 8, ""),
+    ("predicted", "predicted", 11, ".2f"),
+    ("measured", "measured", 10, ".2f"),
+    ("ratio", "ratio", 7, ".2f"),
+    ("parts", "  parts", 4, ""),
+)
 FORMAT = "q4"
 MATRICES, ROWS, WIDTH = 8, 16384, 4096  # of 38 MB each, larger than the caches together
 MANY = 64  # rows at which products are the limit
@@ -61,8 +66,17 @@ CACHED = 8192  # tokens of a sequence, to measure attention
 TINY_OPS = 1000
 FLOATS = 1 << 14  # of a collective that is not small: 8 rows of 2,048
 CALLS = 50  # collectives in a measurement
-CONSTANTS = ("read_gbps", "read_fraction", "attention_fraction", "quantised_tflops", "tflops", "launch_us",
-             "collective_us", "link_gbps", "step_us")  # fmt: skip
+CONSTANTS = (
+    "read_gbps",
+    "read_fraction",
+    "attention_fraction",
+    "quantised_tflops",
+    "tflops",
+    "launch_us",
+    "collective_us",
+    "link_gbps",
+    "step_us",
+)
 
 
 def in_turn(runs: dict[str, Callable[[], object]], rounds: int, ranks: int) -> dict[str, float]:
@@ -142,10 +156,16 @@ def constants(took: dict[str, float], limits: Limits, kernels: Kernels, ranks: i
 
 def hardware_of(found: dict[str, float]) -> Hardware:
     device = Device(
-        read_gbps=found["read_gbps"], read_fraction=found["read_fraction"], step_us=found["step_us"],
-        attention_fraction=found["attention_fraction"], tflops=found["tflops"], multiply_fraction=0.5,
-        quantised_tflops=found["quantised_tflops"], launch_us=found["launch_us"], attention_us=found["launch_us"],
-    )  # fmt: skip
+        read_gbps=found["read_gbps"],
+        read_fraction=found["read_fraction"],
+        step_us=found["step_us"],
+        attention_fraction=found["attention_fraction"],
+        tflops=found["tflops"],
+        multiply_fraction=0.5,
+        quantised_tflops=found["quantised_tflops"],
+        launch_us=found["launch_us"],
+        attention_us=found["launch_us"],
+    )
     links = Links(devices=64, gbps=found["link_gbps"], collective_us=found["collective_us"], peer_us=0.0)
     return Hardware(platform="cpu", device=device, node=links, name="this machine")
 
@@ -154,9 +174,15 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of this process's rank, which stands for all."""
     ranks, clock = args.ranks[0], cpu.Clock()
     engine = Umbra(
-        args.case, None, FORMAT, args.threads, args.instruction_set, max(args.batches), max(args.contexts),
+        args.case,
+        None,
+        FORMAT,
+        args.threads,
+        args.instruction_set,
+        max(args.batches),
+        max(args.contexts),
         world_size=ranks,
-    )  # fmt: skip
+    )
     config = engine.config
     heads = config.num_attention_heads // ranks, config.num_key_value_heads // ranks
     generator, limits = torch.Generator().manual_seed(0), Limits()
@@ -186,10 +212,16 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
         found.setdefault("step_us", statistics.median(outside[name]) * 1e6)
         times = step_times(counted.decode(sequences, cached), placing, hardware_of(found))
         yield {
-            "ranks": ranks, "threads": args.threads, "sequences": sequences, "cached": cached,
-            "predicted": times.total * 1e3, "measured": took[name] * 1e3, "ratio": times.total / took[name],
-            "parts": "  " + parts_of(times), "constants": found,
-        }  # fmt: skip
+            "ranks": ranks,
+            "threads": args.threads,
+            "sequences": sequences,
+            "cached": cached,
+            "predicted": times.total * 1e3,
+            "measured": took[name] * 1e3,
+            "ratio": times.total / took[name],
+            "parts": "  " + parts_of(times),
+            "constants": found,
+        }
 
 
 def measured(args: argparse.Namespace, ranks: int) -> list[Row]:
@@ -202,17 +234,20 @@ def measured(args: argparse.Namespace, ranks: int) -> list[Row]:
         words = ["--case", args.case, "--ranks", ranks, "--rounds", args.rounds]
         words += ["--batches", *args.batches, "--contexts", *args.contexts, "--threads", max(1, cores // ranks)]
         words += ["--instruction-set", args.instruction_set, "--rank", "--json", file]
-        command = [sys.executable, "-m", "planner.benchmarks.cpu_ranks", *map(str, words)]
+        command = [sys.executable, "-m", "umbra.planner.benchmarks.cpu_ranks", *map(str, words)]
         shared = {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": f"{port}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         others = Others()
         jobs = [
             subprocess.Popen(
-                command, env=os.environ | shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                command,
+                env=os.environ | shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         errors = [job.communicate()[1] for job in jobs]
         if any(job.returncode for job in jobs):
             raise UserError(f"{ranks} ranks failed: {' '.join(max(errors, key=len)[-500:].split())}")

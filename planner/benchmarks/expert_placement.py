@@ -1,7 +1,7 @@
 """Models what it gains to place experts over ranks by their use, with copies of those that get the most tokens: decode
 steps of Qwen3-235B in bfloat16 on an Atlas A3, with expert parallelism of 16 to 384.
 
-    .venv/bin/python -m planner.benchmarks.expert_placement [--skew S] [--rows N] [--json FILE]
+    .venv/bin/umbra bench expert_placement [--skew S] [--rows N] [--json FILE]
 
 Placements are the engine's own (ops/parallel/placement.py), and step times those of the cluster model, with the
 experts and rows of the busiest rank in each layer in place of the average. The routing is synthetic: the logarithms of
@@ -27,17 +27,17 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.config.case import Case
-from executor.config.load import load_case
-from executor.config.units import GB
-from ops.counted import Done, Message
-from ops.parallel.placement import Held, next_placement, slots_for
-from planner.layouts import spans_of
-from planner.machine import Hardware, read_hardware
-from planner.simulation.experts import uses_of
-from planner.times import Placing, step_times
-from planner.work import Counted, Work
-from tools.benchmarks.output import Columns, Row, flags, printed, write_rows
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_case
+from umbra.executor.config.units import GB
+from umbra.ops.counted import Done, Message
+from umbra.ops.parallel.placement import Held, next_placement, slots_for
+from umbra.planner.layouts import spans_of
+from umbra.planner.machine import Hardware, read_hardware
+from umbra.planner.simulation.experts import uses_of
+from umbra.planner.times import Placing, step_times
+from umbra.planner.work import Counted, Work
+from umbra.tools.benchmarks.output import Columns, Row, flags, printed, write_rows
 
 CASE, HARDWARE, CACHED = "qwen3_235b_a22b_bf16_tp16", "atlas_a3", 2048
 RANKS = (16, 32, 64, 128, 256, 384)
@@ -138,9 +138,15 @@ class Model:
 def model_of(ranks: int, rows: int) -> Model:
     """Experts are counted for the fewest slots that a product takes, and even numbers of rows for each."""
     settings: dict[str, object] = {
-        "world_size": ranks, "attn_tp_size": 1, "moe_tp_size": 1, "embed_tp_size": 0, "lmhead_tp_size": 0,
-        "hccl_config.aiv_group": "none", "batch_size": ranks, "expert_slots": max(LEAST_SLOTS, -(-128 // ranks)),
-    }  # fmt: skip
+        "world_size": ranks,
+        "attn_tp_size": 1,
+        "moe_tp_size": 1,
+        "embed_tp_size": 0,
+        "lmhead_tp_size": 0,
+        "hccl_config.aiv_group": "none",
+        "batch_size": ranks,
+        "expert_slots": max(LEAST_SLOTS, -(-128 // ranks)),
+    }
     case = load_case(CASE, settings=settings)
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, batch_size=ranks * rows))
     counted = Counted(case)
@@ -162,10 +168,15 @@ def rows_of(ranks: int, rows: int, skew: float, layers: int) -> Iterator[Row]:
         seconds = float(np.mean([model.seconds(step, pairs) for step in steps]))
         first = first or seconds
         yield {
-            "ranks": ranks, "slots": slots, "copies": ranks * slots - experts,
-            "placed": "by use" if by_use else "in order", "imbalance": unevenness(found, ranks), "ms": seconds * 1e3,
-            "gain": first / seconds, "gb": more * model.expert_bytes * layers / GB,
-        }  # fmt: skip
+            "ranks": ranks,
+            "slots": slots,
+            "copies": ranks * slots - experts,
+            "placed": "by use" if by_use else "in order",
+            "imbalance": unevenness(found, ranks),
+            "ms": seconds * 1e3,
+            "gain": first / seconds,
+            "gb": more * model.expert_bytes * layers / GB,
+        }
 
 
 def main() -> None:

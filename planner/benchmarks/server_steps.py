@@ -1,7 +1,7 @@
 """Measures how long the steps of a server's rank take, one kind at a time: what simulated_server.py gives to the
 simulation in the place of modelled times.
 
-    .venv/bin/python -m planner.benchmarks.server_steps CASE SOCKET FILE [KEY=VALUE ...]
+    .venv/bin/umbra bench server_steps CASE SOCKET FILE [KEY=VALUE ...]
 
 It is started by simulated_server, which listens at SOCKET as a front does; FILE gets the figures. A step is a whole
 turn of the rank's loop: messages, scheduling, the step itself, reports to the API server. Kinds: steps in which 1, 2, 3
@@ -21,18 +21,18 @@ from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.engine.chunk_size import amounts_of
-from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Step
-from executor.model_runner import make_runner
-from planner.layouts import Layout
-from planner.simulation.steps import StepTimes
-from serving.ranks.channel import Channel
-from serving.ranks.worker import Worker
-from umbra.errors import run_main
-from umbra.files import write_json
+from umbra.base.errors import run_main
+from umbra.base.files import write_json
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.chunk_size import amounts_of
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.scheduler import Step
+from umbra.executor.model_runner import make_runner
+from umbra.planner.layouts import Layout
+from umbra.planner.simulation.steps import StepTimes
+from umbra.serving.ranks.channel import Channel
+from umbra.serving.ranks.worker import Worker
 
 FEW, TOKENS, DECODE_STEPS, REPEATS = 32, (16, 64, 192, 512), 18, 3
 COLD_STEPS = 12  # decode steps after a prompt that are looked at

@@ -1,6 +1,6 @@
 """The simulation of a server compared with the server itself: the same requests on both, on this machine.
 
-    .venv/bin/python -m planner.benchmarks.simulated_server [--models demo layers] [--loads light heavy scarce shared]
+    .venv/bin/umbra bench simulated_server [--models demo layers] [--loads light heavy scarce shared]
         [--rounds 3] [--seconds 20] [--json FILE]
 
 Models: the demo, and two layers of Qwen3-30B-A3B's shape with random 4-bit weights. Loads, as traces of JSON lines:
@@ -43,24 +43,24 @@ from typing import Any
 import numpy as np
 import yaml
 
-from executor.config.load import CASES, load_case, load_model_config, model_folder
-from executor.config.units import GB, MB
-from executor.engine.arena import expert_frames
-from executor.run.shadow_plan import sizes_of
-from planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
-from planner.cluster import Cluster, Load, Search, Simulation
-from planner.layouts import Layout, Sizes, case_of
-from planner.machine import Device, Hardware
-from planner.simulation.run import Outcome, Simulator
-from planner.simulation.traffic import arrivals, random
-from planner.work import Counted
-from tools.benchmarks import serving_peers
-from tools.benchmarks.machine import Others, cpu_seconds
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from tools.benchmarks.serving_client import Answer, Call, Client, random_calls
-from tools.benchmarks.serving_files import write_tokenizer
-from umbra.errors import UserError, run_main
-from umbra.files import write_json, write_whole
+from umbra.base.errors import UserError, run_main
+from umbra.base.files import write_json, write_whole
+from umbra.executor.config.load import CASES, load_case, load_model_config, model_folder
+from umbra.executor.config.units import GB, MB
+from umbra.executor.engine.arena import expert_frames
+from umbra.executor.run.shadow_plan import sizes_of
+from umbra.planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
+from umbra.planner.cluster import Cluster, Load, Search, Simulation
+from umbra.planner.layouts import Layout, Sizes, case_of
+from umbra.planner.machine import Device, Hardware
+from umbra.planner.simulation.run import Outcome, Simulator
+from umbra.planner.simulation.traffic import arrivals, random
+from umbra.planner.work import Counted
+from umbra.tools.benchmarks import serving_peers
+from umbra.tools.benchmarks.machine import Others, cpu_seconds
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.tools.benchmarks.serving_client import Answer, Call, Client, random_calls
+from umbra.tools.benchmarks.serving_files import write_tokenizer
 
 ROWS, CHUNK, RESERVE = 8, 512, 16
 LONGEST, NEW = 1024, 128  # most tokens of a prompt and of an answer
@@ -70,10 +70,15 @@ ALONE, ALONE_TOKENS = 12, 16  # requests, and tokens of each prompt, that tell w
 MOST_OTHERS, TRIES = 0.1, 2  # cores that other programs may use in a round that counts; tries for each round
 PERCENTILES = (50, 99)
 COLUMNS = (
-    ("model", "model", 7, ""), ("load", "load", 8, ""), ("what", "what", 20, ""), ("predicted", "predicted", 11, ".2f"),
-    ("measured", "measured", 10, ".2f"), ("ratio", "ratio", 7, ".2f"), ("low", "low", 6, ".2f"),
+    ("model", "model", 7, ""),
+    ("load", "load", 8, ""),
+    ("what", "what", 20, ""),
+    ("predicted", "predicted", 11, ".2f"),
+    ("measured", "measured", 10, ".2f"),
+    ("ratio", "ratio", 7, ".2f"),
+    ("low", "low", 6, ".2f"),
     ("high", "high", 6, ".2f"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,7 @@ class Traffic:
     scarce: bool = False
 
 
-LOADS = {
-    "light": Traffic(0.33), "heavy": Traffic(1.5), "scarce": Traffic(1.5, scarce=True), "shared": Traffic(0.67, 4)
-}  # fmt: skip
+LOADS = {"light": Traffic(0.33), "heavy": Traffic(1.5), "scarce": Traffic(1.5, scarce=True), "shared": Traffic(0.67, 4)}
 PREFIX_TOKENS = 256
 MODELS = {"demo": "demo", "layers": "bench_30b_shape_cpu"}
 
@@ -98,12 +101,13 @@ def write_case(folder: Path, model: str, scarce: bool) -> Path:
     data: dict[str, Any] = yaml.safe_load((CASES / f"{MODELS[model]}.yaml").read_text())
     data["threads"] = 1
     data["data_config"] = {
-        "prompts": data["data_config"].get("prompts", []), "input_max_len": LONGEST, "max_new_tokens": NEW,
-        "batch_size": ROWS, "chunked_prefill_size": CHUNK,
-    }  # fmt: skip
-    data["serve_config"] = {
-        "reserve": RESERVE, "max_queue": 100_000, "target_ttft_s": 1e5, "queue_timeout_s": 1e5
-    }  # fmt: skip
+        "prompts": data["data_config"].get("prompts", []),
+        "input_max_len": LONGEST,
+        "max_new_tokens": NEW,
+        "batch_size": ROWS,
+        "chunked_prefill_size": CHUNK,
+    }
+    data["serve_config"] = {"reserve": RESERVE, "max_queue": 100_000, "target_ttft_s": 1e5, "queue_timeout_s": 1e5}
     if model == "layers":
         data["model_path"] = str(write_model(folder / "model", data["model_path"]))
     write_whole(path, lambda file: file.write(yaml.safe_dump(data).encode()))
@@ -158,7 +162,7 @@ def measured_figures(case: Path, folder: Path) -> Figures:
     """The times of a rank's steps, measured in a process of its own."""
     file = folder / "figures.json"
     with sink(folder) as path:
-        command = [sys.executable, "-m", "planner.benchmarks.server_steps", str(case), str(path), str(file)]
+        command = [sys.executable, "-m", "umbra.planner.benchmarks.server_steps", str(case), str(path), str(file)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"steps could not be measured: {' '.join(done.stderr[-500:].split())}")
@@ -185,9 +189,15 @@ def layout_of(case: Path, figures: Figures) -> Layout:
 
 def simulation_of(traffic: Traffic, trace: Path, front_s: float, token_s: float) -> Simulation:
     return Simulation(
-        trace=str(trace), longest=LONGEST + NEW, prefixes=traffic.prefixes, prefix_tokens=PREFIX_TOKENS,
-        reserve=RESERVE, mixed_tokens=0, front_ms=front_s * 1e3, front_token_us=token_s * 1e6,
-    )  # fmt: skip
+        trace=str(trace),
+        longest=LONGEST + NEW,
+        prefixes=traffic.prefixes,
+        prefix_tokens=PREFIX_TOKENS,
+        reserve=RESERVE,
+        mixed_tokens=0,
+        front_ms=front_s * 1e3,
+        front_token_us=token_s * 1e6,
+    )
 
 
 def write_trace(path: Path, traffic: Traffic, most: float, seconds: float) -> None:
@@ -320,11 +330,16 @@ def compared(model: str, load: str, rounds: list[dict[str, Any]]) -> Iterator[Ro
         ]
         ratios = [p["predicted"] / p["measured"] if p["measured"] else 1.0 + p["predicted"] for p in pairs]
         yield {
-            "model": model, "load": load, "what": what,
+            "model": model,
+            "load": load,
+            "what": what,
             "predicted": statistics.median(p["predicted"] for p in pairs),
             "measured": statistics.median(p["measured"] for p in pairs),
-            "ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "rounds": pairs,
-        }  # fmt: skip
+            "ratio": statistics.median(ratios),
+            "low": min(ratios),
+            "high": max(ratios),
+            "rounds": pairs,
+        }
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Simulates the prefill of DeepSeek-V4-Flash with its experts in host memory, on one A3 die and 40 Kunpeng cores.
 
-    .venv/bin/python -m planner.benchmarks.streamed_prefill [--chunk N] [--warm N] [--json FILE]
+    .venv/bin/umbra bench streamed_prefill [--chunk N] [--warm N] [--json FILE]
 
 Which experts are copied, when, and which the CPU computes is decided by the code of a run (cpu_offload/expert_ring.py);
 link, device and CPU only take time (planner/streamed_prefill.py), at the rates of hardware single_card_a3. Tokens
@@ -19,22 +19,29 @@ A row, of the table and of `rows` in the JSON file:
 
 from collections.abc import Iterator
 
-from planner.benchmarks.card_validation import PREFILLS
-from planner.card import resident_share
-from planner.machine import Hardware, read_hardware
-from planner.served import NumberedModel, named
-from planner.streamed_prefill import CpuRates, SimulatedPrefill, cpu_rates
-from planner.streams import CPU, DEVICE, LINK_IN
-from tools.benchmarks.output import Columns, Row, flags, printed, write_rows
-from umbra.errors import run_main
+from umbra.base.errors import run_main
+from umbra.planner.benchmarks.card_validation import PREFILLS
+from umbra.planner.card import resident_share
+from umbra.planner.machine import Hardware, read_hardware
+from umbra.planner.served import NumberedModel, named
+from umbra.planner.streamed_prefill import CpuRates, SimulatedPrefill, cpu_rates
+from umbra.planner.streams import CPU, DEVICE, LINK_IN
+from umbra.tools.benchmarks.output import Columns, Row, flags, printed, write_rows
 
 PAIR_S = 0.128e-3  # 33 ms a token of 258 pairs: cann-recipes-infer, dsv4_flash_single_card_design.md
 COLUMNS: Columns = (
-    ("tokens", "tokens", 7, ""), ("link", "link", 6, ".0f"), ("resident", "resident", 10, ".0%"), ("cpu", "cpu", 7, ""),
-    ("seconds", "seconds", 9, ".2f"), ("in", "in", 6, ".0%"), ("device", "device", 8, ".0%"),
-    ("cpu_busy", "cpu", 6, ".0%"), ("longest", "longest", 9, ".0%"), ("copied", "copied", 8, ".0f"),
+    ("tokens", "tokens", 7, ""),
+    ("link", "link", 6, ".0f"),
+    ("resident", "resident", 10, ".0%"),
+    ("cpu", "cpu", 7, ""),
+    ("seconds", "seconds", 9, ".2f"),
+    ("in", "in", 6, ".0%"),
+    ("device", "device", 8, ".0%"),
+    ("cpu_busy", "cpu", 6, ".0%"),
+    ("longest", "longest", 9, ".0%"),
+    ("copied", "copied", 8, ".0f"),
     ("rival", "rival", 7, ".1f"),
-)  # fmt: skip
+)
 
 
 def rates(kernels: str, model: NumberedModel, hardware: Hardware) -> CpuRates:
@@ -52,9 +59,14 @@ def row(tokens: int, hardware: Hardware, share: float, kernels: str, chunk: int,
         simulated.run(tokens, chunk)
     trace = simulated.run(tokens, chunk)
     found = {
-        "tokens": tokens, "link": hardware.need("host.copy_gbps"), "resident": share, "cpu": kernels,
-        "seconds": trace.seconds, "longest": trace.overlap, "copied": simulated.copied / model.mixtures.layers,
-    }  # fmt: skip
+        "tokens": tokens,
+        "link": hardware.need("host.copy_gbps"),
+        "resident": share,
+        "cpu": kernels,
+        "seconds": trace.seconds,
+        "longest": trace.overlap,
+        "copied": simulated.copied / model.mixtures.layers,
+    }
     found |= {
         name: trace.busy(what) / trace.seconds
         for name, what in (("in", LINK_IN), ("device", DEVICE), ("cpu_busy", CPU))

@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cpu_offload.device import Device, ExpertId
-from cpu_offload.experts import ShadowedExperts
-from cpu_offload.history import LongLayer
-from cpu_offload.manager import ShadowExperts, ShadowSettings
-from cpu_offload.memory.arena import Arena, StateSizes
-from executor.engine.arena import expert_frames
-from executor.engine.pages import ElasticPages
-from ops.cpu.shadow import ShadowPool
-from ops.format import Format
-from ops.interface import ExpertKind
+from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.experts import ShadowedExperts
+from umbra.cpu_offload.history import LongLayer
+from umbra.cpu_offload.manager import ShadowExperts, ShadowSettings
+from umbra.cpu_offload.memory.arena import Arena, StateSizes
+from umbra.executor.engine.arena import expert_frames
+from umbra.executor.engine.pages import ElasticPages
+from umbra.ops.cpu.shadow import ShadowPool
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind
 
 INTERVAL = 32  # decode steps between two decisions; a server may decide after each, about as many copies in all
 EXACT = 64  # larger numbers of tokens are rounded to so many steps for each power of two

@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from executor.engine.batch_limits import Limits
-from executor.engine.chunk_size import ChunkSize, amounts, amounts_of, first_prompt, next_prompt
-from executor.engine.drafts import Drafts
-from executor.engine.expert_totals import ExpertTotals
-from executor.engine.memory_split import MemorySplit
-from executor.engine.pages import PagePool
-from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Scheduler, Step
-from executor.engine.sequence import Sequence, new_sequence
-from executor.engine.timings import PrefillRate
-from planner.simulation.experts import SimulatedExperts
-from planner.simulation.steps import StepTimes
-from planner.simulation.traffic import Arrival
+from umbra.executor.engine.batch_limits import Limits
+from umbra.executor.engine.chunk_size import ChunkSize, amounts, amounts_of, first_prompt, next_prompt
+from umbra.executor.engine.drafts import Drafts
+from umbra.executor.engine.expert_totals import ExpertTotals
+from umbra.executor.engine.memory_split import MemorySplit
+from umbra.executor.engine.pages import PagePool
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.scheduler import Scheduler, Step
+from umbra.executor.engine.sequence import Sequence, new_sequence
+from umbra.executor.engine.timings import PrefillRate
+from umbra.planner.simulation.experts import SimulatedExperts
+from umbra.planner.simulation.steps import StepTimes
+from umbra.planner.simulation.traffic import Arrival
 
 SAMPLE_S = 60.0  # seconds between two looks at the memory
 COLLECT_S = 0.25  # seconds between two sums of what experts did, as in a server

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.cluster import Cluster, Simulation
-from planner.layouts import Sizes, make_layout
-from planner.machine import Hardware
-from planner.plan import ClusterPlan, make_cluster_plan
-from planner.simulation.run import Simulator
-from planner.simulation.summary import TENANTS, Summary, summary_of
-from umbra.errors import UserError
-from umbra.files import write_json, write_whole
+from umbra.base.errors import UserError
+from umbra.base.files import write_json, write_whole
+from umbra.planner.cluster import Cluster, Simulation
+from umbra.planner.layouts import Sizes, make_layout
+from umbra.planner.machine import Hardware
+from umbra.planner.plan import ClusterPlan, make_cluster_plan
+from umbra.planner.simulation.run import Simulator
+from umbra.planner.simulation.summary import TENANTS, Summary, summary_of
 
 COLORS = {"sequences": "C0", "prefixes": "C2", "experts": "C1", "free": "0.85"}
 SHARES = ("in time", "busy", "prompt tokens found", "experts hit")  # facts that are printed in percent

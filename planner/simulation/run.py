@@ -7,17 +7,17 @@ from functools import partial
 
 import numpy as np
 
-from cpu_offload.planner.choices import COPYING, MOST_SWAPS
-from executor.engine.batch_limits import Limits
-from planner.cluster import Simulation
-from planner.layouts import Layout
-from planner.simulation.experts import INTERVAL, ExpertSizes, SimulatedExperts
-from planner.simulation.replica import Replica
-from planner.simulation.router import GONE, Router
-from planner.simulation.steps import StepTimes
-from planner.simulation.traffic import HOUR, Arrival, arrivals
-from planner.times import GIGA, US
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.planner.choices import COPYING, MOST_SWAPS
+from umbra.executor.engine.batch_limits import Limits
+from umbra.planner.cluster import Simulation
+from umbra.planner.layouts import Layout
+from umbra.planner.simulation.experts import INTERVAL, ExpertSizes, SimulatedExperts
+from umbra.planner.simulation.replica import Replica
+from umbra.planner.simulation.router import GONE, Router
+from umbra.planner.simulation.steps import StepTimes
+from umbra.planner.simulation.traffic import HOUR, Arrival, arrivals
+from umbra.planner.times import GIGA, US
 
 STEP, FAIL, LOSE_NODE, RETURN = range(4)  # kinds of events; of two at the same time the lower kind comes first
 
@@ -53,9 +53,19 @@ def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
     copy_s = slot / (layout.hardware.need("host.copy_gbps") * GIGA)
     swaps = min(max(int(layout.decode(1).total / COPYING / copy_s), 1), MOST_SWAPS)  # of a server, after every step
     sizes = ExpertSizes(
-        layers, experts, all_experts, config.experts_per_token, slot, memory.page, case.cache_config.page_size,
-        int(layout.all_free_bytes), copy_s, INTERVAL * swaps, counted.units, counted.states,
-    )  # fmt: skip
+        layers,
+        experts,
+        all_experts,
+        config.experts_per_token,
+        slot,
+        memory.page,
+        case.cache_config.page_size,
+        int(layout.all_free_bytes),
+        copy_s,
+        INTERVAL * swaps,
+        counted.units,
+        counted.states,
+    )
     return SimulatedExperts(sizes, fixed, simulation.skew, simulation.seed)
 
 

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from executor.engine.scheduler import Step
-from planner.layouts import Layout
-from planner.times import Placing, step_times
+from umbra.executor.engine.scheduler import Step
+from umbra.planner.layouts import Layout
+from umbra.planner.times import Placing, step_times
 
 SHARES = 64  # shares of resident experts are rounded to multiples of 1 / SHARES
 TOKENS, CACHED = 64, 1024  # prefill steps are counted for multiples of these, and times between them interpolated

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Targets
-from planner.simulation.replica import Sample
-from planner.simulation.run import Outcome, Served
-from planner.simulation.traffic import HOUR
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.planner.cluster import Targets
+from umbra.planner.simulation.replica import Sample
+from umbra.planner.simulation.run import Outcome, Served
+from umbra.planner.simulation.traffic import HOUR
 
 PERCENTILES = (50, 90, 99)
 BUCKETS = 96  # parts of the time that is simulated
@@ -66,14 +66,19 @@ def facts_of(outcome: Outcome, ended: Sequence[Served], good: float) -> dict[str
     replicas = outcome.replicas
     span, prompts = max(outcome.end - ended[0].at, 1e-9), sum(s.prompt for s in ended)
     facts: dict[str, float] = {
-        "requests": len(outcome.served), "refused": outcome.refused, "in time": good / len(outcome.served),
-        "goodput, requests/s": good / span, "output tokens/s": sum(s.output for s in ended) / span,
-        "seconds": span, "busy": sum(r.busy for r in replicas) / span / len(replicas),
-        "preemptions": sum(r.preemptions for r in replicas), "failures": outcome.failures,
+        "requests": len(outcome.served),
+        "refused": outcome.refused,
+        "in time": good / len(outcome.served),
+        "goodput, requests/s": good / span,
+        "output tokens/s": sum(s.output for s in ended) / span,
+        "seconds": span,
+        "busy": sum(r.busy for r in replicas) / span / len(replicas),
+        "preemptions": sum(r.preemptions for r in replicas),
+        "failures": outcome.failures,
         "restarted requests": sum(s.restarts > 0 for s in ended),
         "prompt tokens found": sum(r.cached_tokens for r in replicas) / prompts,
         "steps": sum(r.steps for r in replicas),
-    }  # fmt: skip
+    }
     if all(totals := [r.totals for r in replicas]):
         hits, misses = (sum(getattr(t, name) for t in totals) for name in ("hits", "misses"))
         facts["experts hit"] = hits / max(hits + misses, 1)

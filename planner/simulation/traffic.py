@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from planner.cluster import Load, Simulation
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.planner.cluster import Load, Simulation
 
 LARGEST_LINE = 10_000  # characters of a line of a trace
 HOUR, HOURS = 3600.0, 24  # seconds; of a day

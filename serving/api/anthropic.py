@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from serving.api import openai_chat
-from serving.api.blocks import Block, Blocks, Change
-from serving.api.errors import ApiError, invalid, renamed
-from serving.api.fields import converted, read
-from serving.api.front import Front, Text
-from serving.api.sse import event
-from text.chat import Chat
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.serving.api import openai_chat
+from umbra.serving.api.blocks import Block, Blocks, Change
+from umbra.serving.api.errors import ApiError, invalid, renamed
+from umbra.serving.api.fields import converted, read
+from umbra.serving.api.front import Front, Text
+from umbra.serving.api.sse import event
+from umbra.text.chat import Chat
 
 PATH = "/v1/messages"
 # Fields that do nothing, and those that are not supported, with the values at which they ask for nothing.

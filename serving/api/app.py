@@ -16,16 +16,16 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.api import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
-from serving.api.auth import check_origin, is_allowed
-from serving.api.body import decoded, read_body
-from serving.api.errors import ApiError
-from serving.api.fields import HARMLESS, UNSUPPORTED, unknown
-from serving.api.front import Front
-from serving.api.live import live_page
-from serving.api.metrics import CONTENT_TYPE
-from serving.api.sse import ClientGone, EventStream, Json, failure, while_connected
-from umbra.errors import UserError, one_line, refusal
+from umbra.base.errors import UserError, one_line, refusal
+from umbra.serving.api import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
+from umbra.serving.api.auth import check_origin, is_allowed
+from umbra.serving.api.body import decoded, read_body
+from umbra.serving.api.errors import ApiError
+from umbra.serving.api.fields import HARMLESS, UNSUPPORTED, unknown
+from umbra.serving.api.front import Front
+from umbra.serving.api.live import live_page
+from umbra.serving.api.metrics import CONTENT_TYPE
+from umbra.serving.api.sse import ClientGone, EventStream, Json, failure, while_connected
 
 MOST_UNREAD = 256  # names that are logged
 SMALL = 1 << 16  # bytes of a body that is read in the event loop

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 
-from serving.api.errors import ApiError
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.serving.api.errors import ApiError
 
 LARGEST = 1 << 20  # bytes of a file of keys
 
@@ -83,9 +83,10 @@ def check_origin(headers: Headers, host: str, keys: Keys, origins: Collection[st
         raise ApiError(403, f"the Host header {asked[:80]!r} is not this server: use {host}", code="wrong_host")
     if origin is not None and origin.partition("://")[2] != asked and not is_allowed(origin, origins):
         raise ApiError(
-            403, f"pages of {origin[:80]!r} may not use this server: serve_config.cors_origins has those that may",
+            403,
+            f"pages of {origin[:80]!r} may not use this server: serve_config.cors_origins has those that may",
             code="cross_origin",
-        )  # fmt: skip
+        )
 
 
 def is_loopback(host: str) -> bool:

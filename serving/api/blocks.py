@@ -5,8 +5,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from serving.api.openai_chat import Chat, Delta
-from serving.api.streams import Token
+from umbra.serving.api.openai_chat import Chat, Delta
+from umbra.serving.api.streams import Token
 
 
 @dataclass

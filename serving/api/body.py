@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from serving.api.errors import ApiError
-from serving.api.fields import check_depth
-from serving.api.sse import ClientGone
+from umbra.serving.api.errors import ApiError
+from umbra.serving.api.fields import check_depth
+from umbra.serving.api.sse import ClientGone
 
 LARGEST_BODY = 8 << 20  # bytes
 BODY_S = 30.0  # seconds that a body may take to come

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from executor.engine.request import Grammar
-from serving.ranks.messages import Ready
-from text.sandbox import Sandbox, read, tried, write
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.request import Grammar
+from umbra.serving.ranks.messages import Ready
+from umbra.text.sandbox import Sandbox, read, tried, write
+from umbra.text.tokenizer import Tokenizer
 
 SECONDS = 0.5  # of a processor, for one grammar; ranks, which compile it again, then pause for about as long
 MEMORY = 1 << 29  # bytes for one grammar
@@ -29,7 +29,7 @@ class Compiler:
         backend.no_padding()
         backend.no_truncation()
         setup = msgspec.msgpack.encode((backend.to_str(), ready.vocabulary, sorted(ready.stop_ids)))
-        self.sandbox = Sandbox("serving.api.compiling", setup)
+        self.sandbox = Sandbox("umbra.serving.api.compiling", setup)
 
     def problem(self, kind: str, text: str) -> str:
         """Returns why the engine could not follow a grammar; empty: it can. To be called in a thread, for up to
@@ -68,7 +68,7 @@ def compiled(grammar: Grammar, tokens: Any) -> str:
     """Returns what is wrong with `grammar`, after its first step as well; empty: nothing."""
     from llguidance import LLMatcher
 
-    from executor.engine.grammar import checked
+    from umbra.executor.engine.grammar import checked
 
     try:
         matcher = LLMatcher(tokens, checked(grammar, tokens), log_level=0)

@@ -6,13 +6,17 @@ from typing import Any
 
 import msgspec
 
-from umbra.errors import one_line
+from umbra.base.errors import one_line
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 KINDS = {
-    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean", "array": "a list",
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list",
     "object": "an object",
-}  # fmt: skip
+}
 KIND = re.compile("Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
 EXPECTED = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`")
 

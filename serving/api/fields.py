@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from executor.config.case import Case
-from executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
-from serving.api.errors import ApiError, invalid, of_validation
-from serving.ranks.messages import Ready
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
+from umbra.serving.api.errors import ApiError, invalid, of_validation
+from umbra.serving.ranks.messages import Ready
 
 DEEPEST = 64  # levels of a request's JSON
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters of one

@@ -10,23 +10,23 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from executor.config.case import Case
-from executor.config.load import load_model_config, model_folder
-from executor.engine.request import SamplingParams
-from serving.api.auth import Keys
-from serving.api.compiling import Compiler
-from serving.api.errors import ApiError, unavailable
-from serving.api.limits import Admission, Ticket
-from serving.api.live import Live
-from serving.api.metrics import Metrics
-from serving.ranks.client import EngineClient, EngineGone, RequestRefused
-from serving.ranks.messages import Message, Ready, Row, Submit
-from serving.ranks.supervisor import Supervisor
-from text.formats import TAGS, THINK, Format
-from text.tokenizer import Tokenizer
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_model_config, model_folder
+from umbra.executor.engine.request import SamplingParams
+from umbra.serving.api.auth import Keys
+from umbra.serving.api.compiling import Compiler
+from umbra.serving.api.errors import ApiError, unavailable
+from umbra.serving.api.limits import Admission, Ticket
+from umbra.serving.api.live import Live
+from umbra.serving.api.metrics import Metrics
+from umbra.serving.ranks.client import EngineClient, EngineGone, RequestRefused
+from umbra.serving.ranks.messages import Message, Ready, Row, Submit
+from umbra.serving.ranks.supervisor import Supervisor
+from umbra.text.formats import TAGS, THINK, Format
+from umbra.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from executor.engine.grammar import Grammars  # imports llguidance, for which a port need not wait
+    from umbra.executor.engine.grammar import Grammars  # imports llguidance, for which a port need not wait
 
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
@@ -232,7 +232,7 @@ class Text:
 
     def grammars(self, ready: Ready) -> "Grammars":
         """Takes seconds when it is called first."""
-        from executor.engine.grammar import Grammars
+        from umbra.executor.engine.grammar import Grammars
 
         if not self._grammars:
             self._grammars = Grammars(self.tokenizer, ready.vocabulary, ready.stop_ids)

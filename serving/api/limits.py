@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from executor.config.case import ServeSettings
-from serving.api.errors import ApiError
-from serving.ranks.messages import Ready
+from umbra.executor.config.case import ServeSettings
+from umbra.serving.api.errors import ApiError
+from umbra.serving.ranks.messages import Ready
 
 LONGEST_RETRY_S = 60  # clients obey no longer one
 SHORTEST_S, LONGEST_S = 1.0, 10.0  # how long the engine is watched before its speed is known, and how far back

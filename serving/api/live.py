@@ -11,11 +11,11 @@ from typing import Any
 
 from starlette.responses import Response
 
-from serving.api.errors import ApiError
-from serving.api.metrics import Metrics, Sample
-from serving.api.sse import event
-from serving.ranks.client import EngineClient
-from serving.ranks.messages import Message, Ready, Running, State
+from umbra.serving.api.errors import ApiError
+from umbra.serving.api.metrics import Metrics, Sample
+from umbra.serving.api.sse import event
+from umbra.serving.ranks.client import EngineClient
+from umbra.serving.ranks.messages import Message, Ready, Running, State
 
 PAGE = Path(__file__).with_name("live.html")
 EVERY_S = 0.25  # between two looks at the state

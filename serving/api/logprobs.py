@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from executor.engine.request import TokenLogprob
-from serving.api.front import Text
-from serving.api.streams import Token
-from serving.ranks.messages import Ready
+from umbra.executor.engine.request import TokenLogprob
+from umbra.serving.api.front import Text
+from umbra.serving.api.streams import Token
+from umbra.serving.ranks.messages import Ready
 
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -66,9 +66,12 @@ class CompletionLogprobs:
         return {self.names.name(token): max(logprob, LEAST) for token, logprob in found.top}
 
     def _lists(
-        self, names: list[str], values: Sequence[float | None], top: Sequence[dict[str, float] | None],
+        self,
+        names: list[str],
+        values: Sequence[float | None],
+        top: Sequence[dict[str, float] | None],
         offsets: Sequence[int],
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         return {
             "text_offset": list(offsets),
             "token_logprobs": list(values),

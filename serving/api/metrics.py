@@ -15,7 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from serving.ranks.messages import Group, Message, Ready, Row, State
+from umbra.serving.ranks.messages import Group, Message, Ready, Row, State
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "umbra:"

@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from executor.engine.request import MOST_LOGPROBS, Grammar
-from serving.api.errors import ApiError, invalid
-from serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
-from serving.api.front import Front, Job, Text
-from serving.api.logprobs import Names, chat_logprobs
-from serving.api.openai_completions import check_grammar, check_length, job_of, nth_choice
-from serving.api.sse import DONE, event
-from serving.api.streams import Piece, Stream, Token, Turns, Usage, together
-from serving.api.structured import (
+from umbra.base.errors import UserError
+from umbra.executor.engine.request import MOST_LOGPROBS, Grammar
+from umbra.serving.api.errors import ApiError, invalid
+from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
+from umbra.serving.api.front import Front, Job, Text
+from umbra.serving.api.logprobs import Names, chat_logprobs
+from umbra.serving.api.openai_completions import check_grammar, check_length, job_of, nth_choice
+from umbra.serving.api.sse import DONE, event
+from umbra.serving.api.streams import Piece, Stream, Token, Turns, Usage, together
+from umbra.serving.api.structured import (
     Marks,
     after_reasoning,
     calls_grammar,
@@ -26,11 +27,10 @@ from serving.api.structured import (
     in_final_message,
     wanted_grammar,
 )
-from serving.ranks.messages import Ready
-from text import chat as conversations
-from text.formats import FORMATS, THINK, THINK_END, Format
-from text.parser import reader
-from umbra.errors import UserError
+from umbra.serving.ranks.messages import Ready
+from umbra.text import chat as conversations
+from umbra.text.formats import FORMATS, THINK, THINK_END, Format
+from umbra.text.parser import reader
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -407,9 +407,13 @@ def has_variable(template: str, name: str) -> bool:
 
 
 def _whole_grammar(
-    request: ChatRequest, text: Text, ready: Ready, grammar: Grammar | None, forced: list[dict[str, Any]],
+    request: ChatRequest,
+    text: Text,
+    ready: Ready,
+    grammar: Grammar | None,
+    forced: list[dict[str, Any]],
     ids: list[int],
-) -> Grammar | None:  # fmt: skip
+) -> Grammar | None:
     """The grammar of the whole answer, with the reasoning before its content."""
     opened: bool | None = None
     tokenizer = text.tokenizer

@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-from executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
-from serving.api.errors import ApiError, invalid
-from serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
-from serving.api.front import Front, Job, Text
-from serving.api.logprobs import CompletionLogprobs, Names, joined
-from serving.api.sse import DONE, event
-from serving.api.streams import Piece, Stream, Turns, Usage, together
-from serving.api.structured import grammar_field, wanted_grammar
-from serving.ranks.messages import Ready
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
+from umbra.serving.api.errors import ApiError, invalid
+from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
+from umbra.serving.api.front import Front, Job, Text
+from umbra.serving.api.logprobs import CompletionLogprobs, Names, joined
+from umbra.serving.api.sse import DONE, event
+from umbra.serving.api.streams import Piece, Stream, Turns, Usage, together
+from umbra.serving.api.structured import grammar_field, wanted_grammar
+from umbra.serving.ranks.messages import Ready
 
 MOST_PROMPTS = 64
 MAX_TOKENS = 16  # of an answer, if a request does not say, as in OpenAI's API
@@ -206,9 +206,7 @@ def check_length(prompt: str, param: str, text: Text, ready: Ready) -> None:
         raise ApiError(400, message, param, "context_length_exceeded")
 
 
-def check_grammar(
-    grammar: Grammar, param: str, text: Text, ready: Ready, wanted: Grammar | None = None
-) -> None:  # fmt: skip
+def check_grammar(grammar: Grammar, param: str, text: Text, ready: Ready, wanted: Grammar | None = None) -> None:
     """Raises ApiError if the engine could not follow `grammar`, which comes from the field `param`; may take a while.
     `wanted` is the part of it that the request has, if `grammar` was made of it."""
     compiler = text.compiler(ready)

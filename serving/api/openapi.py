@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
-from serving.api import anthropic
-from serving.api.anthropic import CountRequest, MessagesRequest
-from serving.api.openai_chat import ChatRequest
-from serving.api.openai_completions import CompletionRequest
-from serving.api.responses import ResponsesRequest
-from serving.api.tokenizing import DetokenizeRequest, TokenizeRequest
+from umbra.serving.api import anthropic
+from umbra.serving.api.anthropic import CountRequest, MessagesRequest
+from umbra.serving.api.openai_chat import ChatRequest
+from umbra.serving.api.openai_completions import CompletionRequest
+from umbra.serving.api.responses import ResponsesRequest
+from umbra.serving.api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, type] = {
     "/v1/chat/completions": ChatRequest,

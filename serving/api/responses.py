@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from serving.api import fields, openai_chat
-from serving.api.blocks import Block, Blocks, Change
-from serving.api.errors import ApiError, invalid, renamed
-from serving.api.fields import StreamOptions, converted
-from serving.api.front import Front, Text
-from serving.api.sse import event
-from serving.api.streams import Token
+from umbra.serving.api import fields, openai_chat
+from umbra.serving.api.blocks import Block, Blocks, Change
+from umbra.serving.api.errors import ApiError, invalid, renamed
+from umbra.serving.api.fields import StreamOptions, converted
+from umbra.serving.api.front import Front, Text
+from umbra.serving.api.sse import event
+from umbra.serving.api.streams import Token
 
 # Fields that do nothing, and those that are not supported, with the values at which they ask for nothing.
 HARMLESS = fields.HARMLESS - {"request_id"}

@@ -17,19 +17,19 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from executor.config.case import Case
-from executor.config.env import node_env
-from executor.config.load import load_model_config
-from executor.launch.preflight import check_ready
-from serving.api.app import App
-from serving.api.auth import Keys, check_address
-from serving.api.errors import ApiError
-from serving.api.front import Front
-from serving.ranks.client import EngineClient
-from serving.ranks.launcher import keep_ranks, launcher_of
-from serving.ranks.messages import Message, Ready
-from serving.ranks.supervisor import Supervisor
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import node_env
+from umbra.executor.config.load import load_model_config
+from umbra.executor.launch.preflight import check_ready
+from umbra.serving.api.app import App
+from umbra.serving.api.auth import Keys, check_address
+from umbra.serving.api.errors import ApiError
+from umbra.serving.api.front import Front
+from umbra.serving.ranks.client import EngineClient
+from umbra.serving.ranks.launcher import keep_ranks, launcher_of
+from umbra.serving.ranks.messages import Message, Ready
+from umbra.serving.ranks.supervisor import Supervisor
 
 HEADER_S = 10.0  # seconds that a request's headers may take to come
 UNREAD_S = 60.0  # seconds that a client may leave an answer unread
@@ -260,7 +260,16 @@ def make_server(front: Front) -> uvicorn.Server:
         idle: ClassVar[dict[Protocol, None]] = {}
 
     config = uvicorn.Config(
-        App(front), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        proxy_headers=False, backlog=ACCEPTED, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=CLOSE_S,
-    )  # fmt: skip
+        App(front),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=ACCEPTED,
+        timeout_keep_alive=KEEP_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
     return HttpServer(config)

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.api.errors import ApiError
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.serving.api.errors import ApiError
 
 PING_S = 15.0  # a stream on which nothing has come for this long gets a comment, so that nobody on the way closes it
 DONE = b"data: [DONE]\n\n"
@@ -78,10 +78,7 @@ class EventStream(Response):
 
     @classmethod
     async def start(
-        cls,
-        request: Request,
-        events: AsyncGenerator[bytes, None],
-        failure: Callable[[ApiError], bytes] = failure,
+        cls, request: Request, events: AsyncGenerator[bytes, None], failure: Callable[[ApiError], bytes] = failure
     ) -> "EventStream":
         """Waits a while for the first event, so that a request that cannot run is answered with its status."""
         first = asyncio.ensure_future(anext(events))

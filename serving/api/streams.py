@@ -8,11 +8,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from executor.engine.request import TokenLogprob
-from serving.api.front import Front, Job, Text
-from serving.api.limits import Ticket
-from serving.ranks.messages import Ready
-from text.stops import Stops
+from umbra.executor.engine.request import TokenLogprob
+from umbra.serving.api.front import Front, Job, Text
+from umbra.serving.api.limits import Ticket
+from umbra.serving.ranks.messages import Ready
+from umbra.text.stops import Stops
 
 Item = TypeVar("Item")
 UNREAD = 64  # items that wait for a reader before their sources do

@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from executor.engine.request import Grammar
-from serving.api.errors import ApiError, invalid
-from serving.api.fields import Fields, Structured
-from text.formats import CHANNEL, CONSTRAIN, END, FORMATS, MESSAGE, START, THINK, THINK_END, Format
+from umbra.executor.engine.request import Grammar
+from umbra.serving.api.errors import ApiError, invalid
+from umbra.serving.api.fields import Fields, Structured
+from umbra.text.formats import CHANNEL, CONSTRAIN, END, FORMATS, MESSAGE, START, THINK, THINK_END, Format
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
 DEEPEST = 32  # levels of a schema
@@ -214,8 +214,14 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    parts = {key: {name: _closed(part) for name, part in value.items()} if key in NAMED and isinstance(value, dict) else
-             _closed(value) if key in NESTED else value for key, value in schema.items()}  # fmt: skip
+    parts = {
+        key: {name: _closed(part) for name, part in value.items()}
+        if key in NAMED and isinstance(value, dict)
+        else _closed(value)
+        if key in NESTED
+        else value
+        for key, value in schema.items()
+    }
     joined = any(key in schema for key in ("anyOf", "oneOf", "$ref", "patternProperties"))
     if _has_properties(schema) and not joined:
         parts.setdefault("additionalProperties", False)

@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from serving.api.errors import invalid
-from serving.api.fields import typed
-from serving.api.front import Front
-from serving.api.openai_chat import messages_of, of_chat
-from serving.api.openai_completions import check_length
-from text.chat import Chat
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.serving.api.errors import invalid
+from umbra.serving.api.fields import typed
+from umbra.serving.api.front import Front
+from umbra.serving.api.openai_chat import messages_of, of_chat
+from umbra.serving.api.openai_completions import check_length
+from umbra.text.chat import Chat
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from serving.ranks.messages import Message, ToEngine
-from umbra.errors import UserError, refusal
+from umbra.base.errors import UserError, refusal
+from umbra.serving.ranks.messages import Message, ToEngine
 
 HEADER = struct.Struct("<I")
 LARGEST = 64 << 20  # bytes of a message

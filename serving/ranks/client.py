@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from serving.ranks.channel import HEADER, framed, length_of
-from serving.ranks.messages import (
+from umbra.serving.ranks.channel import HEADER, framed, length_of
+from umbra.serving.ranks.messages import (
     Abort,
     Fatal,
     Message,

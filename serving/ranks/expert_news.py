@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from executor.engine.expert_totals import ExpertTotals
-from serving.ranks.messages import Residency
+from umbra.executor.engine.expert_totals import ExpertTotals
+from umbra.serving.ranks.messages import Residency
 
 FADE = 0.8  # weight of the heat of the last snapshot in the next one
 

@@ -9,16 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from executor.config.case import Case
-from executor.config.env import node_env
-from executor.config.resolved import read_resolved, write_resolved
-from executor.launch.launch import launch
-from executor.launch.processes import end_with
-from serving.ranks.processes import run_and_leave, signal_name
-from umbra.errors import EXIT_STATUS
-from umbra.files import ROOT
+from umbra.base.errors import EXIT_STATUS
+from umbra.base.files import WORK
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import node_env
+from umbra.executor.config.resolved import read_resolved, write_resolved
+from umbra.executor.launch.launch import launch
+from umbra.executor.launch.processes import end_with
+from umbra.serving.ranks.processes import run_and_leave, signal_name
 
-WORKER = ["-m", "serving.ranks.worker"]  # the program of each rank
+WORKER = ["-m", "umbra.serving.ranks.worker"]  # the program of each rank
 
 
 def main(argv: list[str]) -> None:
@@ -38,7 +38,7 @@ def launcher_of(case: Case, folder: Path) -> list[str]:
     process"""
     path = folder / "case.json"
     write_resolved(case, path)
-    return ["-m", "serving.ranks.launcher", str(path), f"--front={os.getpid()}"]
+    return ["-m", "umbra.serving.ranks.launcher", str(path), f"--front={os.getpid()}"]
 
 
 def keep_ranks(arguments: list[str], restarts: int) -> int:
@@ -58,7 +58,7 @@ def keep_ranks(arguments: list[str], restarts: int) -> int:
         if start:
             print(f"starting this node's ranks again ({start} of {restarts})", flush=True)
         launcher = subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, *arguments], cwd=WORK, stdin=subprocess.DEVNULL, start_new_session=True
         )
         status = launcher.wait()
         if status < 0 and not asked:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.launch.processes import is_halted, is_running, rank_of
-from umbra.errors import run_main
+from umbra.base.errors import run_main
+from umbra.executor.launch.processes import is_halted, is_running, rank_of
 
 SOCKET = "UMBRA_SERVE_SOCKET"
 

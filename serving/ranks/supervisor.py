@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from executor.config.case import Case
-from executor.config.env import node_env
-from executor.launch.processes import is_running
-from serving.ranks.client import ENDED, EngineClient
-from serving.ranks.processes import SOCKET, Process, processes_of, send, signal_name
-from umbra.errors import EXIT_STATUS
-from umbra.files import ROOT
+from umbra.base.errors import EXIT_STATUS
+from umbra.base.files import WORK
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import node_env
+from umbra.executor.launch.processes import is_running
+from umbra.serving.ranks.client import ENDED, EngineClient
+from umbra.serving.ranks.processes import SOCKET, Process, processes_of, send, signal_name
 
 CHECK_S = 0.5
 END_S = 10.0  # seconds that ranks have to leave before they are killed
@@ -92,9 +92,14 @@ class Supervisor:
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, *self.launcher, cwd=ROOT, env=os.environ | {SOCKET: str(self.client.path)},
-            stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            sys.executable,
+            *self.launcher,
+            cwd=WORK,
+            env=os.environ | {SOCKET: str(self.client.path)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
 
     async def _read_errors(self, stream: asyncio.StreamReader) -> None:
         """Passes on what the launcher writes to stderr, except its error line, which is kept."""

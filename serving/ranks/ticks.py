@@ -7,7 +7,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from serving.ranks.messages import Tick
+from umbra.serving.ranks.messages import Tick
 
 INLINE = 4096  # bytes of the broadcast that every step makes; a longer tick takes a second one
 HEADER = struct.Struct("<I")

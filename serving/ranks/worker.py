@@ -18,26 +18,27 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from executor.checkpoint.stop_ids import stop_ids
-from executor.config import env
-from executor.config.case import Case
-from executor.config.resolved import read_resolved
-from executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
-from executor.engine.disk_prefixes import DiskPrefixes
-from executor.engine.drafts import SIZES
-from executor.engine.expert_totals import ExpertTotals
-from executor.engine.loop import Loop
-from executor.engine.memory_split import MemorySplit
-from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.scheduler import Step
-from executor.engine.sequence import Sequence
-from executor.engine.timings import PrefillRate, Timings
-from executor.launch.rank import run_rank
-from executor.model_runner import ModelRunner, make_runner
-from ops.parallel.connections import readable_connection_errors
-from serving.ranks.channel import Channel
-from serving.ranks.expert_news import ExpertNews
-from serving.ranks.messages import (
+from umbra.base.errors import UserError, refusal
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.executor.config import env
+from umbra.executor.config.case import Case
+from umbra.executor.config.resolved import read_resolved
+from umbra.executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
+from umbra.executor.engine.disk_prefixes import DiskPrefixes
+from umbra.executor.engine.drafts import SIZES
+from umbra.executor.engine.expert_totals import ExpertTotals
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.memory_split import MemorySplit
+from umbra.executor.engine.request import Event, Request, SamplingParams
+from umbra.executor.engine.scheduler import Step
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.timings import PrefillRate, Timings
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.ops.parallel.connections import readable_connection_errors
+from umbra.serving.ranks.channel import Channel
+from umbra.serving.ranks.expert_news import ExpertNews
+from umbra.serving.ranks.messages import (
     Abort,
     Fatal,
     Group,
@@ -56,9 +57,8 @@ from serving.ranks.messages import (
     Tick,
     Watch,
 )
-from serving.ranks.processes import run_and_leave
-from serving.ranks.ticks import TickBroadcast
-from umbra.errors import UserError, refusal
+from umbra.serving.ranks.processes import run_and_leave
+from umbra.serving.ranks.ticks import TickBroadcast
 
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
 STATE_S = 0.25
@@ -164,9 +164,13 @@ class Worker:
             self.memory_split.decide(self.case.cache_config.page_size / self.prefill_rate.value)
         pause_s = self.case.serve_config.prefill_pause_ms / 1000
         return Tick(
-            self.steps, 0, self.mixed_tokens(), self.memory_split.expert_pages if self.memory_split else 0, events,
+            self.steps,
+            0,
+            self.mixed_tokens(),
+            self.memory_split.expert_pages if self.memory_split else 0,
+            events,
             self.disk.decide(self.prefill_rate.value, pause_s) if self.disk else 0,
-        )  # fmt: skip
+        )
 
     def check(self, tick: Tick, own: int) -> None:
         """Raises unless this rank, whose digest is `own`, does what rank 0 does."""

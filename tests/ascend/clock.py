@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
+from umbra.planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
 
 Ranges = list[tuple[int, int]]  # first byte, end
 

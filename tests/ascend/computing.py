@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ops.ascend.shadow import ShadowNodes
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (registers)
 from tests.ascend.ge import ge_programs
+from umbra.ops.ascend.shadow import ShadowNodes
 
 FAKE = ctypes.CDLL("libfake_cann.so")
 CPU = torch.device("cpu")

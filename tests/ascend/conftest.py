@@ -10,10 +10,10 @@ import torch_npu  # noqa: F401  (registers the npu device)
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from executor.engine import batching
-from ops.ascend import layout
-from ops.interface import Numbers, tensor_of
 from tests.ascend.log import violations
+from umbra.executor.engine import batching
+from umbra.ops.ascend import layout
+from umbra.ops.interface import Numbers, tensor_of
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ops.ascend.vector_core import extension, schemas  # noqa: F401 (declares the ops)
+from umbra.ops.ascend.vector_core import extension, schemas  # noqa: F401 (declares the ops)
 
 
 @functools.cache

@@ -41,9 +41,14 @@ KERNELS = {  # type of a node -> kernel
     "TransposeBatchMatMul": "aclnnTransposeBatchMatMul",
 }
 TYPES = {  # the numbers of AscendCL
-    torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.int64: 9, torch.bool: 12,
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.int8: 2,
+    torch.int32: 3,
+    torch.int64: 9,
+    torch.bool: 12,
     torch.bfloat16: 27,
-}  # fmt: skip
+}
 
 
 def broken_rules(program: "GeProgram") -> list[str]:

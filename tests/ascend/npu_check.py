@@ -15,9 +15,9 @@ import torch
 import torch_npu
 
 import tests.ascend.ranks  # noqa: F401 (says what the processes are forked from has imported)
-from ops.ascend import vector_core
 from tests.ascend.extension import load_extension
-from tools.npu_check import environment, numbers, processes
+from umbra.ops.ascend import vector_core
+from umbra.tools.npu_check import environment, numbers, processes
 
 NEW = 1 << 62  # a time of building after every source
 
@@ -61,7 +61,7 @@ def become(arguments: list[str], variables: dict[str, str], log: str, group: int
     os.environ.pop("CPU_AFFINITY_CONF", None)  # it needs a library of the driver
     torch.set_num_threads(1)
     from tests.ascend import computing
-    from tools.npu_check.__main__ import main
+    from umbra.tools.npu_check.__main__ import main
 
     put(processes, start=forked(case, fault))
     small(str(case))
@@ -79,7 +79,7 @@ def small(case: str) -> None:
     size = numbers.Size("30B", 256, 96, 8, 4, 1, 128, 2)
     put(numbers, EIGHTH=size, WHOLE=size, SIZES=(numbers.SMALL, size))
     put(vector_core, built=lambda *_: NEW, load=lambda *_: load_extension())
-    from tools.npu_check.stages import bridge, collectives, graphs, kernels, model, operators, overlap, shadows
+    from umbra.tools.npu_check.stages import bridge, collectives, graphs, kernels, model, operators, overlap, shadows
 
     operators.ROUNDS = kernels.ROUNDS = graphs.ROUNDS = collectives.ROUNDS = overlap.ROUNDS = 1
     put(kernels, LAYERS=2, READ_BYTES=1 << 16, BATCHES=(1, 8))
@@ -103,7 +103,7 @@ def keep(module: Any, *names: str) -> None:
 
 def refused_operator() -> None:
     """Groups that are one too few: a rule of CANN's sources that the fake CANN enforces."""
-    from tools.npu_check.stages import operators
+    from umbra.tools.npu_check.stages import operators
 
     keep(operators, "moe fusion_v2, tiled bfloat16, small", "moe fusion_v2, tiled bfloat16, 30B")
     real = torch_npu.npu_grouped_matmul
@@ -112,7 +112,7 @@ def refused_operator() -> None:
 
 def broken_device() -> None:
     """A kernel that accesses what it must not, after which the process cannot use the device."""
-    from tools.npu_check.stages import operators
+    from umbra.tools.npu_check.stages import operators
 
     def raises(size: Any) -> Any:
         raise RuntimeError("The Inner error is reported\nACL stream synchronize failed, error code is 507015")
@@ -123,14 +123,14 @@ def broken_device() -> None:
 
 def stale_replay() -> None:
     from tests.ascend import computing
-    from tools.npu_check.stages import graphs
+    from umbra.tools.npu_check.stages import graphs
 
     computing.Computing.flush = lambda self: self.pending.clear()  # type: ignore[method-assign]
     keep(graphs, "captured graph")
 
 
 def killed_rank() -> None:
-    from tools.npu_check.stages import collectives
+    from umbra.tools.npu_check.stages import collectives
 
     def body(**given: Any) -> Any:
         if os.environ["RANK"] == "1":
@@ -144,7 +144,7 @@ def killed_rank() -> None:
 def lost_shadows() -> None:
     """What the CPU computed is not added."""
     from tests.ascend import computing
-    from tools.npu_check.stages import shadows
+    from umbra.tools.npu_check.stages import shadows
 
     computing.SPECIAL["shadow_join"] = lambda work: computing.put(work.outs[0], computing.on_cpu(work.args[1]))
     keep(shadows, "eager")

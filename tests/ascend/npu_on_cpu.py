@@ -83,9 +83,15 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
 
 @under_schema
 def npu_clipped_swiglu(
-    x: Tensor, *, group_index: Tensor | None = None, dim: int = -1, alpha: float = 1.702, limit: float = 7.0,
-    bias: float = 1.0, interleaved: bool = True,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    *,
+    group_index: Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
     expect(group_index is None and dim == -1, "clipped_swiglu: all rows, last dimension")
     gate, up = (x.float()[..., ::2], x.float()[..., 1::2]) if interleaved else x.float().chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -116,10 +122,17 @@ def in_tiles(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
 
 @under_schema
 def npu_scatter_pa_kv_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *,
-    compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_lens: Tensor | None = None,
+    compress_seq_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
-) -> None:  # fmt: skip
+) -> None:
     expect(key.dim() == 3 and key.shape == value.shape and cache_mode == "PA_NZ", "scatter_pa_kv_cache: (T, heads, D)")
     in_tiles(key.flatten(1), key_cache, slot_mapping)
     in_tiles(value.flatten(1), value_cache, slot_mapping)
@@ -127,11 +140,26 @@ def npu_scatter_pa_kv_cache(
 
 @under_schema
 def npu_qkv_rms_norm_rope_cache(
-    qkv: Tensor, q_gamma: Tensor, k_gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, q_out: Tensor,
-    k_cache: Tensor, v_cache: Tensor, qkv_size: Sequence[int], head_nums: Sequence[int], *,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_offset: Tensor | None = None,
-    v_offset: Tensor | None = None, epsilon: float = 1e-6, cache_mode: str = "PA_NZ", is_output_qkv: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    q_gamma: Tensor,
+    k_gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv_size: Sequence[int],
+    head_nums: Sequence[int],
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_offset: Tensor | None = None,
+    v_offset: Tensor | None = None,
+    epsilon: float = 1e-6,
+    cache_mode: str = "PA_NZ",
+    is_output_qkv: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, heads, dim = qkv_size
     expect(dim == 128 and cache_mode == "PA_NZ" and not is_output_qkv, "qkv_rms_norm_rope_cache: D is 128, tiles")
     expect(qkv.shape == (batch * length, heads * dim) and sum(head_nums) == heads, "qkv_rms_norm_rope_cache: heads")
@@ -157,9 +185,19 @@ def npu_qkv_rms_norm_rope_cache(
 
 @under_schema
 def npu_kv_rmsnorm_rope_cache_v2(
-    kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor, *,
-    epsilon: float = 1e-5, cache_mode: str = "Norm", is_output_kv: bool = False, **others: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    cache_mode: str = "Norm",
+    is_output_kv: bool = False,
+    **others: object,
+) -> tuple[Tensor, Tensor]:
     """Neighbouring columns of keys rotate, of which the first ones of all pairs are then before the second ones."""
     tokens = len(kv)
     expect(cache_mode == "PA" and not is_output_kv and not any(others.values()), "kv_rmsnorm_rope_cache: plain pages")
@@ -185,11 +223,24 @@ def npu_kv_rmsnorm_rope_cache_v2(
 
 @under_schema
 def npu_mla_prolog_v3(
-    token_x: Tensor, weight_dq: Tensor, weight_uq_qr: Tensor, weight_uk: Tensor, weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor, rmsnorm_gamma_ckv: Tensor, rope_sin: Tensor, rope_cos: Tensor, kv_cache: Tensor,
-    kr_cache: Tensor, *, cache_index: Tensor | None = None, rmsnorm_epsilon_cq: float = 1e-5,
-    rmsnorm_epsilon_ckv: float = 1e-5, cache_mode: str = "PA_BSND", **others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    *,
+    cache_index: Tensor | None = None,
+    rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5,
+    cache_mode: str = "PA_BSND",
+    **others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Neighbouring columns rotate, of which the first ones of all pairs are then before the second ones."""
     expect(cache_mode == "PA_BSND" and not any(others.values()), "mla_prolog: pages, nothing quantised or scaled")
     heads, still, latent = weight_uk.shape
@@ -200,9 +251,16 @@ def npu_mla_prolog_v3(
     compressed: Any = npu_rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
     own, turning = (compressed[0] @ weight_uq_qr).unflatten(1, (heads, -1)).split([128, 64], 2)
     npu_kv_rmsnorm_rope_cache_v2(
-        (token_x @ weight_dkv_kr)[:, None, None], rmsnorm_gamma_ckv, rope_cos[:, None, None], rope_sin[:, None, None],
-        cache_index, kr_cache, kv_cache, epsilon=rmsnorm_epsilon_ckv, cache_mode="PA",
-    )  # fmt: skip
+        (token_x @ weight_dkv_kr)[:, None, None],
+        rmsnorm_gamma_ckv,
+        rope_cos[:, None, None],
+        rope_sin[:, None, None],
+        cache_index,
+        kr_cache,
+        kv_cache,
+        epsilon=rmsnorm_epsilon_ckv,
+        cache_mode="PA",
+    )
     apart = torch.cat((turning[..., ::2], turning[..., 1::2]), -1)
     query = torch.einsum("thk,hkn->thn", own.float(), weight_uk.float()).to(token_x.dtype)
     undefined = (token_x.new_empty(0) for _ in range(3))
@@ -211,9 +269,15 @@ def npu_mla_prolog_v3(
 
 @under_schema
 def npu_transpose_batchmatmul(
-    input: Tensor, weight: Tensor, *, perm_x1: Sequence[int] = (), perm_x2: Sequence[int] = (),
-    perm_y: Sequence[int] = (), batch_split_factor: int = 1, **others: object,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    *,
+    perm_x1: Sequence[int] = (),
+    perm_x2: Sequence[int] = (),
+    perm_y: Sequence[int] = (),
+    batch_split_factor: int = 1,
+    **others: object,
+) -> Tensor:
     orders = [list(order) for order in (perm_x1, perm_x2, perm_y)]
     expect(orders == [[1, 0, 2], [0, 1, 2], [1, 0, 2]] and batch_split_factor == 1, "transpose_batchmatmul: orders")
     expect(not any(others.values()) and input.dtype == weight.dtype, "transpose_batchmatmul: one type")
@@ -234,10 +298,21 @@ def npu_moe_gating_top_k_softmax(
 
 @under_schema
 def npu_moe_gating_top_k(
-    x: Tensor, k: int, *, bias: Tensor | None = None, input_ids: Tensor | None = None, tid2eid: Tensor | None = None,
-    k_group: int = 1, group_count: int = 1, group_select_mode: int = 0, renorm: int = 0, norm_type: int = 0,
-    out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
     """A softmax is renormalised if `renorm` says so, a sigmoid always."""
     expect(x.dim() == 2 and len(x) > 0 and 0 < k <= x.shape[1] <= 2048, "gating_top_k: (T, experts), k of at most 2048")
     expect(x.dtype in (torch.float32, torch.float16, torch.bfloat16), "gating_top_k: floats")
@@ -287,11 +362,22 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expe
 
 @under_schema
 def npu_moe_init_routing_v2(
-    x: Tensor, expert_idx: Tensor, *, scale: Tensor | None = None, offset: Tensor | None = None, active_num: int = -1,
-    expert_capacity: int = -1, expert_num: int = -1, drop_pad_mode: int = 0, expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False, quant_mode: int = -1, active_expert_range: Sequence[int] = (),
-    row_idx_type: int = 0, x_dtype: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+    x_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     expect(expert_idx.dtype == torch.int32, "init_routing_v2: int32")
     expect(expert_tokens_num_type == 1 and expert_tokens_num_flag, "init_routing_v2: counts")
     expect(quant_mode in (-1, 1) and scale is None, "init_routing_v2: rows as they are, or rounded by their own scale")
@@ -315,11 +401,18 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @under_schema
 def npu_grouped_matmul(
-    x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: Sequence[Tensor] | None = None,
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
     antiquant_scale: Sequence[Tensor] | None = None,
-    antiquant_offset: Sequence[Tensor] | None = None, group_list: Tensor | None = None, split_item: int = 0,
-    group_type: int | None = None, group_list_type: int = 0, **others: Any,
-) -> list[Tensor]:  # fmt: skip
+    antiquant_offset: Sequence[Tensor] | None = None,
+    group_list: Tensor | None = None,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
+    **others: Any,
+) -> list[Tensor]:
     expect(len(x) == len(weight) == 1 and group_list is not None, "grouped_matmul: single tensors")
     assert group_list is not None
     expect(split_item == 3 and group_type == 0 and group_list.dtype == torch.int64, "grouped_matmul: rows in groups")
@@ -343,9 +436,14 @@ def npu_grouped_matmul(
 
 
 def int8_products(
-    x: Tensor, matrices: Tensor, counts: Tensor, scale: Sequence[Tensor] | None = None,
-    per_token_scale: Sequence[Tensor] | None = None, output_dtype: Any = None, **others: object,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    matrices: Tensor,
+    counts: Tensor,
+    scale: Sequence[Tensor] | None = None,
+    per_token_scale: Sequence[Tensor] | None = None,
+    output_dtype: Any = None,
+    **others: object,
+) -> Tensor:
     """Of rows that no group has, the sums are 0 and the values NaN."""
     each = torch.arange(len(matrices)).repeat_interleave(counts)
     sums = torch.zeros(len(x), matrices.shape[-1], dtype=torch.float64)
@@ -367,10 +465,19 @@ def int8_products(
 
 @under_schema
 def npu_grouped_matmul_swiglu_quant_v2(
-    x: Tensor, weight: Sequence[Tensor], weight_scale: Sequence[Tensor], x_scale: Tensor, group_list: Tensor, *,
-    dequant_mode: int = 0, dequant_dtype: int = 6, quant_mode: int = 0, quant_dtype: int = 1, group_list_type: int = 0,
+    x: Tensor,
+    weight: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    *,
+    dequant_mode: int = 0,
+    dequant_dtype: int = 6,
+    quant_mode: int = 0,
+    quant_dtype: int = 1,
+    group_list_type: int = 0,
     **others: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     expect(len(weight) == 1 and all(given is None for given in others.values()), "swiglu_quant: single tensors")
     expect((dequant_mode, dequant_dtype, quant_mode, quant_dtype) == (0, 6, 0, 1), "swiglu_quant: int8 by float32")
     counts = group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1))
@@ -387,10 +494,19 @@ def npu_grouped_matmul_swiglu_quant_v2(
 
 @under_schema
 def npu_dequant_swiglu_quant(
-    x: Tensor, *, weight_scale: Tensor | None = None, activation_scale: Tensor | None = None,
-    group_index: Tensor | None = None, activate_left: bool = False, quant_mode: int = 0, swiglu_mode: int = 0,
-    clamp_limit: float = 7.0, glu_alpha: float = 1.702, glu_bias: float = 1.0, **others: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    *,
+    weight_scale: Tensor | None = None,
+    activation_scale: Tensor | None = None,
+    group_index: Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    swiglu_mode: int = 0,
+    clamp_limit: float = 7.0,
+    glu_alpha: float = 1.702,
+    glu_bias: float = 1.0,
+    **others: object,
+) -> tuple[Tensor, Tensor]:
     """Scales of rows that no group has are NaN."""
     assert weight_scale is not None
     assert activation_scale is not None
@@ -413,10 +529,17 @@ def npu_dynamic_quant(input: Tensor, *, dst_type: Any = None, **others: object) 
 
 @under_schema
 def npu_add_rms_norm_dynamic_quant(
-    x1: Tensor, x2: Tensor, gamma: Tensor, *, smooth_scale1: Tensor | None = None, smooth_scale2: Tensor | None = None,
-    beta: Tensor | None = None, epsilon: float = 1e-6, output_mask: Sequence[bool] | None = None,
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    *,
+    smooth_scale1: Tensor | None = None,
+    smooth_scale2: Tensor | None = None,
+    beta: Tensor | None = None,
+    epsilon: float = 1e-6,
+    output_mask: Sequence[bool] | None = None,
     y_dtype: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The norm is rounded once, from float32."""
     plain = (smooth_scale1, smooth_scale2, y_dtype) == (None, None, None)
     expect(plain and output_mask == [True, False] and len(x1) > 0, "add_rms_norm_dynamic_quant: one output, as it is")
@@ -429,9 +552,15 @@ def npu_add_rms_norm_dynamic_quant(
 
 @under_schema
 def npu_quant_matmul(
-    x1: Tensor, x2: Tensor, scale: Tensor, *, pertoken_scale: Tensor | None = None, bias: Tensor | None = None,
-    output_dtype: Any = None, **others: object,
-) -> Tensor:  # fmt: skip
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: Any = None,
+    **others: object,
+) -> Tensor:
     assert pertoken_scale is not None
     dtype = {torch.bfloat16: torch.bfloat16, 15: torch.bfloat16}.get(output_dtype, torch.float16)
     expect(x1.dtype == x2.dtype == torch.int8 and scale.shape == x2.shape[1:], "quant_matmul: int8, a scale a column")
@@ -451,10 +580,17 @@ def dequantised(words: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
 
 @under_schema
 def npu_weight_quant_batchmatmul(
-    x: Tensor, weight: Tensor, antiquant_scale: Tensor, antiquant_offset: Tensor | None = None,
-    quant_scale: Tensor | None = None, quant_offset: Tensor | None = None, bias: Tensor | None = None,
-    antiquant_group_size: int = 0, inner_precise: int = 0, weight_dtype: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
+    antiquant_offset: Tensor | None = None,
+    quant_scale: Tensor | None = None,
+    quant_offset: Tensor | None = None,
+    bias: Tensor | None = None,
+    antiquant_group_size: int = 0,
+    inner_precise: int = 0,
+    weight_dtype: int | None = None,
+) -> Tensor:
     expect(x.shape[1] == antiquant_scale.shape[0] * antiquant_group_size, "weight_quant_batchmatmul: groups of K")
     y = x.float() @ dequantised(weight, antiquant_scale, antiquant_offset)
     return (y if bias is None else y + bias.float()).to(x.dtype)
@@ -462,10 +598,16 @@ def npu_weight_quant_batchmatmul(
 
 @under_schema
 def npu_moe_finalize_routing(
-    expanded_permuted_rows: Tensor, skip1: Tensor | None, skip2: Tensor | None, bias: Tensor | None,
-    scales: Tensor | None, expanded_src_to_dst_row: Tensor, export_for_source_row: Tensor | None,
-    drop_pad_mode: int = 0, k: int = 1,
-) -> Tensor:  # fmt: skip
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int = 0,
+    k: int = 1,
+) -> Tensor:
     assert scales is not None
     types = expanded_permuted_rows.dtype, scales.dtype
     expect(
@@ -485,9 +627,16 @@ def npu_moe_finalize_routing(
 
 @under_schema
 def npu_moe_distribute_dispatch_v2(
-    x: Tensor, expert_ids: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int, moe_expert_num: int,
-    expert_token_nums_type: int = 1, quant_mode: int = 0, **others: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    expert_ids: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    expert_token_nums_type: int = 1,
+    quant_mode: int = 0,
+    **others: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Over gloo, whose group has the name. Rows for an expert are in the order of ranks and tokens."""
     expect(expert_token_nums_type == 1, "dispatch: counts")
     expect(all(value in (None, "", 0) for value in others.values()), "dispatch: nothing smoothed, shared or masked")
@@ -517,9 +666,17 @@ def npu_moe_distribute_dispatch_v2(
 
 @under_schema
 def npu_moe_distribute_combine_v2(
-    expand_x: Tensor, expert_ids: Tensor, assist_info_for_combine: Tensor, ep_send_counts: Tensor,
-    expert_scales: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int, moe_expert_num: int, **others: object,
-) -> Tensor:  # fmt: skip
+    expand_x: Tensor,
+    expert_ids: Tensor,
+    assist_info_for_combine: Tensor,
+    ep_send_counts: Tensor,
+    expert_scales: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    **others: object,
+) -> Tensor:
     expect(all(value in (None, "", 0) for value in others.values()), "combine: nothing quantised, shared or masked")
     expect(expert_scales.dtype == torch.float32, "combine: weights are float32")
     expect(len(ep_send_counts) == moe_expert_num, "combine: numbers of each rank and expert here")
@@ -545,10 +702,17 @@ def of_all_ranks(x: Tensor, group: str) -> list[Tensor]:
 
 @under_schema
 def npu_fused_infer_attention_score(
-    query: Tensor, key: Tensor, value: Tensor, *, actual_seq_lengths: Sequence[int] | None = None,
-    actual_seq_lengths_kv: Sequence[int] | None = None, num_heads: int = 1, scale: float = 1.0,
-    softmax_lse_flag: bool = False, **given: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    softmax_lse_flag: bool = False,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
     lengths = actual_seq_lengths, actual_seq_lengths_kv
     out, sums = attended(query, key, value, *lengths, heads=num_heads, scale=scale, sinks=None, **given)
     return out, sums if softmax_lse_flag else torch.zeros(1)
@@ -556,10 +720,17 @@ def npu_fused_infer_attention_score(
 
 @under_schema
 def npu_fused_infer_attention_score_v2(
-    query: Tensor, key: Tensor, value: Tensor, *, actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None, learnable_sink: Tensor | None = None, num_query_heads: int = 1,
-    softmax_scale: float = 1.0, **given: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    learnable_sink: Tensor | None = None,
+    num_query_heads: int = 1,
+    softmax_scale: float = 1.0,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
     assert learnable_sink is not None
     expect(learnable_sink.dtype == query.dtype == torch.bfloat16, "attention: sinks are bfloat16")
     expect(learnable_sink.shape == (num_query_heads,) and given["input_layout"] == "TND", "attention: sinks of TND")
@@ -569,12 +740,27 @@ def npu_fused_infer_attention_score_v2(
 
 
 def attended(
-    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int] | None, kv_lens: Sequence[int] | None, heads: int,
-    scale: float, sinks: Tensor | None, *, atten_mask: Tensor | None = None, block_table: Tensor | None = None,
-    input_layout: str = "BSH", num_key_value_heads: int = 0, sparse_mode: int = 0, block_size: int = 0,
-    pre_tokens: int = 2**31 - 1, next_tokens: int = 2**31 - 1, query_rope: Tensor | None = None,
-    key_rope: Tensor | None = None, **others: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Sequence[int] | None,
+    kv_lens: Sequence[int] | None,
+    heads: int,
+    scale: float,
+    sinks: Tensor | None,
+    *,
+    atten_mask: Tensor | None = None,
+    block_table: Tensor | None = None,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    pre_tokens: int = 2**31 - 1,
+    next_tokens: int = 2**31 - 1,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, Tensor]:
     """-> attention, and the logarithms (T, heads, 1) of the sums of exponentials. Keys that a mask hides are not read:
     of a band, those before the first query's."""
     assert kv_lens is not None
@@ -587,10 +773,16 @@ def attended(
         padding = torch.zeros_like(query_rope), torch.zeros_like(key_rope)
         shaped = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1), torch.cat((value, padding[1]), -1)
         given: Any = dict(
-            atten_mask=atten_mask, block_table=block_table, input_layout=input_layout, sparse_mode=sparse_mode,
-            num_key_value_heads=num_key_value_heads, block_size=block_size, pre_tokens=pre_tokens,
-            next_tokens=next_tokens, **others,
-        )  # fmt: skip
+            atten_mask=atten_mask,
+            block_table=block_table,
+            input_layout=input_layout,
+            sparse_mode=sparse_mode,
+            num_key_value_heads=num_key_value_heads,
+            block_size=block_size,
+            pre_tokens=pre_tokens,
+            next_tokens=next_tokens,
+            **others,
+        )
         out, sums = attended(*shaped, ends, kv_lens, heads, scale, sinks, **given)
         return out[..., : widths[0]].contiguous(), sums
     if block_table is None:  # keys and values are packed
@@ -628,9 +820,13 @@ def attended(
     for end, length, pages in zip(ends, kv_lens, block_table, strict=True):
         first = max(0, length - (end - start) - before)
         k, v = (
-            cache[pages.long()].flatten(0, 1)[first:length].unflatten(1, (num_key_value_heads, width)).float()
-            .repeat_interleave(heads // num_key_value_heads, 1) for cache in (key, value)
-        )  # fmt: skip
+            cache[pages.long()]
+            .flatten(0, 1)[first:length]
+            .unflatten(1, (num_key_value_heads, width))
+            .float()
+            .repeat_interleave(heads // num_key_value_heads, 1)
+            for cache in (key, value)
+        )
         scores = torch.einsum("qhd,khd->hqk", packed[start:end].float(), k) * scale
         apart = torch.arange(first, length) - torch.arange(length - (end - start), length)[:, None]
         scores = scores.masked_fill((apart < -before) | (apart > after), -torch.inf)

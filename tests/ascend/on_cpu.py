@@ -5,20 +5,20 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 
-from cpu_offload.ascend import AscendDevice
-from cpu_offload.device import Device
-from cpu_offload.planner.choices import Choices
-from executor.config.env import RankEnv
-from executor.platform.ascend.exchange import most_rows
-from executor.platform.base import Platform, Step
-from executor.platform.settings import PlatformSettings
-from models.config import ModelConfig
-from ops import load_ops
-from ops.ascend.cann import ALL_ABILITIES, Abilities
-from ops.ascend.exchange import AscendExchange
-from ops.ascend.ops import AscendOps
-from ops.interface import Exchange
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
+from umbra.cpu_offload.ascend import AscendDevice
+from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.planner.choices import Choices
+from umbra.executor.config.env import RankEnv
+from umbra.executor.platform.ascend.exchange import most_rows
+from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.config import ModelConfig
+from umbra.ops import load_ops
+from umbra.ops.ascend.cann import ALL_ABILITIES, Abilities
+from umbra.ops.ascend.exchange import AscendExchange
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.interface import Exchange
 
 
 class OnCpu(Platform):
@@ -59,9 +59,8 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
                 return None
             group: Any = dist.new_group(list(range(sizes.world)))
             exchange = AscendExchange(
-                self.ops, group.group_name, dist.get_rank(), sizes.world, sizes.physical(config.expert_count),
-                most + 3,
-            )  # fmt: skip
+                self.ops, group.group_name, dist.get_rank(), sizes.world, sizes.physical(config.expert_count), most + 3
+            )
             return cast(Exchange, exchange)
 
         def shadow_device(self, top_k: int, choices: Choices) -> Device:

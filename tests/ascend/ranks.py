@@ -27,13 +27,21 @@ import torch.distributed as dist
 import torch.multiprocessing
 import torch_npu
 
-from executor.config.env import RankEnv
 from tests.ranks import free_port
+from umbra.executor.config.env import RankEnv
 
-multiprocessing.get_context("forkserver").set_forkserver_preload([
-    "tests.conftest", "pytest", "torch_npu", "executor.platform.ascend.device", "executor.platform.ascend.graphs",
-    "tests.ascend.engine", "tests.ascend.ge", "tests.ascend.log",
-])  # fmt: skip
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    [
+        "tests.conftest",
+        "pytest",
+        "torch_npu",
+        "umbra.executor.platform.ascend.device",
+        "umbra.executor.platform.ascend.graphs",
+        "tests.ascend.engine",
+        "tests.ascend.ge",
+        "tests.ascend.log",
+    ]
+)
 
 
 def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 400, fresh: bool = False) -> list[Any]:

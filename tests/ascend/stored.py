@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ops.ascend.vector_core import reference
-from ops.ascend.vector_core.planes import PAIRS, planes_of
-from ops.ascend.weights import Role, Stored
 from tests.ascend.npu_on_cpu import dequantised
+from umbra.ops.ascend.vector_core import reference
+from umbra.ops.ascend.vector_core.planes import PAIRS, planes_of
+from umbra.ops.ascend.weights import Role, Stored
 
 
 def values_of(stored: Stored, *expert: int) -> Tensor:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from ops import reference
-from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
-from ops.ascend.ops import AscendOps
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from umbra.ops import reference
+from umbra.ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
+from umbra.ops.ascend.ops import AscendOps
 
 CPU, PAGE, HEADS, KV, DIM, SCALE = torch.device("cpu"), 16, 4, 2, 64, 0.2
 STEPS = {"decode": ((1, 1, 1), (5, 48, 70)), "prefill": ((4, 23, 1), (4, 50, 70))}  # new tokens, lengths of sequences

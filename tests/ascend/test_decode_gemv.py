@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from executor.config.env import RankEnv
-from executor.model_runner import make_runner
-from ops.ascend import vector_core
 from tests.ascend.engine import M2, QWEN3, SECOND_THOROUGH, Family, ascend_case, ascend_runner, prefilled
 from tests.ascend.extension import load_extension
 from tests.ascend.ge import GeProgram
@@ -23,7 +20,10 @@ from tests.ascend.test_numerics import assert_same, logits, save
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.env import RankEnv
+from umbra.executor.model_runner import make_runner
+from umbra.ops.ascend import vector_core
 
 STEPS = 5  # of decode, of two layers each: test_numerics.logits
 MOE, SCORES, GEMV = "fused_moe_w4a16", "fused_moe_scores_w4a16", "gemv_w4a16"
@@ -127,9 +127,16 @@ def check(program: GeProgram, family: Family) -> None:
     for node in program.of("UmbraFusedMoeScoresW4a16"):
         assert [desc.name for desc in node.proto.input_desc] == FUSED_INPUTS
         assert [made[i].shape if i else None for i in node.inputs] == [
-            (4, 128), (8, 1, 128, 64), (8, 1, 128, 8), (8, 1, 128, 8),
-            (8, 1, 128, 32), (8, 1, 128, 8), (8, 1, 128, 8), (4, 8), (8,) if family == M2 else None,
-        ]  # fmt: skip
+            (4, 128),
+            (8, 1, 128, 64),
+            (8, 1, 128, 8),
+            (8, 1, 128, 8),
+            (8, 1, 128, 32),
+            (8, 1, 128, 8),
+            (8, 1, 128, 8),
+            (4, 8),
+            (8,) if family == M2 else None,
+        ]
         types = [made[i].dtype if i else None for i in node.inputs[-2:]]
         assert types == ([torch.float32] * 2 if family == M2 else [torch.bfloat16, None])
         assert (node.proto.attr["top_k"].i, node.proto.attr["sigmoid"].b) == (3, family == M2)
@@ -138,8 +145,11 @@ def check(program: GeProgram, family: Family) -> None:
         assert [desc.name for desc in node.proto.input_desc] == ["x", "w", "scales", "zeros"]
         kept = (1, outputs, 8)
         assert [made[i].shape if i else None for i in node.inputs] == [
-            (4, inputs), (inputs // 128, outputs, 64), kept, kept,
-        ]  # fmt: skip
+            (4, inputs),
+            (inputs // 128, outputs, 64),
+            kept,
+            kept,
+        ]
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, outputs), torch.bfloat16)
 
 

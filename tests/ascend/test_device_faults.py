@@ -8,11 +8,17 @@ import pytest
 from tests.ascend.engine import ascend_case, ascend_runner, generate
 from tests.ascend.log import device_calls, fail_call
 from tests.ascend.ranks import run_ranks
-from umbra.errors import UserError, refusal
+from umbra.base.errors import UserError, refusal
 
 # The last two are all that torch_npu says where its queue met the error: of a kernel its name, of a copy its sizes.
-NAMED = ("error code is 507000", "error code:507000", "error 507000", "memory", "the current working operator name is",
-         "the current copy params are")  # fmt: skip
+NAMED = (
+    "error code is 507000",
+    "error code:507000",
+    "error 507000",
+    "memory",
+    "the current working operator name is",
+    "the current copy params are",
+)
 PARTS = 8
 
 

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.platform.ascend import device
-from ops.ascend.cann import ALL_ABILITIES
-from ops.counted import ASCEND_KERNELS
 from tests.ascend.engine import (
     FLASH,
     GLM,
@@ -27,6 +24,9 @@ from tests.ascend.engine import (
     prefilled,
 )
 from tests.ascend.log import device_log
+from umbra.executor.platform.ascend import device
+from umbra.ops.ascend.cann import ALL_ABILITIES
+from umbra.ops.counted import ASCEND_KERNELS
 
 ATTENTION = [
     "aclnnMatmulWeightNz (3,128)bfloat16 (128,512)bfloat16:NZ (3,512)bfloat16",
@@ -219,7 +219,7 @@ ROUNDING_NORM = (
 INT8 = {  # the same layer with weights in int8, after its first norm
     ATTENTION[0]: [
         "aclnnQuantMatmulWeightNz (3,128)int8 (128,512)int8:NZ (3)float32 (512)float32 (0)bfloat16 (0)bfloat16"
-        " (3,512)bfloat16",
+        " (3,512)bfloat16"
     ],
     ATTENTION[3]: [
         ROUNDED.replace("128", "256"),
@@ -239,12 +239,8 @@ INT8 = {  # the same layer with weights in int8, after its first norm
 }
 IN_PARTS = {  # where torch_npu has no op for the first product with its SwiGLU, nor for a norm with its rounding
     ATTENTION[0]: [ROUNDED, *INT8[ATTENTION[0]]],
-    EXPERTS[0]: [
-        "aclnnGroupedMatmulWeightNz [(9,128)int8] [(8,128,128)int8:NZ] (8)int64 ints() [(9,128)int32]",
-    ],
-    EXPERTS[1]: [
-        "aclnnDequantSwigluQuantV2 (9,128)int32 (8,128)float32 (9)float32 (8)int64 (9,64)int8 (9)float32",
-    ],
+    EXPERTS[0]: ["aclnnGroupedMatmulWeightNz [(9,128)int8] [(8,128,128)int8:NZ] (8)int64 ints() [(9,128)int32]"],
+    EXPERTS[1]: ["aclnnDequantSwigluQuantV2 (9,128)int32 (8,128)float32 (9)float32 (8)int64 (9,64)int8 (9)float32"],
 }
 PACKED_ATTENTION = (
     "aclnnFusedInferAttentionScoreV3 (28,2,128)bfloat16 [(5,1,8,128,16)bfloat16:format30]"

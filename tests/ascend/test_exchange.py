@@ -10,13 +10,6 @@ import torch
 import torch.distributed as dist
 import torch_npu
 
-from executor.platform.ascend import device
-from executor.platform.ascend.exchange import window_mb
-from models.qwen3_moe.config import Qwen3MoeConfig
-from ops.ascend.exchange import AscendExchange
-from ops.ascend.ops import AscendOps
-from ops.ascend.weights import AscendExperts
-from ops.format import W8A8, Format
 from tests.ascend.engine import QWEN3, Family, ascend_case, ascend_runner, generate, in_int8, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log, violations
@@ -25,7 +18,14 @@ from tests.ascend.test_ge import casts
 from tests.ascend.test_hccl import started
 from tests.ascend.test_rules import SIZES, Size, kind_of, tiled
 from tests.variants import thorough_but
-from umbra.files import write_json
+from umbra.base.files import write_json
+from umbra.executor.platform.ascend import device
+from umbra.executor.platform.ascend.exchange import window_mb
+from umbra.models.qwen3_moe.config import Qwen3MoeConfig
+from umbra.ops.ascend.exchange import AscendExchange
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.ascend.weights import AscendExperts
+from umbra.ops.format import W8A8, Format
 
 BF16 = torch.bfloat16
 SPLIT = ("attn_tp_size=1", "moe_tp_size=1")
@@ -49,9 +49,16 @@ INT8_MIXTURE = [  # the rows in int8, as they are sent
     *MIXTURE[4:],
 ]
 FUSED = {  # kernels of a layer in a GE graph
-    "MatMul": 3, "GroupedMatmul": 2, "AddRmsNorm": 2, "QkvRmsNormRopeCache": 1, "FusedInferAttentionScore": 1,
-    "MoeGatingTopK": 1, "MoeDistributeDispatchV2": 1, "SwiGlu": 1, "MoeDistributeCombineV2": 1,
-}  # fmt: skip
+    "MatMul": 3,
+    "GroupedMatmul": 2,
+    "AddRmsNorm": 2,
+    "QkvRmsNormRopeCache": 1,
+    "FusedInferAttentionScore": 1,
+    "MoeGatingTopK": 1,
+    "MoeDistributeDispatchV2": 1,
+    "SwiGlu": 1,
+    "MoeDistributeCombineV2": 1,
+}
 
 
 @dataclasses.dataclass

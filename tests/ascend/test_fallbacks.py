@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.platform.ascend.fallbacks import loud_fallbacks
-from ops.ascend.ops import AscendOps
 from tests.ascend.engine import ascend_case, ascend_runner, generate
 from tests.ascend.ge import ge_programs
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.platform.ascend.fallbacks import loud_fallbacks
+from umbra.ops.ascend.ops import AscendOps
 
 
 @contextlib.contextmanager

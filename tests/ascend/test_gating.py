@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch_npu
 
-from models.layers.experts import chosen
-from ops import reference
-from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
-from ops.ascend.ops import AscendOps
-from ops.interface import Groups
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from umbra.models.layers.experts import chosen
+from umbra.ops import reference
+from umbra.ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.interface import Groups
 
 CPU, PLAIN = torch.device("cpu"), abilities(None)
 SIGMOID_MOST = 2048  # experts that the fused op takes

@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 from torchair.core import _backend
 
-from executor.platform.ascend import device
-from ops.ascend import lowering
-from ops.ascend.attention import ALL_TOKENS
-from ops.ascend.cann import ALL_ABILITIES
-from ops.ascend.ops import AscendOps
 from tests.ascend.engine import (
     GLM,
     GPT_OSS,
@@ -35,16 +30,39 @@ from tests.ascend.engine import (
 )
 from tests.ascend.ge import GeProgram, ge_programs
 from tests.variants import thorough_but
+from umbra.executor.platform.ascend import device
+from umbra.ops.ascend import lowering
+from umbra.ops.ascend.attention import ALL_TOKENS
+from umbra.ops.ascend.cann import ALL_ABILITIES
+from umbra.ops.ascend.ops import AscendOps
 
 FUSED = {  # kernels of a layer
-    "AddRmsNorm": 2, "FusedInferAttentionScore": 1, "GroupedMatmul": 2, "MatMul": 3, "MoeFinalizeRoutingV2": 1,
-    "MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "QkvRmsNormRopeCache": 1, "SwiGlu": 1,
-}  # fmt: skip
+    "AddRmsNorm": 2,
+    "FusedInferAttentionScore": 1,
+    "GroupedMatmul": 2,
+    "MatMul": 3,
+    "MoeFinalizeRoutingV2": 1,
+    "MoeGatingTopK": 1,
+    "MoeInitRoutingV3": 1,
+    "QkvRmsNormRopeCache": 1,
+    "SwiGlu": 1,
+}
 EARLIER = {  # the same with CANN 8.5
-    "AddRmsNorm": 2, "ApplyRotaryPosEmb": 1, "FusedInferAttentionScore": 1, "GroupedMatmul": 2, "MatMul": 3,
-    "MoeFinalizeRoutingV2": 1, "MoeGatingTopKSoftmax": 1, "MoeInitRoutingV3": 1, "RealDiv": 1, "ReduceSum": 1,
-    "RmsNorm": 2, "ScatterNdUpdate": 2, "SplitV": 1, "SwiGlu": 1,
-}  # fmt: skip
+    "AddRmsNorm": 2,
+    "ApplyRotaryPosEmb": 1,
+    "FusedInferAttentionScore": 1,
+    "GroupedMatmul": 2,
+    "MatMul": 3,
+    "MoeFinalizeRoutingV2": 1,
+    "MoeGatingTopKSoftmax": 1,
+    "MoeInitRoutingV3": 1,
+    "RealDiv": 1,
+    "ReduceSum": 1,
+    "RmsNorm": 2,
+    "ScatterNdUpdate": 2,
+    "SplitV": 1,
+    "SwiGlu": 1,
+}
 M2_FUSED = (
     Counter(EARLIER)
     - Counter(AddRmsNorm=1, MoeGatingTopKSoftmax=1, ReduceSum=1, RealDiv=1, ScatterNdUpdate=2)
@@ -78,9 +96,14 @@ PROLOG_FUSED = (  # one op before attention over latents
     + Counter(MlaPrologV3=1)
 )
 OF_FAMILY = {
-    QWEN3: FUSED, M2: dict(M2_FUSED), QWEN2: dict(QWEN2_FUSED), GLM: dict(GLM_FUSED), GPT_OSS: dict(GPT_OSS_FUSED),
-    V3: dict(V3_FUSED), PROLOG: dict(PROLOG_FUSED),
-}  # fmt: skip
+    QWEN3: FUSED,
+    M2: dict(M2_FUSED),
+    QWEN2: dict(QWEN2_FUSED),
+    GLM: dict(GLM_FUSED),
+    GPT_OSS: dict(GPT_OSS_FUSED),
+    V3: dict(V3_FUSED),
+    PROLOG: dict(PROLOG_FUSED),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -117,9 +140,12 @@ AROUND = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
 
 
 def check(
-    program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: dict[str, int] | None = None,
+    program: GeProgram,
+    family: Family = QWEN3,
+    layers: int = 2,
+    fused: dict[str, int] | None = None,
     around: dict[str, int] = AROUND,
-) -> None:  # fmt: skip
+) -> None:
     """Checks that the decode step has the intended nodes, and that nothing is copied, cast or transposed, but that
     routers in float32 make their weights so."""
     count = program.count()

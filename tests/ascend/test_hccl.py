@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.config.case import Case
-from executor.config.env import RankEnv
-from executor.launch.join import init_parallel
-from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.device import AscendPlatform
-from executor.platform.ascend.environment import ascend_environment
 from tests.ascend.engine import GPT_OSS, M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import GeProgram, Node, Shape, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_ge import casts
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv
+from umbra.executor.launch.join import init_parallel
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform.ascend.device import AscendPlatform
+from umbra.executor.platform.ascend.environment import ascend_environment
 
 SUM, GATHER = "HcomAllReduce", "HcomAllGather"
 EXPERTS = (SUM, "MoeFinalizeRoutingV2")
@@ -141,9 +141,7 @@ def collectives(lines: list[str]) -> list[str]:
 ROWS = "1792 bfloat16"
 LAYER = [f"AllGather {ROWS}", "AllReduce 56 float32", f"ReduceScatter {ROWS}"]
 OF_EXPERTS = [f"AllGather {ROWS}", "AllGather 42 bfloat16", "AllGather 42 int32", f"ReduceScatter {ROWS}"]
-SHARED_PREFILL = [
-    "AllReduce 3584 bfloat16", *[*LAYER, *OF_EXPERTS] * 2, f"AllGather {ROWS}", "AllGather 192 bfloat16",
-]  # fmt: skip
+SHARED_PREFILL = ["AllReduce 3584 bfloat16", *[*LAYER, *OF_EXPERTS] * 2, f"AllGather {ROWS}", "AllGather 192 bfloat16"]
 
 
 def test_a_sequence_parallel_prefill(tmp_path: Path) -> None:

@@ -10,24 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.engine.kv_caches import attentions
-from executor.run.activations import CountedGroup
-from models.batch import Batch, Subset
-from models.build import Build, Formats
-from models.layers.base import Layer
-from models.layers.latent_attention import LatentAttention
-from models.rope import RopeConfig
-from ops import reference
-from ops.ascend.cann import ALL_ABILITIES
-from ops.ascend.ops import AscendOps
-from ops.format import FORMATS, Format
-from ops.interface import LatentNorm, fixed
-from ops.parallel.groups import Parallel
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import V3
 from tests.ascend.test_numerics import save
 from tests.ascend.test_shadow_numerics import WIDE, runner_of
 from tests.ascend.workers import close_nodes
+from umbra.executor.engine.kv_caches import attentions
+from umbra.executor.run.activations import CountedGroup
+from umbra.models.batch import Batch, Subset
+from umbra.models.build import Build, Formats
+from umbra.models.layers.base import Layer
+from umbra.models.layers.latent_attention import LatentAttention
+from umbra.models.rope import RopeConfig
+from umbra.ops import reference
+from umbra.ops.ascend.cann import ALL_ABILITIES
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.format import FORMATS, Format
+from umbra.ops.interface import LatentNorm, fixed
+from umbra.ops.parallel.groups import Parallel
 
 CPU, PAGE, SCALE = torch.device("cpu"), 16, 0.05
 STEPS = {"decode": ((1, 1, 1), (5, 48, 70)), "drafts": ((3, 2, 3), (7, 20, 33)), "prompts": ((4, 23, 1), (4, 50, 70))}

@@ -16,23 +16,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.engine.batching import pack
-from executor.engine.pages import Holding, PagePool
-from executor.engine.request import Request
-from executor.engine.sequence import new_sequence
-from executor.run.activations import CountedGroup
-from models.batch import Batch
-from models.build import Build, Formats
-from models.causal_lm import CausalLM
-from models.layers.attention import PagedCache
-from ops.ascend import moe
-from ops.ascend.exchange import AscendExchange
-from ops.ascend.ops import AscendOps
-from ops.format import FORMATS, Format
-from ops.interface import Paged, fixed
-from ops.parallel.groups import Parallel, Shard
 from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, QWEN2, QWEN3, V2, V3, Family
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.batching import pack
+from umbra.executor.engine.pages import Holding, PagePool
+from umbra.executor.engine.request import Request
+from umbra.executor.engine.sequence import new_sequence
+from umbra.executor.run.activations import CountedGroup
+from umbra.models.batch import Batch
+from umbra.models.build import Build, Formats
+from umbra.models.causal_lm import CausalLM
+from umbra.models.layers.attention import PagedCache
+from umbra.ops.ascend import moe
+from umbra.ops.ascend.exchange import AscendExchange
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.format import FORMATS, Format
+from umbra.ops.interface import Paged, fixed
+from umbra.ops.parallel.groups import Parallel, Shard
 
 NPU, BF16 = torch.device("npu", 0), torch.bfloat16
 WHOLE = Parallel()
@@ -106,14 +106,19 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("family", "routing", "format"),
     [
-        *((QWEN3, routing, None) for routing in moe.ROUTINGS), (QWEN3, "fusion_v2", Format("q4", 32)),
+        *((QWEN3, routing, None) for routing in moe.ROUTINGS),
+        (QWEN3, "fusion_v2", Format("q4", 32)),
         (GLM, "fusion_v2", Format("w8a8", 32)),
-        (M2, "fusion_v2", Format("q4", 64, zeros=True)), (QWEN2, "fusion_v2", Format("q4", 32)),
-        (GLM, "fusion_v2", None), (GPT_OSS, "fusion_v2", Format("q4", 32)), (V3, "fusion_v2", None),
-        (FLASH, "fusion_v2", Format("q4", 32)), (V2, "fusion_v2", Format("w8a8", 32)),
+        (M2, "fusion_v2", Format("q4", 64, zeros=True)),
+        (QWEN2, "fusion_v2", Format("q4", 32)),
+        (GLM, "fusion_v2", None),
+        (GPT_OSS, "fusion_v2", Format("q4", 32)),
+        (V3, "fusion_v2", None),
+        (FLASH, "fusion_v2", Format("q4", 32)),
+        (V2, "fusion_v2", Format("w8a8", 32)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_shapes_and_types(make: Callable[..., Model], family: Family, routing: str, format: Format | None) -> None:
     model = make(routing, format, family=family)
     with torch.inference_mode():

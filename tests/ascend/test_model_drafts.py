@@ -14,12 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.engine.loop import Loop
-from executor.engine.request import Grammar, Request, SamplingParams
-from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.environment import ascend_environment
 from tests.ascend.engine import (
     CAPTURE_MODES,
     GLM,
@@ -43,14 +37,21 @@ from tests.fakes.drafts import FreeDrafts, HalfRight
 from tests.mtp import KINDS, Oracle
 from tests.tiny import write_case
 from tests.variants import thorough_but
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.request import Grammar, Request, SamplingParams
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform.ascend.environment import ascend_environment
 
 MTP = "strict=true", "draft_config.method=mtp", "draft_config.tokens=3"
 
 SAMPLINGS: list[dict[str, Any]] = [
-    {"frequency_penalty": 1.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 6, "repetition_penalty": 1.1},
+    {"frequency_penalty": 1.0},
+    {"temperature": 0.8, "top_p": 0.95, "seed": 6, "repetition_penalty": 1.1},
     {"temperature": 0.8, "seed": 1, "grammar": Grammar("regex", "[a-z ,;]{200,}")},
-]  # fmt: skip
+]
 
 
 def with_layer(family: Family) -> Family:
@@ -104,8 +105,8 @@ def served(
     more = f"exe_mode={mode}", "input_max_len=264", "serve_config.reserve=0", "model_config.dtype=float16"
     drafting = MTP if texts else ()
     case = ascend_case(
-        folder, *more, *drafting, family=with_layer(family), vocab_size=4096, max_position_embeddings=512,
-    )  # fmt: skip
+        folder, *more, *drafting, family=with_layer(family), vocab_size=4096, max_position_embeddings=512
+    )
     for file in (ROOT / "checkpoints" / "austen_hybrid").glob("tokenizer*"):
         shutil.copy(file, model)
     loop = Loop(ascend_runner(case, folder).engine, frozenset(), serving=True)
@@ -243,9 +244,14 @@ def trained(rank: int, folder: Path, mode: str, drafts: bool) -> tuple[list[list
     computing.start()
     data = {"prompts": ["x"], "batch_size": 3, "input_max_len": 48, "max_new_tokens": 16}
     path = write_case(
-        folder / "case.yaml", ROOT / "checkpoints" / "austen_hybrid", model_name="qwen3_5_moe", platform="ascend",
-        model_config={"dtype": "bfloat16"}, cache_config={"page_size": 128}, data_config=data,
-    )  # fmt: skip
+        folder / "case.yaml",
+        ROOT / "checkpoints" / "austen_hybrid",
+        model_name="qwen3_5_moe",
+        platform="ascend",
+        model_config={"dtype": "bfloat16"},
+        cache_config={"page_size": 128},
+        data_config=data,
+    )
     said = io.StringIO()
     more = "ignore_eos=true", f"exe_mode={mode}", *((*MTP, "enable_cache_compile=true") if drafts else ())
     with contextlib.redirect_stdout(said):

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from executor.config.load import load_case, model_folder
 from tests.ascend import npu_check
 from tests.ascend.engine import SIZES
 from tests.tiny import save_tiny, write_case
-from tools.npu_check import processes, report
-from tools.npu_check.__main__ import check
-from tools.npu_check.outcome import FAIL, PASS, Outcome
-from tools.npu_check.session import run_stage
-from tools.npu_check.stage import STAGES, find
+from umbra.executor.config.load import load_case, model_folder
+from umbra.tools.npu_check import processes, report
+from umbra.tools.npu_check.__main__ import check
+from umbra.tools.npu_check.outcome import FAIL, PASS, Outcome
+from umbra.tools.npu_check.session import run_stage
+from umbra.tools.npu_check.stage import STAGES, find
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(file, folder / "model")
     data = {"prompts": list(demo.data_config.prompts), "batch_size": 4}
     write_case(
-        folder / "tiny.yaml", folder / "model", model_config={"dtype": "bfloat16"}, data_config=data,
+        folder / "tiny.yaml",
+        folder / "model",
+        model_config={"dtype": "bfloat16"},
+        data_config=data,
         cache_config={"page_size": 0},
-    )  # fmt: skip
+    )
     return folder / "tiny.yaml"
 
 
@@ -89,8 +92,11 @@ def test_a_fault_is_found_and_named(run: Run, fault: str, stage: str, case: str,
 def test_after_an_error_of_the_device_the_other_operators_are_checked(run: Run) -> None:
     found = run("operators", "broken_device")
     assert {name: o.result for name, o in found.items()} == {
-        "rms_norm, small": FAIL, "argmax, small": PASS, "rms_norm, 30B": FAIL, "argmax, 30B": PASS,
-    }  # fmt: skip
+        "rms_norm, small": FAIL,
+        "argmax, small": PASS,
+        "rms_norm, 30B": FAIL,
+        "argmax, 30B": PASS,
+    }
     assert found["rms_norm, small"].text == (
         "The Inner error is reported / ACL stream synchronize failed, error code is 507015"
     )

@@ -10,16 +10,6 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from executor.config.case import Case, ModelSettings, ParallelSettings
-from executor.config.env import RankEnv
-from executor.engine.rebalancing import Rebalancing
-from executor.launch.platform_settings import platform_settings
-from executor.model_runner import make_runner
-from executor.platform.settings import PlatformSettings
-from ops.ascend.cann import abilities
-from ops.ascend.moe import ROUTINGS
-from ops.ascend.weights import pack, quantise
-from ops.format import Format
 from tests.ascend.engine import FLASH, GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V2, V3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
@@ -29,6 +19,16 @@ from tests.quantised import mxfp4, mxfp4_tiny, quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 from tests.variants import thorough_but
 from umbra.commands.logits import collect_logits
+from umbra.executor.config.case import Case, ModelSettings, ParallelSettings
+from umbra.executor.config.env import RankEnv
+from umbra.executor.engine.rebalancing import Rebalancing
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.model_runner import make_runner
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.ops.ascend.cann import abilities
+from umbra.ops.ascend.moe import ROUTINGS
+from umbra.ops.ascend.weights import pack, quantise
+from umbra.ops.format import Format
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 
@@ -42,9 +42,14 @@ def logits(
 ) -> dict[str, np.ndarray]:
     name = json.loads((folder / model / "config.json").read_text())["model_type"]
     case = tiny_case(
-        folder, folder / model, model_name=name, cache_config={"page_size": 16}, exe_mode="eager",
-        data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
-    )  # fmt: skip
+        folder,
+        folder / model,
+        model_name=name,
+        cache_config={"page_size": 16},
+        exe_mode="eager",
+        data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4},
+        **sections,
+    )
     runner = make_runner(case, folder, ranks)
     runner.setup(platform)
     return collect_logits(runner, IDS, steps=5)

@@ -6,19 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from executor.engine import rebalancing
 from tests.ascend.engine import ascend_case, ascend_runner, prefilled
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_exchange import MIXTURE, PROMPTS, SPLIT, plain
 from tests.ascend.test_hccl import started
+from umbra.executor.engine import rebalancing
 
 LOOK_UP, COUNT = "aclnnIndexSelect (8)int32 (3)int32 (3)int32", "aclnnInplaceAdd (5)int64 (5)int64 scalar:int64"
 MOVE = [  # of a layer's experts in tiles, three of five: out of its matrices, to the other rank, and into them in place
-    "aclnnNpuFormatCast", "aclnnIndex", "aclnnCat", "aclnnNpuFormatCast", "aclnnIndex", "aclnnCat", "aclnnCat", "hccl",
+    "aclnnNpuFormatCast",
+    "aclnnIndex",
+    "aclnnCat",
+    "aclnnNpuFormatCast",
+    "aclnnIndex",
+    "aclnnCat",
+    "aclnnCat",
+    "hccl",
     *["aclnnNpuFormatCast", "aclnnInplaceCopy", "aclnnIndexPutImpl", "aclnnNpuFormatCast", "memcpy"] * 2,
     "aclnnInplaceZero",
-]  # fmt: skip
+]
 
 
 @dataclasses.dataclass
@@ -54,8 +61,12 @@ def test_experts_move_between_steps(tmp_path: Path) -> None:
         assert [kernels.count(line) for line in (LOOK_UP, COUNT)] == [2, 2]
         begin = kernels.index(LOOK_UP)
         around = [line.split()[0] for line in kernels[begin : begin + len(MIXTURE) + 2]]
-        assert around == [LOOK_UP.split()[0], MIXTURE[0].split()[0], COUNT.split()[0],
-                          *(line.split()[0] for line in MIXTURE[1:])]  # fmt: skip
+        assert around == [
+            LOOK_UP.split()[0],
+            MIXTURE[0].split()[0],
+            COUNT.split()[0],
+            *(line.split()[0] for line in MIXTURE[1:]),
+        ]
         counted, *moves, left = ([plain(line) for line in after(lines)] for lines in seen.steps[1:])
         assert [line for line in counted if line.startswith("hccl")] == [
             "hccl AllReduce 16 int64 name=group_name_1 ranks=2"

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.config.case import AscendSettings
-from executor.config.env import RankEnv
-from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.device import AscendPlatform
-from executor.platform.ascend.graphs import compiler_config
 from tests.ascend.engine import ascend_case, ascend_runner, prefilled
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import AscendSettings
+from umbra.executor.config.env import RankEnv
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform.ascend.device import AscendPlatform
+from umbra.executor.platform.ascend.graphs import compiler_config
 
 
 def test_a_rank_needs_a_device(tmp_path: Path) -> None:

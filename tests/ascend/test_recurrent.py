@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.run.activations import Ledger
-from ops import reference
-from ops.ascend.layout import AscendLayout
-from ops.ascend.ops import AscendOps
-from ops.counted import ASCEND_KERNELS, CountedOps
-from ops.interface import Recurrent
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import CAPTURE_MODES, HYBRID, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
+from umbra.executor.run.activations import Ledger
+from umbra.ops import reference
+from umbra.ops.ascend.layout import AscendLayout
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.counted import ASCEND_KERNELS, CountedOps
+from umbra.ops.interface import Recurrent
 
 KERNEL = 4
 UNIT = 48  # floats between places, less than a state
@@ -153,24 +153,77 @@ def test_a_plan_counts_what_is_alive(lengths: list[int]) -> None:
 
 
 MIXER = [  # between the norm before and the projection back
-    "MatmulWeightNz", "Mm",
-    "IndexSelect", "InplaceCopy", "Cat", "Mul", "ReduceSum", "InplaceCopy", "ScatterNdUpdate", "Silu", "InplaceCopy",
-    "IndexSelect", "InplaceCopy", "InplaceFillScalar", "RmsNorm", "InplaceCopy", "InplaceAdd", "Softplus", "Neg",
-    "InplaceMul", "Muls", "InplaceCopy", "InplaceCopy", "InplaceSigmoid", "InplaceExp", "InplaceMul", "BatchMatMul",
-    "InplaceSub", "InplaceMul", "InplaceAddcmul", "BatchMatMul", "ScatterNdUpdate",
-    "IndexSelect", "InplaceMuls", "InplaceAdd",  # only of the last layer
-    "InplaceCopy", "RmsNorm", "Cat", "SwiGlu",
-]  # fmt: skip
+    "MatmulWeightNz",
+    "Mm",
+    "IndexSelect",
+    "InplaceCopy",
+    "Cat",
+    "Mul",
+    "ReduceSum",
+    "InplaceCopy",
+    "ScatterNdUpdate",
+    "Silu",
+    "InplaceCopy",
+    "IndexSelect",
+    "InplaceCopy",
+    "InplaceFillScalar",
+    "RmsNorm",
+    "InplaceCopy",
+    "InplaceAdd",
+    "Softplus",
+    "Neg",
+    "InplaceMul",
+    "Muls",
+    "InplaceCopy",
+    "InplaceCopy",
+    "InplaceSigmoid",
+    "InplaceExp",
+    "InplaceMul",
+    "BatchMatMul",
+    "InplaceSub",
+    "InplaceMul",
+    "InplaceAddcmul",
+    "BatchMatMul",
+    "ScatterNdUpdate",
+    "IndexSelect",
+    "InplaceMuls",
+    "InplaceAdd",  # only of the last layer
+    "InplaceCopy",
+    "RmsNorm",
+    "Cat",
+    "SwiGlu",
+]
 ATTENTION = [
-    "MatmulWeightNz", "RmsNorm", "RmsNorm", "RotaryPositionEmbeddingV2", "RotaryPositionEmbeddingV2", "ScatterNdUpdate",
-    "ScatterNdUpdate", "FusedInferAttentionScoreV3", "InplaceSigmoid", "InplaceMul",
-]  # fmt: skip
+    "MatmulWeightNz",
+    "RmsNorm",
+    "RmsNorm",
+    "RotaryPositionEmbeddingV2",
+    "RotaryPositionEmbeddingV2",
+    "ScatterNdUpdate",
+    "ScatterNdUpdate",
+    "FusedInferAttentionScoreV3",
+    "InplaceSigmoid",
+    "InplaceMul",
+]
 NORM = ["InplaceAdd", "RmsNorm"]  # of sums, by a float32 weight
 BLOCK = [
-    "MatmulWeightNz", *NORM, "Mm", "MoeGatingTopK", "MoeInitRoutingV3", "GroupedMatmulWeightNz", "SwiGlu",
-    "GroupedMatmulWeightNz", "MoeFinalizeRoutingV4", "MatmulWeightNz", "SwiGlu", "MatmulWeightNz", "Mm",
-    "InplaceSigmoid", "InplaceAddcmul", *NORM,
-]  # fmt: skip
+    "MatmulWeightNz",
+    *NORM,
+    "Mm",
+    "MoeGatingTopK",
+    "MoeInitRoutingV3",
+    "GroupedMatmulWeightNz",
+    "SwiGlu",
+    "GroupedMatmulWeightNz",
+    "MoeFinalizeRoutingV4",
+    "MatmulWeightNz",
+    "SwiGlu",
+    "MatmulWeightNz",
+    "Mm",
+    "InplaceSigmoid",
+    "InplaceAddcmul",
+    *NORM,
+]
 
 
 @pytest.fixture

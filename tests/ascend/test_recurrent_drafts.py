@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.engine.drafts import Drafts
-from executor.engine.sequence import Sequence
-from ops import reference
-from ops.ascend.ops import AscendOps
-from ops.ascend.recurrent import for_graphs
-from ops.interface import Recurrent, fixed
 from tests.ascend.engine import HYBRID, PROMPTS, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
+from umbra.executor.engine.drafts import Drafts
+from umbra.executor.engine.sequence import Sequence
+from umbra.ops import reference
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.ascend.recurrent import for_graphs
+from umbra.ops.interface import Recurrent, fixed
 
 TAPS, UNIT, PLACES, MOST = 4, 48, 14, 4
 KEYS, HEADS, DEPTH, WIDTH = 2, 4, 24, 48

@@ -11,17 +11,20 @@ import pytest
 import torch
 import torch_npu
 
-from executor.platform.ascend.versions import ROWS
-from models.layers.experts import chosen
-from ops.ascend.attention import Call, attended
-from ops.ascend.cann import abilities
-from ops.ascend.latents import prolog
-from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
-from ops.ascend.ops import PROLOG_FORMAT, AscendOps
-from ops.ascend.recurrent import for_graphs
-from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
-from ops.format import W8A8, Format
-from ops.interface import (
+from tests.ascend.log import violations
+from tests.ascend.ranks import run_ranks
+from tests.variants import thorough_but
+from umbra.executor.platform.ascend.versions import ROWS
+from umbra.models.layers.experts import chosen
+from umbra.ops.ascend.attention import Call, attended
+from umbra.ops.ascend.cann import abilities
+from umbra.ops.ascend.latents import prolog
+from umbra.ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
+from umbra.ops.ascend.ops import PROLOG_FORMAT, AscendOps
+from umbra.ops.ascend.recurrent import for_graphs
+from umbra.ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
+from umbra.ops.format import W8A8, Format
+from umbra.ops.interface import (
     SILU_EXPERTS,
     ExpertKind,
     Groups,
@@ -34,10 +37,7 @@ from ops.interface import (
     Rounded,
     fixed,
 )
-from tests.ascend.log import violations
-from tests.ascend.ranks import run_ranks
-from tests.variants import thorough_but
-from tools.npu_check.numbers import EIGHTH, WHOLE, Size
+from umbra.tools.npu_check.numbers import EIGHTH, WHOLE, Size
 
 BF16, F32 = torch.bfloat16, torch.float32
 FORMATS = {"bf16": Format("bfloat16"), "q4": Format("q4", 32), "q4_zeros": Format("q4", 32, zeros=True)}
@@ -206,13 +206,19 @@ def guess(hidden: int, vocabulary: int, parts: int, cann: str) -> None:
 
 
 GUESSES = {
-    "glm46_tp8": (5120, 18_944, 2), "v3_tp16": (7168, 8_080, 2), "next": (2048, 151_936, 2),
+    "glm46_tp8": (5120, 18_944, 2),
+    "v3_tp16": (7168, 8_080, 2),
+    "next": (2048, 151_936, 2),
     "eagle3": (4096, 32_000, 3),
-}  # fmt: skip
+}
 LATENTS = {
-    "v2_lite": (16, 128, 128), "flash": (20, 192, 256), "flash_tp4": (5, 192, 256), "v3": (128, 128, 128),
-    "v3_tp16": (8, 128, 128), "k2_tp16": (4, 128, 128),
-}  # fmt: skip
+    "v2_lite": (16, 128, 128),
+    "flash": (20, 192, 256),
+    "flash_tp4": (5, 192, 256),
+    "v3": (128, 128, 128),
+    "v3_tp16": (8, 128, 128),
+    "k2_tp16": (4, 128, 128),
+}
 DELTA_NETS = {"35b": (16, 32), "35b_tp8": (2, 4), "122b": (16, 64), "397b_tp16": (1, 4)}
 Broken = dict[tuple[str, str, str], list[str]]
 
@@ -275,17 +281,26 @@ def made(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def grouped(
-    inputs: int = 0, rows: int = 64, columns: int = 64, counts: int = 4, tiles: bool = False,
+    inputs: int = 0,
+    rows: int = 64,
+    columns: int = 64,
+    counts: int = 4,
+    tiles: bool = False,
     bias: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """(8, `inputs`, or as many as `rows`) by four experts of (rows, columns)."""
     weights = made(4, rows, columns)
     if tiles:
         weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_grouped_matmul(
-        [made(8, inputs or rows)], [weights], bias=None if bias is None else [bias],
-        group_list=made(counts, dtype=torch.int64), split_item=3, group_type=0, group_list_type=1,
-    )  # fmt: skip
+        [made(8, inputs or rows)],
+        [weights],
+        bias=None if bias is None else [bias],
+        group_list=made(counts, dtype=torch.int64),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
+    )
 
 
 INT8 = torch.int8
@@ -297,10 +312,16 @@ def int8_experts(rows: int = 32, columns: int = 64, scale: torch.dtype = BF16, t
     if tiles:
         weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_grouped_matmul(
-        [made(8, rows, dtype=INT8)], [weights], scale=[made(2, columns, dtype=scale)],
-        per_token_scale=[made(8, dtype=F32)], group_list=made(2, dtype=torch.int64), split_item=3, group_type=0,
-        group_list_type=1, output_dtype=BF16,
-    )  # fmt: skip
+        [made(8, rows, dtype=INT8)],
+        [weights],
+        scale=[made(2, columns, dtype=scale)],
+        per_token_scale=[made(8, dtype=F32)],
+        group_list=made(2, dtype=torch.int64),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=BF16,
+    )
 
 
 def fused_swiglu(columns: int = 64, counts: torch.dtype = torch.int64, tiles: bool = True) -> None:
@@ -308,24 +329,36 @@ def fused_swiglu(columns: int = 64, counts: torch.dtype = torch.int64, tiles: bo
     if tiles:
         weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-        made(8, 32, dtype=INT8), [weights], [made(2, columns, dtype=F32)], made(8, dtype=F32), made(2, dtype=counts),
+        made(8, 32, dtype=INT8),
+        [weights],
+        [made(2, columns, dtype=F32)],
+        made(8, dtype=F32),
+        made(2, dtype=counts),
         group_list_type=1,
-    )  # fmt: skip
+    )
 
 
 def dequant_swiglu(columns: int = 64, scale: torch.dtype = F32) -> None:
     torch_npu.npu_dequant_swiglu_quant(
-        made(8, columns, dtype=torch.int32), weight_scale=made(2, columns, dtype=scale),
-        activation_scale=made(8, dtype=F32), group_index=made(2, dtype=torch.int64), activate_left=True, quant_mode=1,
-    )  # fmt: skip
+        made(8, columns, dtype=torch.int32),
+        weight_scale=made(2, columns, dtype=scale),
+        activation_scale=made(8, dtype=F32),
+        group_index=made(2, dtype=torch.int64),
+        activate_left=True,
+        quant_mode=1,
+    )
 
 
 def quant_matmul(inputs: int = 32, bias: torch.dtype = BF16) -> None:
     weight = torch_npu.npu_format_cast(input=made(32, 64, dtype=INT8), acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_quant_matmul(
-        made(8, inputs, dtype=INT8), weight, made(64, dtype=F32), pertoken_scale=made(8, dtype=F32),
-        bias=made(64, dtype=bias), output_dtype=BF16,
-    )  # fmt: skip
+        made(8, inputs, dtype=INT8),
+        weight,
+        made(64, dtype=F32),
+        pertoken_scale=made(8, dtype=F32),
+        bias=made(64, dtype=bias),
+        output_dtype=BF16,
+    )
 
 
 def ops() -> AscendOps:
@@ -349,9 +382,17 @@ def heads(tokens: int = 2, places: torch.dtype = torch.int64, weights: int = 128
     angles, weight = made(tokens, 128), made(weights)
     caches = [made(1, 8, 128, 16) for _ in "kv"]
     torch_npu.npu_qkv_rms_norm_rope_cache(
-        made(tokens, 4 * 128), weight, weight, angles, angles, made(tokens, dtype=places), made(tokens, 256), *caches,
-        qkv_size=[1, tokens, 4, 128], head_nums=[2, 1, 1],
-    )  # fmt: skip
+        made(tokens, 4 * 128),
+        weight,
+        weight,
+        angles,
+        angles,
+        made(tokens, dtype=places),
+        made(tokens, 256),
+        *caches,
+        qkv_size=[1, tokens, 4, 128],
+        head_nums=[2, 1, 1],
+    )
 
 
 def dispatch(rows: int = 4, chosen: int = 4, ids: torch.dtype = torch.int32, room: int = 0) -> None:
@@ -374,18 +415,39 @@ def split_attention(width: int = 512, heads: int = 2, rotary: int = 64, page: in
     cache, tables = (made(4, page, width), made(4, page, rotary)), made(2, 2, dtype=torch.int32)
     paged, rows = Paged(tables, tables, (0, 1, 2), (9, 9)), (made(2, heads, width), made(2, heads, rotary))
     call = Call(
-        rows[0][:, None], cache[0], cache[0], None, None, paged.kv_lens, tables, heads, 1, 1.0, "BSND", 0, 0, 0, page,
-        rows[1][:, None], cache[1],
-    )  # fmt: skip
+        rows[0][:, None],
+        cache[0],
+        cache[0],
+        None,
+        None,
+        paged.kv_lens,
+        tables,
+        heads,
+        1,
+        1.0,
+        "BSND",
+        0,
+        0,
+        0,
+        page,
+        rows[1][:, None],
+        cache[1],
+    )
     attended(call, False)
 
 
 def write_latents(columns: int = 576, slots: torch.dtype = torch.int64, page: int = 128) -> None:
     angles = [made(3, 1, 1, 64) for _ in range(2)]
     torch_npu.npu_kv_rmsnorm_rope_cache_v2(
-        made(3, 1, 1, columns), made(columns - 64), *angles, made(3, dtype=slots), made(4, page, 1, 64),
-        made(4, page, 1, columns - 64), epsilon=1e-6, cache_mode="PA",
-    )  # fmt: skip
+        made(3, 1, 1, columns),
+        made(columns - 64),
+        *angles,
+        made(3, dtype=slots),
+        made(4, page, 1, 64),
+        made(4, page, 1, columns - 64),
+        epsilon=1e-6,
+        cache_mode="PA",
+    )
 
 
 def before_latents(hidden: int = 1024, heads: int = 2, slots: torch.dtype = torch.int64) -> None:
@@ -427,8 +489,16 @@ BROKEN: dict[str, Callable[[], object]] = {
     "rows and weights are int8, scales (rows)": lambda: quant_matmul(inputs=48),
     "a bias has the type of the result": lambda: quant_matmul(bias=torch.float16),
     "expert ids are int32, counts int64": lambda: torch_npu.npu_moe_init_routing_v2(
-        made(3, 128), made(3, 2, dtype=torch.int64), active_num=6, expert_capacity=0, expert_num=8, drop_pad_mode=0,
-        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, 8],
+        made(3, 128),
+        made(3, 2, dtype=torch.int64),
+        active_num=6,
+        expert_capacity=0,
+        expert_num=8,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, 8],
         row_idx_type=0,
     ),
     "expanded_src_to_dst_row is int32": lambda: weighted_sum(
@@ -462,7 +532,7 @@ BROKEN: dict[str, Callable[[], object]] = {
     "multiples of 128, of all heads": lambda: products_of_heads(inputs=192),
     "fewer than 65,536 inputs": lambda: products_of_heads(heads=128, inputs=512, outputs=128),
     "scores are of 2,048 experts at most": lambda: torch_npu.npu_moe_gating_top_k(made(3, 4096), 4),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("private_formats")

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch_npu
 
-from executor.platform.ascend.versions import ROWS
 from tests.ascend.schemas import RECORD, Call, all_calls, schemas_in
+from umbra.executor.platform.ascend.versions import ROWS
 
 RECORDED: dict[str, list[str]] = json.loads(RECORD.read_text())  # schema -> the releases that have it
 RELEASES = [row.release for row in ROWS]

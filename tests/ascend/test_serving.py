@@ -10,11 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.engine.engine import Engine
-from executor.engine.sequence import Sequence
-from executor.model_runner import make_runner
-from ops.ascend.shadow import ShadowNodes
-from serving.ranks.messages import Out
 from tests.ascend.engine import CAPTURE_MODES, SIZES, ascend_case, ascend_runner, node
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
@@ -23,6 +18,11 @@ from tests.ascend.workers import close_nodes
 from tests.fakes.scripted import Script, Server
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 from tests.variants import thorough_but
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.model_runner import make_runner
+from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.serving.ranks.messages import Out
 
 LENGTHS = ("input_max_len=160", "max_new_tokens=250", "strict=true")
 # The arena has room for a few experts and for six pages of 128 tokens.
@@ -117,11 +117,14 @@ def test_answers_are_those_of_each_request_alone(tmp_path: Path) -> None:
     and experts that move gives every request the tokens that it gets alone."""
     save_tiny(tmp_path / "model", **SIZES)
     case = tiny_case(
-        tmp_path, tmp_path / "model", cache_config={"page_size": 16}, exe_mode="eager",
+        tmp_path,
+        tmp_path / "model",
+        cache_config={"page_size": 16},
+        exe_mode="eager",
         data_config={"input_max_len": 64, "max_new_tokens": 64, "batch_size": 4, "mixed_prefill_size": 16},
         offload_config={"mode": "elastic", "arena_mb": 400 / 1024, "max_swaps": 4},
         serve_config={"reserve": 0, "prefix_floor": 0},
-    )  # fmt: skip
+    )
     runner = make_runner(case, tmp_path, ONE_RANK)
     runner.setup(ascend_on_cpu("fusion_v2"))
     server, draw = Server(runner), random.Random(3)

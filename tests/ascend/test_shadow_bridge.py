@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ops.ascend import shadow
-from ops.ascend.bridge import Bridge, BridgeError
-from ops.ascend.host_memory import Registered
-from ops.ascend.shadow import ShadowNodes
 from tests.ascend.log import device_log, forget_streams, most_pinned, most_registered, ran, registered, violations
 from tests.ascend.workers import LAYERS, E, H, Inputs, K, T, Workers, until
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.ascend import shadow
+from umbra.ops.ascend.bridge import Bridge, BridgeError
+from umbra.ops.ascend.host_memory import Registered
+from umbra.ops.ascend.shadow import ShadowNodes
 
 CALLBACK, HOST_FUNC = "8.3.RC1", "9.1.0"  # versions of CANN
 BOTH = pytest.mark.parametrize("cann", [CALLBACK, HOST_FUNC])
@@ -152,8 +152,10 @@ def test_closed_while_a_callback_waits(make: Callable[..., ShadowNodes], workers
         until([], "callback begin")
         nodes.close()  # gives the worker its time
         assert [line for _, line in ran() if line.startswith("callback")] == [
-            "callback end", "callback begin", "callback end",
-        ]  # fmt: skip
+            "callback end",
+            "callback begin",
+            "callback end",
+        ]
     assert shadow.LEFT[-1] is nodes
     assert inputs.sums[0].cpu().isnan().all()
     workers.gate.set()

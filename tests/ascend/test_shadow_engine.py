@@ -11,33 +11,38 @@ from typing import Any
 import pytest
 import torch
 
-from cpu_offload import ascend
-from cpu_offload.ascend import AscendDevice
-from cpu_offload.expert_ring import GROUPS
-from cpu_offload.manager import ShadowExperts
-from executor.model_runner import ModelRunner
-from executor.run.ascend_memory_plan import make_plan
-from executor.run.memory_report import show_plan
-from executor.run.shadow_plan import show_offload_plan
-from models.layers.base import layers_of
-from ops.ascend import vector_core
-from ops.ascend.bridge import BridgeError, Job
-from ops.ascend.ops import AscendOps
-from planner.streams import CPU
 from tests.ascend.clock import Rates, races, timed, touching
 from tests.ascend.engine import CAPTURE_MODES, PROMPTS, ascend_case, ascend_runner, generate, prefilled, value_copies
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 from tests.ascend.workers import Gate, WatchedWorker, array, close_nodes
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload import ascend
+from umbra.cpu_offload.ascend import AscendDevice
+from umbra.cpu_offload.expert_ring import GROUPS
+from umbra.cpu_offload.manager import ShadowExperts
+from umbra.executor.model_runner import ModelRunner
+from umbra.executor.run.ascend_memory_plan import make_plan
+from umbra.executor.run.memory_report import show_plan
+from umbra.executor.run.shadow_plan import show_offload_plan
+from umbra.models.layers.base import layers_of
+from umbra.ops.ascend import vector_core
+from umbra.ops.ascend.bridge import BridgeError, Job
+from umbra.ops.ascend.ops import AscendOps
+from umbra.planner.streams import CPU
 
 SLOT = 3 * 128 * 64 * 2  # bytes
 PLACES = 8 * 4  # bytes of a layer
 FORK = [
-    f"memcpy async D2D {PLACES}", "memcpy async D2H 768", "memcpy async D2H 36", "memcpy async D2H 18",
-    f"memcpy async D2H {PLACES}", "host function", "memcpy async H2D 768",
-]  # fmt: skip
+    f"memcpy async D2D {PLACES}",
+    "memcpy async D2H 768",
+    "memcpy async D2H 36",
+    "memcpy async D2H 18",
+    f"memcpy async D2H {PLACES}",
+    "host function",
+    "memcpy async H2D 768",
+]
 
 
 @pytest.fixture(autouse=True)

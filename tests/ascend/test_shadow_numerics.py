@@ -8,12 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_offload import ascend_prefill
-from cpu_offload.ascend import AscendDevice
-from executor.config.env import RankEnv
-from executor.model_runner import ModelRunner, make_runner
-from ops.ascend.shadow import ShadowNodes
-from ops.ascend.vector_core import blocks
 from tests.ascend.engine import GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V2, V3, Family, value_copies
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -23,6 +17,12 @@ from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 from umbra.commands.logits import collect_logits
+from umbra.cpu_offload import ascend_prefill
+from umbra.cpu_offload.ascend import AscendDevice
+from umbra.executor.config.env import RankEnv
+from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.ops.ascend.vector_core import blocks
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "inner": 64}
 ELASTIC: dict[str, Any] = {"mode": "elastic", "arena_mb": 400 / 1024}
@@ -36,13 +36,21 @@ def closed() -> Iterator[None]:
 
 
 def runner_of(
-    folder: Path, model: str = "model", gemv_tokens: int = 0, ranks: RankEnv = ONE_RANK,
-    routing: str = "fusion_v2", **sections: Any,
-) -> ModelRunner:  # fmt: skip
+    folder: Path,
+    model: str = "model",
+    gemv_tokens: int = 0,
+    ranks: RankEnv = ONE_RANK,
+    routing: str = "fusion_v2",
+    **sections: Any,
+) -> ModelRunner:
     case = tiny_case(
-        folder, folder / model, cache_config={"page_size": 16}, exe_mode="eager",
-        data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
-    )  # fmt: skip
+        folder,
+        folder / model,
+        cache_config={"page_size": 16},
+        exe_mode="eager",
+        data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4},
+        **sections,
+    )
     runner = make_runner(case, folder, ranks)
     runner.setup(ascend_on_cpu(routing, gemv_tokens))
     return runner
@@ -59,15 +67,30 @@ def used(runner: ModelRunner) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("family", "offload"),
     [
-        (QWEN3, ELASTIC), (QWEN3, {"mode": "fixed", "slots": -1}), (M2, FIVE),
-        (QWEN3, {"mode": "resident"}), (QWEN2, FIVE), (GLM, FIVE), (GPT_OSS, FIVE),
-        (HYBRID, FIVE), (V3, FIVE), (V2, {"mode": "elastic", "arena_mb": 2}),
+        (QWEN3, ELASTIC),
+        (QWEN3, {"mode": "fixed", "slots": -1}),
+        (M2, FIVE),
+        (QWEN3, {"mode": "resident"}),
+        (QWEN2, FIVE),
+        (GLM, FIVE),
+        (GPT_OSS, FIVE),
+        (HYBRID, FIVE),
+        (V3, FIVE),
+        (V2, {"mode": "elastic", "arena_mb": 2}),
     ],
     ids=[
-        "elastic", "none", "5", "all", "5 and a gated shared one", "5 and a shared one", "5 with biases",
-        "5 and states", "5 in groups", "elastic, beside latents",
+        "elastic",
+        "none",
+        "5",
+        "all",
+        "5 and a gated shared one",
+        "5 and a shared one",
+        "5 with biases",
+        "5 and states",
+        "5 in groups",
+        "elastic, beside latents",
     ],
-)  # fmt: skip
+)
 def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], family: Family) -> None:
     save(family, tmp_path, **WIDE)
     expected = collect_logits(runner_of(tmp_path, model_name=family.name), IDS, steps=5)

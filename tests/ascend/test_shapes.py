@@ -9,19 +9,19 @@ import torch
 import torch_npu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from executor.engine.kv_caches import attentions
-from executor.run.activations import CountedGroup, Ledger, batch_of
-from models.build import Build, Formats
-from ops.ascend import moe
-from ops.ascend.cann import ALL_ABILITIES
-from ops.ascend.exchange import AscendExchange
-from ops.ascend.layout import AscendLayout
-from ops.ascend.ops import AscendOps
-from ops.counted import CountedExchange, CountedOps
-from ops.format import FORMATS, Format
-from ops.interface import fixed
-from ops.parallel.groups import Parallel, Shard
 from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, PROLOG, QWEN2, QWEN3, V3, Family
+from umbra.executor.engine.kv_caches import attentions
+from umbra.executor.run.activations import CountedGroup, Ledger, batch_of
+from umbra.models.build import Build, Formats
+from umbra.ops.ascend import moe
+from umbra.ops.ascend.cann import ALL_ABILITIES
+from umbra.ops.ascend.exchange import AscendExchange
+from umbra.ops.ascend.layout import AscendLayout
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.counted import CountedExchange, CountedOps
+from umbra.ops.format import FORMATS, Format
+from umbra.ops.interface import fixed
+from umbra.ops.parallel.groups import Parallel, Shard
 
 BF16 = torch.bfloat16
 TWO = CountedGroup(0, 2)
@@ -59,9 +59,14 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
     ids=str,
 )
 def test_as_much_is_alive_at_the_fullest_moment(
-    tmp_path: Path, family: Family, routing: str, format: Format | None, top_k: int, way: str,
+    tmp_path: Path,
+    family: Family,
+    routing: str,
+    format: Format | None,
+    top_k: int,
+    way: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     parallel, exchanged = WAYS[way]
     # The op rotates in place, which its meta function does not know.
     monkeypatch.setattr(torch_npu, "npu_apply_rotary_pos_emb", lambda query, key, **_: (query, key))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import reference
-from ops.ascend.ops import AscendOps
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from umbra.ops import reference
+from umbra.ops.ascend.ops import AscendOps
 
 CPU, EPS, TOKENS, DIM = torch.device("cpu"), 1e-6, 5, 128
 HEADS = 48, 8  # of queries and of keys

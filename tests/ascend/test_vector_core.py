@@ -8,12 +8,12 @@ import torch
 import torch_npu  # noqa: F401
 from torch import Tensor
 
-from ops.ascend.vector_core import calls
-from ops.ascend.vector_core.blocks import BlockLayout
-from ops.ascend.vector_core.planes import planes_of
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
+from umbra.ops.ascend.vector_core import calls
+from umbra.ops.ascend.vector_core.blocks import BlockLayout
+from umbra.ops.ascend.vector_core.planes import planes_of
 
 FUSED, SLOTS, GEMV, UNPACK = "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16"
 SCORES = "fused_moe_scores_w4a16"
@@ -159,7 +159,7 @@ def other(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Argu
         (FUSED, lambda a: a | dict(zip(("w2", "s2"), matrix(INNER, H, 32, 3), strict=True)), r"w2: \[3, 1, 128, 48\]"),
         (UNPACK, lambda a: a | dict(pairs=True, w=npu(E, 1, 40, 48, dtype=BYTE), scales=npu(E, 1, 40, 8)), "of 32"),
     ],
-)  # fmt: skip
+)
 def test_what_the_kernel_cannot_take_is_refused(
     op: str, change: Callable[[Arguments], Arguments], complaint: str
 ) -> None:

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
-from ops.ascend.exchange import AscendExchange
-from ops.ascend.moe import ROUTINGS
-from ops.ascend.ops import AscendOps
-from ops.ascend.slots import ArenaSlots
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import AscendExperts
-from ops.format import FORMATS, Format, Quantised
-from ops.interface import Matrix, Rounded
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
+from umbra.ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
+from umbra.ops.ascend.exchange import AscendExchange
+from umbra.ops.ascend.moe import ROUTINGS
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.ascend.slots import ArenaSlots
+from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from umbra.ops.ascend.weights import AscendExperts
+from umbra.ops.format import FORMATS, Format, Quantised
+from umbra.ops.interface import Matrix, Rounded
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 HIDDEN, INNER, EXPERTS, TOKENS, TOP_K = 128, 64, 6, 5, 3

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.ascend.shadow import ShadowNodes
-from ops.ascend.vector_core import reference
 from tests.fakes.ascend_c.launch import ARGUMENTS, launch
-from tools.npu_check.numbers import SMALL
+from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.ops.ascend.vector_core import reference
+from umbra.tools.npu_check.numbers import SMALL
 
 LIBRARY = torch.library.Library("umbra", "IMPL")
 CALLS: Counter[str] = Counter()
@@ -30,9 +30,13 @@ def counted(name: str) -> Any:
 
 
 for name in (
-    "fused_moe_w4a16", "fused_moe_scores_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16",
+    "fused_moe_w4a16",
+    "fused_moe_scores_w4a16",
+    "fused_moe_slots_w4a16",
+    "gemv_w4a16",
+    "unpack_w4a16",
     "unpack_tiles_w4a16",
-):  # fmt: skip
+):
     LIBRARY.impl(name, counted(name), "CPU")
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.ascend.bridge import DONE, SUBMIT, Job
-from ops.ascend.shadow import ShadowNodes
-from ops.cpu.shadow import ShadowPool, Worker
 from tests.ascend.log import forget_streams, ran
+from umbra.ops.ascend.bridge import DONE, SUBMIT, Job
+from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.ops.cpu.shadow import ShadowPool, Worker
 
 T, K, H, E, LAYERS = 3, 2, 8, 4, 2
 FAKE = ctypes.CDLL("libfake_cann.so")

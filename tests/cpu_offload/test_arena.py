@@ -7,17 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_offload.memory.arena import LOST, NO_STATES, Arena, StateSizes, extent_of
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.memory.arena import LOST, NO_STATES, Arena, StateSizes, extent_of
 
 UNITS = 4  # two layers
 
 
 class Histories(RuleBasedStateMachine):
     @initialize(
-        frames=st.integers(0, 40), frame_bytes=st.integers(1, 12), slot_bytes=st.integers(1, 1200),
-        state_units=st.integers(0, 14), layers=st.integers(1, 5),
-    )  # fmt: skip
+        frames=st.integers(0, 40),
+        frame_bytes=st.integers(1, 12),
+        slot_bytes=st.integers(1, 1200),
+        state_units=st.integers(0, 14),
+        layers=st.integers(1, 5),
+    )
     def make(self, frames: int, frame_bytes: int, slot_bytes: int, state_units: int, layers: int) -> None:
         self.unit_bytes = 64 * frame_bytes if state_units else 16 * frame_bytes
         states = StateSizes(state_units * self.unit_bytes, layers) if state_units else NO_STATES

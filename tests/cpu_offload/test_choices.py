@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from cpu_offload.costs import Costs, Line
-from cpu_offload.planner.choices import (  # fmt: skip
+from tests.executor.run.test_planner import COSTS, SHAPE
+from umbra.cpu_offload.costs import Costs, Line
+from umbra.cpu_offload.planner.choices import (
     COPYING,
     GAIN,
     MOST_SWAPS,
@@ -19,8 +20,7 @@ from cpu_offload.planner.choices import (  # fmt: skip
     choose_threads,
     divisions,
 )
-from cpu_offload.planner.model import Planner
-from tests.executor.run.test_planner import COSTS, SHAPE
+from umbra.cpu_offload.planner.model import Planner
 
 
 def planner(**costs: Any) -> Planner:

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_offload.costs import Costs, Line
-from cpu_offload.expert_ring import SURE, ExpertRing, Link, group_count, group_size
-from cpu_offload.prefill_split import split
+from umbra.cpu_offload.costs import Costs, Line
+from umbra.cpu_offload.expert_ring import SURE, ExpertRing, Link, group_count, group_size
+from umbra.cpu_offload.prefill_split import split
 
 LAYERS, EXPERTS, GROUPS, EACH = 3, 12, 3, 2
 NONE = np.zeros(EXPERTS, np.bool_)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cpu_offload.policy import forecast
-from cpu_offload.policy.forecast import BELIEVED, HALF_LIVES, LEAST, MEMORY, PRIOR, STEP, Forecast
+from umbra.cpu_offload.policy import forecast
+from umbra.cpu_offload.policy.forecast import BELIEVED, HALF_LIVES, LEAST, MEMORY, PRIOR, STEP, Forecast
 
 LAYERS, EXPERTS, K = 3, 6, 2
 SIZE = LAYERS * EXPERTS

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_offload.history import History, LongLayer, StepRecord, summary
+from umbra.cpu_offload.history import History, LongLayer, StepRecord, summary
 
 REPORT = {
     "hit_rate": 0.5,
@@ -42,9 +42,11 @@ def history() -> History:
     return History(
         steps=[WAITED, HIDDEN],
         copies=[(3000, 4000, 1, 2), (12000, 15000, 1, 0), (13000, 14000, 0, 1)],
-        evicted=[1, 0, 0], for_cache=2, frames=20,
+        evicted=[1, 0, 0],
+        for_cache=2,
+        frames=20,
         long=[LongLayer(5, 7, 0, 0, 100, 1.0), LongLayer(5, 7, 3, 1, 50, 1.0), LongLayer(6, 7, 3, 1, 0, 1.0)],
-    )  # fmt: skip
+    )
 
 
 def test_a_report_has_sums_of_all_steps_and_of_each_layer() -> None:
@@ -53,10 +55,18 @@ def test_a_report_has_sums_of_all_steps_and_of_each_layer() -> None:
     report = history().report()
     layers: list[Any] = report.pop("layers")
     assert report == {
-        "steps": 2, "hit_rate": 8 / 11, "exposed_ms": pytest.approx(0.002), "shadow_ms": pytest.approx(0.007),
-        "copies": 3, "evictions": 3, "evictions_for_cache": 2, "arena_frames": 20, "most_kv_frames": 9,
-        "kv_frames_gained": 2, "streamed": {"steps": 1, "layers": 2, "bytes": 150},
-    }  # fmt: skip
+        "steps": 2,
+        "hit_rate": 8 / 11,
+        "exposed_ms": pytest.approx(0.002),
+        "shadow_ms": pytest.approx(0.007),
+        "copies": 3,
+        "evictions": 3,
+        "evictions_for_cache": 2,
+        "arena_frames": 20,
+        "most_kv_frames": 9,
+        "kv_frames_gained": 2,
+        "streamed": {"steps": 1, "layers": 2, "bytes": 150},
+    }
     names = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions")
     assert [tuple(layer[name] for name in names) for layer in layers] == [
         (5 / 6, pytest.approx(0.0015), pytest.approx(0.003), 1, 2),

@@ -6,23 +6,26 @@ import random
 import pytest
 import torch
 
-from cpu_offload.costs import Costs, Line
-from cpu_offload.cpu import CpuDevice
-from cpu_offload.history import History
-from ops import load_ops
-from ops.cpu import engine, shadow
-from ops.cpu.engine import native
-from ops.cpu.matrix import NativeExperts
-from ops.format import FORMATS, MXFP4, Format
 from tests.experts import fill_experts, kind_of
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.costs import Costs, Line
+from umbra.cpu_offload.cpu import CpuDevice
+from umbra.cpu_offload.history import History
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine, shadow
+from umbra.ops.cpu.engine import native
+from umbra.ops.cpu.matrix import NativeExperts
+from umbra.ops.format import FORMATS, MXFP4, Format
 
 cpu = load_ops("cpu")
 # Layers of one model differ in size, as where some are of more bits.
 KINDS = {
-    "float32": (FORMATS["float32"],) * 3, "bfloat16": (FORMATS["bfloat16"],) * 3, "mxfp4": (MXFP4,) * 3,
-    "w8a8": (Format("w8a8", 32),) * 3, "q8, q4": (FORMATS["q8"], FORMATS["q4"], FORMATS["q8"]),
-}  # fmt: skip
+    "float32": (FORMATS["float32"],) * 3,
+    "bfloat16": (FORMATS["bfloat16"],) * 3,
+    "mxfp4": (MXFP4,) * 3,
+    "w8a8": (Format("w8a8", 32),) * 3,
+    "q8, q4": (FORMATS["q8"], FORMATS["q4"], FORMATS["q8"]),
+}
 COUNT, INNER, HIDDEN, TOP_K, DECODE, STREAM = 42, 64, 96, 4, 2, 12
 NEVER, FREE = 1e9, 0.0
 COSTS = Costs(0.0, Line(0, 0, 0), Line(0, 0.1, 0.01), 0.0, 0.15, 1, (1, 1), 0.0)

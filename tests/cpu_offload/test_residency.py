@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_offload.policy.residency import Residency, ResidencySettings, Swap
 from tests.variants import thorough_but
-from tools.benchmarks import offload_policy
-from tools.benchmarks.cache_policies import Run, by_prompt, lfu, lru, lru_by_layer, optimum, residency, static
-from tools.benchmarks.published_traces import MODELS, statistics_of, trace_of
-from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up
+from umbra.cpu_offload.policy.residency import Residency, ResidencySettings, Swap
+from umbra.tools.benchmarks import offload_policy
+from umbra.tools.benchmarks.cache_policies import Run, by_prompt, lfu, lru, lru_by_layer, optimum, residency, static
+from umbra.tools.benchmarks.published_traces import MODELS, statistics_of, trace_of
+from umbra.tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ DEFAULT, DEAR = (
     ResidencySettings(),
     ResidencySettings(swap_cost=1.0),
 )  # copies that are nearly free, and that cost a miss
-# .venv/bin/python -m tools.benchmarks.offload_policy --only demo --steps 16000 --record tests/data/demo_routing.npz
+# .venv/bin/umbra bench offload_policy --only demo --steps 16000 --record tests/data/demo_routing.npz
 DEMO = Path(__file__).parents[1] / "data" / "demo_routing.npz"
 
 

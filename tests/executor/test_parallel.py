@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.config.load import load_case
-from executor.run.prompts import encode_prompts
 from tests.ranks import run_ranks
 from tests.tiny import EXPANDED, make_runner, save_pictured, save_tiny, save_tiny_m2, save_tiny_of, write_case
-from text.tokenizer import Tokenizer
+from umbra.base.files import ROOT
 from umbra.commands.logits import collect_logits, sized_for
-from umbra.files import ROOT
+from umbra.executor.config.load import load_case
+from umbra.executor.run.prompts import encode_prompts
+from umbra.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import Any
 
-from executor.engine.drafts import Drafts
-from executor.engine.sequence import Sequence
+from umbra.executor.engine.drafts import Drafts
+from umbra.executor.engine.sequence import Sequence
 
 
 def lookup(most: int) -> dict[str, Any]:

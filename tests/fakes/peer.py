@@ -6,7 +6,7 @@ import signal
 import torch
 from torch import Tensor
 
-from tools.benchmarks.peer_engine import Peer, Token
+from umbra.tools.benchmarks.peer_engine import Peer, Token
 
 
 class DyingPeer(Peer):

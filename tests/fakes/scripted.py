@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from executor.engine.request import SamplingParams
-from executor.model_runner import ModelRunner
-from serving.ranks.messages import Abort, Message, Out, Row, Stop, Submit
-from serving.ranks.worker import Worker
+from umbra.executor.engine.request import SamplingParams
+from umbra.executor.model_runner import ModelRunner
+from umbra.serving.ranks.messages import Abort, Message, Out, Row, Stop, Submit
+from umbra.serving.ranks.worker import Worker
 
 
 class Script:

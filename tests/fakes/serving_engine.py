@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from executor.engine.request import TokenLogprob
-from serving.ranks.messages import (
+from umbra.executor.engine.request import TokenLogprob
+from umbra.serving.ranks.messages import (
     Abort,
     Fatal,
     Message,
@@ -80,10 +80,16 @@ class FakeEngine:
         """The model is loaded."""
         self.send(
             Ready(
-                longest=self.longest, batch_size=self.batch_size, vocabulary=self.vocabulary, page_size=16, pages=64,
-                groups=1, stop_ids=self.stop_ids, prefill_rate=self.rate,
+                longest=self.longest,
+                batch_size=self.batch_size,
+                vocabulary=self.vocabulary,
+                page_size=16,
+                pages=64,
+                groups=1,
+                stop_ids=self.stop_ids,
+                prefill_rate=self.rate,
             )
-        )  # fmt: skip
+        )
         self._tasks.append(asyncio.create_task(self._steps()))
 
     def send(self, message: Message) -> None:
@@ -158,11 +164,14 @@ class FakeEngine:
                 reported = loop.time()
                 self.send(
                     State(
-                        self.steps, len(self.waiting),
+                        self.steps,
+                        len(self.waiting),
                         [Running(s.submit.id, len(s.submit.ids), 0, len(s.tokens), 0, 0) for s in self.running],
-                        [], 0, prefill_rate=self.rate,
+                        [],
+                        0,
+                        prefill_rate=self.rate,
                     )
-                )  # fmt: skip
+                )
 
     def _row(self, s: Entry) -> Row | None:
         sampling = s.submit.sampling
@@ -177,10 +186,13 @@ class FakeEngine:
             finish = "stop"
         prompt = s.submit.ids[1:] if first and sampling.prompt_logprobs is not None else []
         return Row(
-            s.submit.id, new, finish, self.cached_tokens if first else 0,
+            s.submit.id,
+            new,
+            finish,
+            self.cached_tokens if first else 0,
             tuple(logprob(t, sampling.logprobs) for t in new) if sampling.logprobs is not None else (),
             tuple(logprob(t, sampling.prompt_logprobs or 0) for t in prompt),
-        )  # fmt: skip
+        )
 
 
 def logprob(token: int, top: int) -> TokenLogprob:

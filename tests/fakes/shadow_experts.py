@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cpu_offload.costs import Line
-from cpu_offload.cpu import CpuDevice
-from cpu_offload.device import Device
-from cpu_offload.history import StepRecord
-from cpu_offload.planner.choices import Choices
-from cpu_offload.policy.residency import Swap
-from executor.platform.cpu import CpuPlatform
+from umbra.cpu_offload.costs import Line
+from umbra.cpu_offload.cpu import CpuDevice
+from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.history import StepRecord
+from umbra.cpu_offload.planner.choices import Choices
+from umbra.cpu_offload.policy.residency import Swap
+from umbra.executor.platform.cpu import CpuPlatform
 
 
 @dataclass

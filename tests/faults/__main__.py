@@ -17,10 +17,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from ops.cpu.engine import module
 from tests.faults.forks import sample
 from tests.faults.preload import LIBRARY, Faults, with_faults
 from tests.faults.scenarios import CACHE, PAGES, SCENARIOS, Outcome, Scenario
+from umbra.ops.cpu.engine import module
 
 FILES = r"rank0\.log|stacks0\.log|case\.json|report\.json|offload\.png|offload_trace\.json"
 LEFT = re.compile(rf"results(/tiny(/\d+-\d+(-\d+)?(/({FILES}))?)?)?$")

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
-from executor.checkpoint.packed import PackedCache
-from executor.engine.page_store import PageStore, Record
-from models.layers.base import Layer
-from ops.cpu.engine import start
-from ops.cpu.memory import allocate, clear, is_allocated
 from tests.faults.forks import Fork, forked
 from tests.faults.preload import LIBRARY, Faults, unsynced, with_faults
+from umbra.executor.checkpoint.packed import PackedCache
+from umbra.executor.engine.page_store import PageStore, Record
+from umbra.models.layers.base import Layer
+from umbra.ops.cpu.engine import start
+from umbra.ops.cpu.memory import allocate, clear, is_allocated
 
 SIZES = (1 << 20, 300_000, 70)  # bytes of the packed storages; the last one is small
 PAGE = 1 << 20

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 SOURCE = Path(__file__).with_name("preload.cpp")
 LIBRARY = "FAULTS_LIBRARY"  # the variable with the library's file, in a process that it is loaded into

@@ -15,23 +15,23 @@ from typing import ClassVar
 
 import msgspec
 
-import run
-from executor import model_runner as runner
-from executor.checkpoint.packed import PackedCache
-from executor.config.load import load_case
-from executor.config.resolved import write_resolved
-from executor.engine import disk_prefixes
-from executor.engine.request import SamplingParams
-from executor.launch import results
-from serving.ranks import worker
-from serving.ranks.channel import HEADER, framed, length_of
-from serving.ranks.messages import Fatal, Out, Ready, Stop, Submit, ToFront
-from serving.ranks.processes import SOCKET
 from tests.faults.forks import Ended, Fork, forked, share_what_is_imported
 from tests.faults.preload import Faults
 from tests.tiny import save_tiny, write_case
-from umbra.errors import run_main
-from umbra.files import ROOT
+from umbra.base.errors import run_main
+from umbra.base.files import ROOT
+from umbra.executor import model_runner as runner
+from umbra.executor import rank_program
+from umbra.executor.checkpoint.packed import PackedCache
+from umbra.executor.config.load import load_case
+from umbra.executor.config.resolved import write_resolved
+from umbra.executor.engine import disk_prefixes
+from umbra.executor.engine.request import SamplingParams
+from umbra.executor.launch import results
+from umbra.serving.ranks import worker
+from umbra.serving.ranks.channel import HEADER, framed, length_of
+from umbra.serving.ranks.messages import Fatal, Out, Ready, Stop, Submit, ToFront
+from umbra.serving.ranks.processes import SOCKET
 
 LIMIT_S = 60.0  # on a machine that is busy; most take less than a second
 CACHE, PAGES = "packed", "pages"
@@ -49,8 +49,18 @@ class Scenario(ABC):
 
     name: str
     kinds: tuple[str, ...] = (
-        "new", "tensor", "mmap", "madvise", "open", "read", "write", "rename", "fsync", "mkdir", "thread",
-    )  # fmt: skip
+        "new",
+        "tensor",
+        "mmap",
+        "madvise",
+        "open",
+        "read",
+        "write",
+        "rename",
+        "fsync",
+        "mkdir",
+        "thread",
+    )
     sections: ClassVar[dict[str, object]] = {}  # of the case
     arguments: Sequence[str] = ()
     shares = True  # whether its imports are found by running it by itself
@@ -64,9 +74,11 @@ class Scenario(ABC):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "checkpoints/austen_moe" / name, root / "model" / name)
         usual = {
-            "threads": 1, "exe_mode": "graph", "data_config": {"prompts": ["The cat"]},
+            "threads": 1,
+            "exe_mode": "graph",
+            "data_config": {"prompts": ["The cat"]},
             "quantization": {"method": "q4", "keep_packed": True},
-        }  # fmt: skip
+        }
         self.case = write_case(root / "tiny.yaml", root / "model", **usual | self.sections)
         self.fixed = sorted(root.rglob("*"))
         faults.arm(root)
@@ -104,7 +116,7 @@ class Scenario(ABC):
         """Runs it once, and waits for its end."""
 
     def program(self) -> None:
-        run_main(run.main)
+        run_main(rank_program.main)
 
     def _counted(self) -> None:
         os.environ |= {"CASE_NAME": str(self.case), "TMPDIR": str(self.root / "tmp"), "TQDM_DISABLE": "1"}
@@ -148,8 +160,9 @@ class Rank(Scenario):
     jump_s = 0  # by which the wall clock jumps when the rank is ready
     kinds = (*Scenario.kinds, "send")
     sections: ClassVar[dict[str, object]] = {
-        "offload_config": {"mode": "elastic", "arena_mb": 1}, "cache_config": {"page_size": 4, "disk_path": PAGES},
-    }  # fmt: skip
+        "offload_config": {"mode": "elastic", "arena_mb": 1},
+        "cache_config": {"page_size": 4, "disk_path": PAGES},
+    }
 
     def run(self) -> Outcome:
         path, launched = self.root / "tmp" / "engine", self.root / "results" / "tiny" / "20260101-000000"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.preload import unsynced, with_faults
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 pytestmark = pytest.mark.slow
 SEED = "5"  # of the run in docs/reliability.md; another one fails other calls

@@ -21,7 +21,16 @@ from tests.fuzz.mutation import mutated
 from tests.fuzz.target import IN_MEMORY
 from tests.fuzz.targets import PLACES, corpus, maker
 
-INSTRUMENTED = ["umbra.errors", "umbra.files", "models", "executor", "serving", "text", "ops.format", "ops.words"]
+INSTRUMENTED = [
+    "umbra.base.errors",
+    "umbra.base.files",
+    "umbra.models",
+    "umbra.executor",
+    "umbra.serving",
+    "umbra.text",
+    "umbra.ops.format",
+    "umbra.ops.words",
+]
 
 
 def main() -> None:

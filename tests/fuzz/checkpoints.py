@@ -5,15 +5,15 @@ from pathlib import Path
 
 from safetensors.numpy import save
 
-from executor.checkpoint.files import CheckpointFiles
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.scheme import FLOATS
-from executor.checkpoint.index import INDEX, SINGLE
-from executor.checkpoint.stop_ids import stop_ids
-from executor.config.load import CASES, load_case
-from models.registry import FAMILIES, family_in, read_config
 from tests.fuzz.target import Target
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.executor.checkpoint.files import CheckpointFiles
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.formats.scheme import FLOATS
+from umbra.executor.checkpoint.index import INDEX, SINGLE
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.executor.config.load import CASES, load_case
+from umbra.models.registry import FAMILIES, family_in, read_config
 
 READ = (*FLOATS, "I8", "U8", "I32", "I64", "F8_E4M3")  # the types that tensors of some format may have
 MODULES = (

@@ -13,18 +13,18 @@ import h11
 import msgspec
 from uvicorn.server import ServerState
 
-from executor.config.load import load_case
-from serving.api.auth import Keys
-from serving.api.front import Front, Text
-from serving.api.server import make_server
-from serving.ranks.channel import framed
-from serving.ranks.client import EngineClient
-from serving.ranks.messages import Message, Ready, Row, Submit, ToEngine
 from tests.fakes.serving_engine import logprob
 from tests.fuzz.target import Violation
 from tests.text.checkpoints import write_tokenizer
-from text.tokenizer import Tokenizer
-from umbra.errors import LONGEST
+from umbra.base.errors import LONGEST
+from umbra.executor.config.load import load_case
+from umbra.serving.api.auth import Keys
+from umbra.serving.api.front import Front, Text
+from umbra.serving.api.server import make_server
+from umbra.serving.ranks.channel import framed
+from umbra.serving.ranks.client import EngineClient
+from umbra.serving.ranks.messages import Message, Ready, Row, Submit, ToEngine
+from umbra.text.tokenizer import Tokenizer
 
 ROUNDS = 200  # of the event loop, after which a request that has come is answered
 

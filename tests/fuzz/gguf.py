@@ -3,11 +3,11 @@
 import struct
 from pathlib import Path
 
-from models.gguf.container import read_gguf
-from models.gguf.folder import files_of
-from models.gguf.metadata import ARCHITECTURES, predicting_layers, value_heads
-from models.gguf.names import views_of
 from tests.fuzz.target import Target
+from umbra.models.gguf.container import read_gguf
+from umbra.models.gguf.folder import files_of
+from umbra.models.gguf.metadata import ARCHITECTURES, predicting_layers, value_heads
+from umbra.models.gguf.names import views_of
 
 TEXT, LIST = 8, 9
 
@@ -45,11 +45,25 @@ def file(keys: dict[str, object], tensors: dict[str, tuple[int, ...]]) -> bytes:
 
 def model(architecture: str, **more: object) -> bytes:
     sizes = dict.fromkeys(
-        ("block_count", "embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_count",
-         "expert_used_count", "expert_shared_count", "attention.head_count", "attention.sliding_window",
-         "expert_shared_feed_forward_length", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
-         "ssm.state_size", "ssm.conv_kernel"), 2,
-    )  # fmt: skip
+        (
+            "block_count",
+            "embedding_length",
+            "feed_forward_length",
+            "expert_feed_forward_length",
+            "expert_count",
+            "expert_used_count",
+            "expert_shared_count",
+            "attention.head_count",
+            "attention.sliding_window",
+            "expert_shared_feed_forward_length",
+            "ssm.group_count",
+            "ssm.time_step_rank",
+            "ssm.inner_size",
+            "ssm.state_size",
+            "ssm.conv_kernel",
+        ),
+        2,
+    )
     keys: dict[str, object] = {"general.architecture": architecture, f"{architecture}.context_length": 64}
     keys |= {f"{architecture}.{key}": value for key, value in sizes.items()}
     keys |= {f"{architecture}.attention.layer_norm_rms_epsilon": 1e-6, f"{architecture}.rope.freq_base": 1e4}
@@ -74,10 +88,16 @@ def gguf(folder: Path) -> Target:
         views_of(found.tensors, architecture.names, predicting_layers(found), str(path), value_heads(found))
 
     words: dict[str, object] = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": ["a", "b", "ab", "<x>"],
-        "tokenizer.ggml.token_type": [1, 1, 1, 3], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.eos_token_id": 3,
-        "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": "{{ x }}", "general.sampling.temp": 0.6,
-    }  # fmt: skip
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "<x>"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 3],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{{ x }}",
+        "general.sampling.temp": 0.6,
+    }
     yarn: dict[str, object] = {f"gpt-oss.rope.scaling.{key}": 4 for key in ("factor", "original_context_length")}
     yarn |= {"gpt-oss.rope.scaling.type": "yarn", "gpt-oss.rope.scaling.factor": 4.0}
     seeds = [model(name) for name in ARCHITECTURES if name != "deepseek2"] + [latent({"expert_gating_func": 2})]

@@ -5,17 +5,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving.api.anthropic import PATH
 from tests.fuzz.front import Api, request
 from tests.fuzz.target import Target
 from tests.fuzz.texts import MESSAGES, TOOLS
+from umbra.serving.api.anthropic import PATH
 
 USER = [{"role": "user", "content": "Hi"}]
 SAMPLING: dict[str, Any] = {
-    "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
-    "repetition_penalty": 1.1, "logit_bias": {"5": 1.0}, "seed": 7, "stop": ["x"], "stop_token_ids": [3], "n": 2,
-    "priority": 1, "cache_salt": "s", "ignore_eos": False, "max_tokens": 4,
-}  # fmt: skip
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1.0},
+    "seed": 7,
+    "stop": ["x"],
+    "stop_token_ids": [3],
+    "n": 2,
+    "priority": 1,
+    "cache_salt": "s",
+    "ignore_eos": False,
+    "max_tokens": 4,
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from umbra.errors import LONGEST, UserError
+from umbra.base.errors import LONGEST, UserError
 
 CPU_S = 2.0  # of this process's threads, for one input
 MEMORY = 256 << 20  # bytes beyond twice the input's

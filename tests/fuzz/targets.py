@@ -8,12 +8,25 @@ from pathlib import Path
 from tests.fuzz.target import Target
 
 PLACES = {
-    "header": "checkpoints", "index": "checkpoints", "config": "checkpoints", "generation": "checkpoints",
-    "quantization": "checkpoints", "case": "checkpoints", "gguf": "gguf", "tokenizer": "texts",
-    "tiktoken": "texts", "tokenizer_config": "texts", "template": "texts", "answer": "texts", "chat": "requests",
-    "completion": "requests", "response": "requests", "message": "requests", "tokenization": "requests",
+    "header": "checkpoints",
+    "index": "checkpoints",
+    "config": "checkpoints",
+    "generation": "checkpoints",
+    "quantization": "checkpoints",
+    "case": "checkpoints",
+    "gguf": "gguf",
+    "tokenizer": "texts",
+    "tiktoken": "texts",
+    "tokenizer_config": "texts",
+    "template": "texts",
+    "answer": "texts",
+    "chat": "requests",
+    "completion": "requests",
+    "response": "requests",
+    "message": "requests",
+    "tokenization": "requests",
     "http": "requests",
-}  # fmt: skip
+}
 CORPUS = Path(__file__).with_name("corpus")
 
 

@@ -9,11 +9,11 @@ from tests.fuzz.target import Target
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
 from tests.text.test_tiktoken import RANKS, SETTINGS, lines
 from tests.text.test_tiktoken import write as write_ranks
-from text.answer import Answer
-from text.formats import FORMATS, Mark
-from text.parser import reader
-from text.template import Renderer, variables_of
-from text.tokenizer import Tokenizer
+from umbra.text.answer import Answer
+from umbra.text.formats import FORMATS, Mark
+from umbra.text.parser import reader
+from umbra.text.template import Renderer, variables_of
+from umbra.text.tokenizer import Tokenizer
 
 TEXT = "Hello aaaa, 123!\n\n  \u65e5\u672c \U0001f642<think>"
 WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from models.layers.attention import PagedAttention
-from models.layers.experts import Experts
-from models.layers.router import Router
-from models.rope import YarnConfig
-from ops import reference
-from ops.cpu import ops as cpu
+from umbra.models.layers.attention import PagedAttention
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.router import Router
+from umbra.models.rope import YarnConfig
+from umbra.ops import reference
+from umbra.ops.cpu import ops as cpu
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
@@ -87,11 +87,11 @@ def glu(gate: Tensor) -> Tensor:
 
 
 def halves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("models.layers.experts.every_other", lambda part: part.contiguous().chunk(2))
+    patch.setattr("umbra.models.layers.experts.every_other", lambda part: part.contiguous().chunk(2))
 
 
 def yarn_with(**changes: Any) -> Mistake:
-    return lambda patch: patch.setattr("models.rope.YarnConfig", lambda **read: YarnConfig(**(read | changes)))
+    return lambda patch: patch.setattr("umbra.models.rope.YarnConfig", lambda **read: YarnConfig(**(read | changes)))
 
 
 MISTAKES: list[tuple[str, str, Mistake]] = [  # family, name of its configuration, mistake
@@ -99,12 +99,16 @@ MISTAKES: list[tuple[str, str, Mistake]] = [  # family, name of its configuratio
     ("glm4_moe", "tiny", routing(weights_with_bias)),
     ("glm4_moe", "tiny", routing(lambda x, _, k, again, scale: reference.route_sigmoid(x, None, k, again, scale))),
     ("glm4_moe", "tiny", routing(lambda x, bias, k, again, _: reference.route_sigmoid(x, bias, k, again))),
-    ("glm4_moe", "tiny", routing(
-        lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)
-    )),
-    ("glm4_moe", "not_renormalised", routing(
-        lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias, k, again, scale if again else 1.0)
-    )),
+    (
+        "glm4_moe",
+        "tiny",
+        routing(lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)),
+    ),
+    (
+        "glm4_moe",
+        "not_renormalised",
+        routing(lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias, k, again, scale if again else 1.0)),
+    ),
     ("glm4_moe", "as_air", routing(lambda x, bias, k, again, _: reference.route_sigmoid(x, bias, k, again, 2.5))),
     ("glm4_moe", "as_air", routing(lambda x, _, k, again, scale: reference.route_softmax(x, k, again))),
     ("glm4_moe", "tiny", norms_after_rotation),
@@ -118,12 +122,16 @@ MISTAKES: list[tuple[str, str, Mistake]] = [  # family, name of its configuratio
     ("gpt_oss", "tiny", yarn_with(factor=1.0)),
     ("gpt_oss", "tiny", yarn_with(attention_factor=1.0)),
     ("gpt_oss", "tiny", gating(lambda gate, up, kind: (up + 1) * glu(gate))),
-    ("gpt_oss", "tiny", gating(
-        lambda gate, up, kind: (up.clamp(-kind.limit, kind.limit) + 1) * glu(gate).clamp(max=kind.limit)
-    )),
-    ("gpt_oss", "tiny", gating(
-        lambda gate, up, kind: up.clamp(-kind.limit, kind.limit) * glu(gate.clamp(max=kind.limit))
-    )),
+    (
+        "gpt_oss",
+        "tiny",
+        gating(lambda gate, up, kind: (up.clamp(-kind.limit, kind.limit) + 1) * glu(gate).clamp(max=kind.limit)),
+    ),
+    (
+        "gpt_oss",
+        "tiny",
+        gating(lambda gate, up, kind: up.clamp(-kind.limit, kind.limit) * glu(gate.clamp(max=kind.limit))),
+    ),
     ("gpt_oss", "tiny", halves),
     ("gpt_oss", "tiny", a_router_bias_that_only_chooses),
-]  # fmt: skip
+]

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from executor.engine.loop import Loop
-from executor.engine.request import Request, SamplingParams
-from models.batch import Batch
 from tests.fakes.drafts import FreeDrafts
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.models.batch import Batch
 
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40, 9, 40, 9], list(range(30, 53))]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from models.layers import rotary
-from models.layers.attention import GroupedAttention
-from models.layers.delta_net import Decay, DeltaNet
-from models.layers.norm import RMSNorm
-from models.rope import RopeConfig
-from ops import recurrent, reference
-from ops.cpu import ops as cpu
 from tests.models.family_mistakes import Mistake, without_a_gate
+from umbra.models.layers import rotary
+from umbra.models.layers.attention import GroupedAttention
+from umbra.models.layers.delta_net import Decay, DeltaNet
+from umbra.models.layers.norm import RMSNorm
+from umbra.models.rope import RopeConfig
+from umbra.ops import recurrent, reference
+from umbra.ops.cpu import ops as cpu
 
 
 def rewritten(owner: Any, name: str, *changes: tuple[str, str], into: Any = None) -> Mistake:
@@ -51,21 +51,20 @@ def key_heads_in_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def whole_heads_rotate(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("models.hybrid_config.read_rotary_dim", lambda hf, dim, default: dim)
+    patch.setattr("umbra.models.hybrid_config.read_rotary_dim", lambda hf, dim, default: dim)
 
 
-FADE, ADD = (
-    "            state = state * decays[:, None, None]\n",
-    "state = state + key[:, :, None] * change[:, None]",
-)
+FADE, ADD = ("            state = state * decays[:, None, None]\n", "state = state + key[:, :, None] * change[:, None]")
 SQUARES, OUT = "torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)", 'torch.einsum("hkv,hk->hv", state, query)'
 LAST = "inputs[len(inputs) - taps + 1 :]"
 BOTH = {
     "norms_without_one": rewritten(RMSNorm, "pieces", (" + self.base)", ")")),
     "one_added_twice": rewritten(RMSNorm, "pieces", (" + self.base)", " + 2 * self.base)")),
     "one_added_to_the_gated_norm": rewritten(DeltaNet, "__init__", ("base=0.0", "base=1.0")),
-    "gate_before_norm": op("gated_rms_norm", ("rms_norm(x, weight, eps).float() * F.silu(gate.float())",
-        "rms_norm(x * F.silu(gate), weight, eps)")),
+    "gate_before_norm": op(
+        "gated_rms_norm",
+        ("rms_norm(x, weight, eps).float() * F.silu(gate.float())", "rms_norm(x * F.silu(gate), weight, eps)"),
+    ),
     "sigmoid_of_the_gate": op("gated_rms_norm", ("F.silu(gate", "torch.sigmoid(gate")),
     "no_output_gate": op("sigmoid_mul", (" * gate.float().sigmoid()", "")),
     "output_gate_of_whole_parts": rewritten(GroupedAttention, "__init__", ("heads if gated else 1", "1")),
@@ -87,13 +86,16 @@ BOTH = {
     "state_of_this_step_alone": conv((LAST, "torch.cat((torch.zeros_like(before), x[s.start : s.end]))[1 - taps :]")),
     "whole_heads_rotate": whole_heads_rotate,
     "adjacent_pairs": rewritten(
-        rotary, "head_order", ("turning[:half]", "turning[::2]"), ("turning[half:]", "turning[1::2]"),
+        rotary,
+        "head_order",
+        ("turning[:half]", "turning[::2]"),
+        ("turning[half:]", "turning[1::2]"),
         into=inspect.getmodule(GroupedAttention),
     ),
     "frequencies_of_whole_heads": rewritten(RopeConfig, "inverse_frequencies", ("i / self.dim)", "i / 32)")),
     "not_renormalised": op("route_softmax", ("top_k, renormalise, scale, groups)", "top_k, False, scale, groups)")),
     "shared_expert_not_gated": without_a_gate,
-}  # fmt: skip
+}
 NEXT = {
     "groups_of_rows_read_flat": rewritten(DeltaNet, "__init__", ("values, values], key_heads)", "values, values])")),
     "groups_of_b_and_a_read_flat": rewritten(DeltaNet, "__init__", ("[heads, heads], key_heads)", "[heads, heads])")),

@@ -2,12 +2,12 @@
 
 import pytest
 
-from models.layers.latent_attention import LatentAttention
-from models.rope import RopeConfig
-from ops import composed, reference
-from ops.cpu import ops as cpu
 from tests.models.family_mistakes import Mistake, routing, without_experts_that_all_take, yarn_with
 from tests.models.hybrid_mistakes import rewritten
+from umbra.models.layers.latent_attention import LatentAttention
+from umbra.models.rope import RopeConfig
+from umbra.ops import composed, reference
+from umbra.ops.cpu import ops as cpu
 
 
 def choice(change: tuple[str, str]) -> Mistake:
@@ -24,7 +24,7 @@ def write(change: tuple[str, str]) -> Mistake:
 
 
 def eps_of_other_norms(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("models.layers.latent_attention.LATENT_EPS", 0.3)
+    patch.setattr("umbra.models.layers.latent_attention.LATENT_EPS", 0.3)
 
 
 def scores_not_scaled(patch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,11 @@ LATENT_MISTAKES: list[tuple[str, str, Mistake]] = [
     ("deepseek_v3", "tiny", choice((") * scale, ids", "), ids"))),
     ("deepseek_v2", "tiny", choice((BEST, "2"))),
     ("deepseek_v2", "tiny", choice((") * scale, ids", "), ids"))),
-    ("deepseek_v3", "as_moonlight", routing(
-        lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)
-    )),
+    (
+        "deepseek_v3",
+        "as_moonlight",
+        routing(lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)),
+    ),
     ("deepseek_v3", "tiny", scores_not_scaled),
     ("deepseek_v2", "as_lite", scores_not_scaled),
     ("deepseek_v3", "tiny", yarn_with(attention_factor=1.0)),
@@ -51,4 +53,4 @@ LATENT_MISTAKES: list[tuple[str, str, Mistake]] = [
     ("deepseek_v3", "tiny", write(("keys[:, None]", "ops.rms_norm(keys, norm.cos[0] * 0 + 1, 1e-6)[:, None]"))),
     ("deepseek_v3", "tiny", write(("ops.rms_norm(latents, norm.weight, norm.eps)", "latents"))),
     ("deepseek_v3", "tiny", without_experts_that_all_take),
-]  # fmt: skip
+]

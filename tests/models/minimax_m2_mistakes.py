@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import models.minimax_m2.model as model
-from models.build import Build
-from models.layers.experts import Experts
-from models.layers.norm import SplitRMSNorm
-from models.layers.router import Router
-from models.rope import RopeConfig
-from ops import reference
-from ops.cpu import ops as cpu
-from ops.format import FORMATS
+import umbra.models.minimax_m2.model as model
+from umbra.models.build import Build
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.norm import SplitRMSNorm
+from umbra.models.layers.router import Router
+from umbra.models.rope import RopeConfig
+from umbra.ops import reference
+from umbra.ops.cpu import ops as cpu
+from umbra.ops.format import FORMATS
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
 Routing = Callable[[Tensor, Tensor | None, int, bool], tuple[Tensor, Tensor]]

@@ -15,13 +15,16 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.models.guesses import compare_guesses
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 EPS, THETA, GUESSED = 1e-5, 5000.0, 40
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 class Head:
@@ -30,21 +33,31 @@ class Head:
     NVIDIA's norm and rotation."""
 
     def __init__(
-        self, folder: Path, main: PreTrainedModel, layers: list[int], taps: tuple[int, ...], hidden: int = 0,
+        self,
+        folder: Path,
+        main: PreTrainedModel,
+        layers: list[int],
+        taps: tuple[int, ...],
+        hidden: int = 0,
         newer: bool = False,
-    ):  # fmt: skip
+    ):
         torch.manual_seed(3)
         self.newer = newer
         self.main, self.taps, self.own = main, taps, hidden > 0
         target, vocabulary = main.config.hidden_size, main.config.vocab_size
         size, self.heads, self.kv_heads, self.dim = hidden or target, 4, 1 if hidden else 4, main.config.head_dim
         shapes = {
-            "self_attn.q_proj": (self.heads * self.dim, 2 * size), "self_attn.o_proj": (size, self.heads * self.dim),
-            "self_attn.k_proj": (self.kv_heads * self.dim, 2 * size), "mlp.gate_proj": (40, size),
-            "self_attn.v_proj": (self.kv_heads * self.dim, 2 * size), "mlp.up_proj": (40, size),
-            "mlp.down_proj": (size, 40), "input_layernorm": (size,), "hidden_norm": (size,),
+            "self_attn.q_proj": (self.heads * self.dim, 2 * size),
+            "self_attn.o_proj": (size, self.heads * self.dim),
+            "self_attn.k_proj": (self.kv_heads * self.dim, 2 * size),
+            "mlp.gate_proj": (40, size),
+            "self_attn.v_proj": (self.kv_heads * self.dim, 2 * size),
+            "mlp.up_proj": (40, size),
+            "mlp.down_proj": (size, 40),
+            "input_layernorm": (size,),
+            "hidden_norm": (size,),
             "post_attention_layernorm": (size,),
-        }  # fmt: skip
+        }
         names = {f"layers.0.{name}.weight": shape for name, shape in shapes.items()}
         names |= {"fc.weight": (size, 3 * target), "norm.weight": (size,), "lm_head.weight": (GUESSED, size)}
         names |= {"embed_tokens.weight": (vocabulary, size)} if hidden else {}
@@ -56,10 +69,19 @@ class Head:
         self.weights = {name: torch.randn(shape) * 0.2 + (len(shape) == 1) for name, shape in names.items()}
         self.tokens = torch.randperm(vocabulary)[:GUESSED].sort().values
         plain = {
-            "model_type": "llama", "hidden_size": size, "intermediate_size": 40, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads, "head_dim": self.dim, "rms_norm_eps": EPS, "rope_theta": THETA,
-            "vocab_size": vocabulary, "num_hidden_layers": 1, "attention_bias": False, "hidden_act": "silu",
-        }  # fmt: skip
+            "model_type": "llama",
+            "hidden_size": size,
+            "intermediate_size": 40,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.dim,
+            "rms_norm_eps": EPS,
+            "rope_theta": THETA,
+            "vocab_size": vocabulary,
+            "num_hidden_layers": 1,
+            "attention_bias": False,
+            "hidden_act": "silu",
+        }
         config: dict[str, Any] = {"draft_vocab_size": GUESSED}
         if hidden:
             config |= {"transformer_layer_config": plain, "target_hidden_size": target, "norm_before_residual": True}
@@ -68,9 +90,11 @@ class Head:
             config |= plain | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers or None}}
             config["eagle_config"] |= {"norm_before_fc": newer, "use_last_layernorm": True, "parallel_draft_step": 1}
             config |= {"rope_scaling": LLAMA3} if newer else {}
-        rotary = LlamaConfig(hidden_size=self.dim, num_attention_heads=1, rope_parameters={
-            "rope_theta": THETA, **(LLAMA3 if newer and not hidden else {"rope_type": "default"}),
-        })  # fmt: skip
+        rotary = LlamaConfig(
+            hidden_size=self.dim,
+            num_attention_heads=1,
+            rope_parameters={"rope_theta": THETA, **(LLAMA3 if newer and not hidden else {"rope_type": "default"})},
+        )
         self.rates = LlamaRotaryEmbedding(rotary).inv_freq.repeat(2)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
@@ -130,9 +154,13 @@ class Head:
 
 def drafted(folder: Path, family: str, **sections: Any) -> Any:
     return tiny_case(
-        folder, folder / "model", model_name=family, data_config={"batch_size": 2, "chunked_prefill_size": 9},
-        draft_config={"method": "eagle3", "model_path": str(folder / "head"), "tokens": 3}, **sections,
-    )  # fmt: skip
+        folder,
+        folder / "model",
+        model_name=family,
+        data_config={"batch_size": 2, "chunked_prefill_size": 9},
+        draft_config={"method": "eagle3", "model_path": str(folder / "head"), "tokens": 3},
+        **sections,
+    )
 
 
 @pytest.mark.parametrize("newer", [False, True])

@@ -14,23 +14,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from executor.config.load import load_model_config
-from models.build import Build, Formats
-from models.layers.base import layers_of
-from models.registry import family_in, model_class, read_config
-from models.rope import RopeConfig, YarnConfig
-from ops import load_ops
-from ops.format import FORMATS
-from ops.parallel.groups import Parallel
 from tests.models.family_mistakes import MISTAKES, Mistake
 from tests.models.hybrid_mistakes import HYBRID_MISTAKES
 from tests.models.latent_mistakes import LATENT_MISTAKES
 from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import EXPANDED, TINY_OF, make_runner, oracle_logits, save_tiny_of, tiny_case
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
 from umbra.commands.logits import collect_logits
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.executor.config.load import load_model_config
+from umbra.models.build import Build, Formats
+from umbra.models.layers.base import layers_of
+from umbra.models.registry import family_in, model_class, read_config
+from umbra.models.rope import RopeConfig, YarnConfig
+from umbra.ops import load_ops
+from umbra.ops.format import FORMATS
+from umbra.ops.parallel.groups import Parallel
 
 OSS_YARN = YarnConfig(32.0, 4096, 32.0, 1.0, attention_factor=0.1 * math.log(32) + 1, truncate=False)
 LITE_YARN = YarnConfig(40.0, 4096, 32.0, 1.0, attention_factor=1.0, truncate=True, mscale_all_dim=0.707)
@@ -44,15 +44,23 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "dense_first": {"mlp_only_layers": [0], "qkv_bias": False, "tie_word_embeddings": True},
         "every_second": {"decoder_sparse_step": 2, "num_key_value_heads": 8},
         "sizes_that_no_vector_divides": {
-            "hidden_size": 52, "head_dim": 20, "num_experts": 13, "moe_intermediate_size": 20,
-            "shared_expert_intermediate_size": 36, "vocab_size": 199, "initializer_range": 0.2,
+            "hidden_size": 52,
+            "head_dim": 20,
+            "num_experts": 13,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 36,
+            "vocab_size": 199,
+            "initializer_range": 0.2,
         },
     },
     "qwen3_next": {
         "tiny": {},
         "three_values_for_a_key": {
-            "linear_num_value_heads": 6, "linear_value_head_dim": 32, "num_key_value_heads": 1,
-            "shared_expert_intermediate_size": 48, "norm_topk_prob": False,
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 32,
+            "num_key_value_heads": 1,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": False,
         },
     },
     "qwen3_5_moe": {
@@ -75,7 +83,10 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek_v3": {
         "tiny": {},
         "as_moonlight": {
-            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_theta": 5e4},
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {"rope_theta": 5e4},
             "initializer_range": 0.2,
         },
         "not_renormalised": {"norm_topk_prob": False, "num_attention_heads": 6, "num_key_value_heads": 6},
@@ -89,7 +100,7 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "a_window_of_5": {"sliding_window": 5, "num_key_value_heads": 8, "initializer_range": 0.2},
         "full_first": {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2},
     },
-}  # fmt: skip
+}
 RUNS: dict[str, dict[str, Any]] = {
     "graph": {"exe_mode": "graph"},
     "graph_in_chunks": {"exe_mode": "graph", "data_config": {"chunked_prefill_size": 5}},
@@ -194,15 +205,19 @@ def test_kimis_experts_are_kept_in_4_bits(tmp_path: Path, capsys: pytest.Capture
         ("Moonlight-16B-A3B", "deepseek_v3", 15.96, RopeConfig(5e4, 64, None), 64),
         ("GLM-4.7-Flash", "glm4_moe_lite", 29.94, RopeConfig(1e6, 64, None), 64),
         ("DeepSeek-V2", "deepseek_v2", 235.7, RopeConfig(1e4, 64, LITE_YARN), 64),
-        *((name, "deepseek_v3", 671.0, RopeConfig(1e4, 64, V3_YARN), 64)
-          for name in ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1")),
+        *(
+            (name, "deepseek_v3", 671.0, RopeConfig(1e4, 64, V3_YARN), 64)
+            for name in ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1")
+        ),
         ("Kimi-K2-Instruct", "deepseek_v3", 1026.4, RopeConfig(5e4, 64, K2_YARN), 64),
-        *((name, "deepseek_v3", 1026.4, RopeConfig(5e4, 64, replace(K2_YARN, factor=64.0)), 64)
-          for name in ("Kimi-K2-Instruct-0905", "Kimi-K2-Thinking", "Kimi-K2.5")),
+        *(
+            (name, "deepseek_v3", 1026.4, RopeConfig(5e4, 64, replace(K2_YARN, factor=64.0)), 64)
+            for name in ("Kimi-K2-Instruct-0905", "Kimi-K2-Thinking", "Kimi-K2.5")
+        ),
         ("gpt-oss-20b", "gpt_oss", 20.9, RopeConfig(150000, 64, OSS_YARN), 64),
         ("gpt-oss-120b", "gpt_oss", 116.8, RopeConfig(150000, 64, OSS_YARN), 64),
     ],
-)  # fmt: skip
+)
 def test_official_configs_are_models_of_their_size(
     folder: str, family: str, billions: float, rope: RopeConfig, width: int
 ) -> None:

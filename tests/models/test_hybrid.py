@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import make_runner, oracle_logits, save_pictured, save_tiny_of, tiny_case
+from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits, prefill_logits
-from umbra.errors import UserError
 
 LENGTHS = 1, 2, 3, 4, 63, 64, 65, 130
 IDS = [[(7 * i + 31 * length) % 319 + 1 for i in range(length)] for length in LENGTHS]

@@ -15,8 +15,8 @@ from transformers import MiniMaxM2ForCausalLM
 
 from tests.models.minimax_m2_mistakes import MISTAKES, gate_in_bfloat16
 from tests.tiny import OFFICIAL_M2, TINY_M2, make_runner, oracle_logits, save_tiny_m2, tiny_case
+from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits, prefill_logits
-from umbra.errors import UserError
 
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(130, 153))]
 STEPS = 5
@@ -30,10 +30,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "official_heads": {"head_dim": 128, "rotary_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 1},
     "tied": {"tie_word_embeddings": True},
     "sizes_that_no_vector_divides": {
-        "hidden_size": 52, "intermediate_size": 20, "head_dim": 20, "rotary_dim": 6, "num_local_experts": 13,
-        "num_experts_per_tok": 3, "vocab_size": 199, "num_hidden_layers": 2, "initializer_range": 0.2,
+        "hidden_size": 52,
+        "intermediate_size": 20,
+        "head_dim": 20,
+        "rotary_dim": 6,
+        "num_local_experts": 13,
+        "num_experts_per_tok": 3,
+        "vocab_size": 199,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.2,
     },
-}  # fmt: skip
+}
 RUNS: dict[str, dict[str, Any]] = {
     "graph": {"exe_mode": "graph"},
     "pages_of_2": {"cache_config": {"page_size": 2}},

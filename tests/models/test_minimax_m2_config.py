@@ -6,35 +6,77 @@ from typing import Any
 
 import pytest
 
-from models.minimax_m2.config import MiniMaxM2Config
-from models.registry import family_of, read_config
-from models.rope import RopeConfig
+from umbra.base.errors import UserError
 from umbra.commands.inspect_checkpoint import model_type
-from umbra.errors import UserError
+from umbra.models.minimax_m2.config import MiniMaxM2Config
+from umbra.models.registry import family_of, read_config
+from umbra.models.rope import RopeConfig
 
 OFFICIAL: dict[str, Any] = {  # of M2.5
-    "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2",
-    "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
-    "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
-    "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_cache": True, "use_mtp": True,
-    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064, "transformers_version": "4.46.1",
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+    "transformers_version": "4.46.1",
     "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
     "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn"},
-}  # fmt: skip
+}
 FIRST_FILE: dict[str, Any] = {  # dead keys of the first upload
-    "mlp_intermediate_size": 8192, "shared_moe_mode": "sigmoid", "layernorm_full_attention_beta": 1.0,
-    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "sliding_window": None,
-    "attention_dropout": 0.0, "router_jitter_noise": 0.0, "router_aux_loss_coef": 0.001, "rope_scaling": None,
-    "output_router_logits": False, "initializer_range": 0.02, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "mlp_intermediate_size": 8192,
+    "shared_moe_mode": "sigmoid",
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "sliding_window": None,
+    "attention_dropout": 0.0,
+    "router_jitter_noise": 0.0,
+    "router_aux_loss_coef": 0.001,
+    "rope_scaling": None,
+    "output_router_logits": False,
+    "initializer_range": 0.02,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 EXPECTED = MiniMaxM2Config(
-    vocab_size=200064, hidden_size=3072, num_hidden_layers=62, num_attention_heads=48, num_key_value_heads=8,
-    head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(5e6, 64, None), max_position_embeddings=196608,
-    num_local_experts=256, num_experts_per_tok=8, intermediate_size=1536, use_routing_bias=True,
-    tie_word_embeddings=False, num_mtp_modules=3,
-)  # fmt: skip
+    vocab_size=200064,
+    hidden_size=3072,
+    num_hidden_layers=62,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(5e6, 64, None),
+    max_position_embeddings=196608,
+    num_local_experts=256,
+    num_experts_per_tok=8,
+    intermediate_size=1536,
+    use_routing_bias=True,
+    tie_word_embeddings=False,
+    num_mtp_modules=3,
+)
 TYPE = {"model_type": "minimax_m2"}
 NESTED = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
 

@@ -8,7 +8,7 @@ import pytest
 from tests.models.guesses import compare_guesses
 from tests.mtp import Oracle
 from tests.tiny import make_runner, save_tiny_of, tiny_case
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 FAMILIES = "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next"
 
@@ -18,9 +18,12 @@ def test_guesses_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """After guesses of the layer those that the model chooses."""
     oracle = Oracle(tmp_path / "model", family)
     case = tiny_case(
-        tmp_path, tmp_path / "model", model_name=family, data_config={"batch_size": 2, "chunked_prefill_size": 9},
+        tmp_path,
+        tmp_path / "model",
+        model_name=family,
+        data_config={"batch_size": 2, "chunked_prefill_size": 9},
         draft_config={"method": "mtp", "tokens": 3},
-    )  # fmt: skip
+    )
     loop = make_runner(case, tmp_path).loop
     compare_guesses(loop, oracle.guesses, loop.engine.model.lm_head)
 

@@ -11,11 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from executor.checkpoint.formats.detect import read_scheme
-from executor.config.load import load_case
-from executor.engine.request import Request, SamplingParams
-from models.batch import Batch
-from models.gguf import folder as unpacked
 from tests.executor.engine.drafts_ranks import answers
 from tests.fakes.drafts import FreeDrafts
 from tests.gguf_models import save_gguf
@@ -26,12 +21,17 @@ from tests.mtp import Oracle
 from tests.quantised import is_quantised, quantise_tiny
 from tests.ranks import run_ranks
 from tests.tiny import LATENT, make_runner, tiny_case, write_case
+from umbra.base.errors import UserError
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import convert
 from umbra.commands.quantize.fp8 import Fp8Target
 from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.w8a8 import W8a8Target
-from umbra.errors import UserError
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.models.batch import Batch
+from umbra.models.gguf import folder as unpacked
 
 
 def guesses(folder: Path, checkpoint: Path, family: str, **sections: Any) -> Tensor:
@@ -67,9 +67,13 @@ def stacked(folder: Path) -> None:
 
 
 SIZES: dict[str, Any] = dict(
-    hidden_size=128, head_dim=32, moe_intermediate_size=64, intermediate_size=64, initializer_range=0.05,
+    hidden_size=128,
+    head_dim=32,
+    moe_intermediate_size=64,
+    intermediate_size=64,
+    initializer_range=0.05,
     shared_expert_intermediate_size=64,
-)  # fmt: skip
+)
 
 
 def sizes_of(family: str, **more: int) -> dict[str, Any]:
@@ -181,9 +185,13 @@ def test_two_ranks_draft_like_one(tmp_path: Path) -> None:
         convert(tmp_path / name, target)
         mtp = {"method": "mtp", "tokens": 3}
         case = write_case(
-            tmp_path / f"{name}.yaml", tmp_path / name, model_name="qwen3_next", exe_mode="graph", draft_config=mtp,
+            tmp_path / f"{name}.yaml",
+            tmp_path / name,
+            model_name="qwen3_next",
+            exe_mode="graph",
+            draft_config=mtp,
             data_config={"max_new_tokens": 24},
-        )  # fmt: skip
+        )
         texts, accepted = answers(make_runner(load_case(str(case)), tmp_path), PROMPTS)
         assert accepted == 0
         jobs += [(f"{name}-{tp}", str(case), ["world_size=2", f"moe_tp_size={tp}"], texts) for tp in (1, 2)]

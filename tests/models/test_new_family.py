@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from tests.tiny import save_tiny
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from executor.config.load import load_case, model_folder
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
+from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits, sized_for
-from umbra.errors import UserError
+from umbra.executor.config.load import load_case, model_folder
 
 LAYERS: dict[str, dict[str, Any]] = {
     "sparse": {},
@@ -31,11 +31,15 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"yarn": {"factor": 4.0, "original_max_position_embeddings": 16}},
     "yarn_detailed": {
         "yarn": {
-            "factor": 2.0, "original_max_position_embeddings": 24, "beta_fast": 16.0, "beta_slow": 2.0,
-            "attention_factor": 1.3, "truncate": False,
+            "factor": 2.0,
+            "original_max_position_embeddings": 24,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "attention_factor": 1.3,
+            "truncate": False,
         }
     },
-}  # fmt: skip
+}
 GRID = list(itertools.product((False, True), (False, True), (False, True), LAYERS, ROPES))
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.ascend.layout import AscendLayout
-from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message
-from ops.cpu.layout import CpuLayout
-from ops.format import FORMATS, Format
-from ops.interface import Heads, Paged, Recurrent, Rounded
+from umbra.ops.ascend.layout import AscendLayout
+from umbra.ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message
+from umbra.ops.cpu.layout import CpuLayout
+from umbra.ops.format import FORMATS, Format
+from umbra.ops.interface import Heads, Paged, Recurrent, Rounded
 
 BF16, META = torch.bfloat16, torch.device("meta")
 PAGE = 128

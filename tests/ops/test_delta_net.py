@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from ops import reference
-from ops.cpu import engine
-from ops.cpu import ops as cpu
-from ops.interface import Recurrent
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops import reference
+from umbra.ops.cpu import engine
+from umbra.ops.cpu import ops as cpu
+from umbra.ops.interface import Recurrent
 
 KERNEL, AHEAD = 4, 3
 UNIT = 64  # floats between places, less than a state
@@ -63,8 +63,12 @@ class Layer:
 
     def run(self, rows: Tensor, *sequences: Sequence[int]) -> Tensor:
         """rows (T, channels + 2 heads): x, b and a side by side, as one product makes them"""
-        at = recurrent(*((n, r if r < 0 else r * self.units, w if w < 0 else w * self.units, m, p * self.units, *more)
-                         for n, r, w, m, p, *more in sequences))  # fmt: skip
+        at = recurrent(
+            *(
+                (n, r if r < 0 else r * self.units, w if w < 0 else w * self.units, m, p * self.units, *more)
+                for n, r, w, m, p, *more in sequences
+            )
+        )
         x, b, a = rows.split([self.channels, self.heads, self.heads], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.inputs, at)
         out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, self.ahead, at)
@@ -86,9 +90,14 @@ class Layer:
 @pytest.mark.parametrize(("heads", "depth", "width"), [((2, 4), 16, 16), ((2, 6), 24, 32), ((1, 1), 32, 16)])
 def test_a_layer_is_transformers(ops: Any, heads: tuple[int, int], depth: int, width: int) -> None:
     config = Qwen3NextConfig(
-        hidden_size=64, num_hidden_layers=1, linear_num_key_heads=heads[0], linear_num_value_heads=heads[1],
-        linear_key_head_dim=depth, linear_value_head_dim=width, layer_types=["linear_attention"],
-    )  # fmt: skip
+        hidden_size=64,
+        num_hidden_layers=1,
+        linear_num_key_heads=heads[0],
+        linear_num_value_heads=heads[1],
+        linear_key_head_dim=depth,
+        linear_value_head_dim=width,
+        layer_types=["linear_attention"],
+    )
     module = theirs.Qwen3NextGatedDeltaNet(config, 0)
     layer = Layer(ops, heads, depth, width)
     with torch.no_grad():
@@ -112,9 +121,11 @@ def test_a_layer_is_transformers(ops: Any, heads: tuple[int, int], depth: int, w
 def test_kernels_compute_the_reference(heads: tuple[int, int], depth: int, width: int, instruction_set: str) -> None:
     engine.start(2, instruction_set)
     ours, wanted = Layer(cpu, heads, depth, width), Layer(reference, heads, depth, width)
-    steps = [[(1, -1, 0, 0, 0), (0, 3, 3, 0, 0), (2, -1, 1, 0, 0)],
-             [(1, 0, 0, 0, 0), (5, 1, 2, 4, 3), (2, 1, -1, 1, 4)],
-             [(3, 2, 2, 0, 0), (1, 3, 5, 1, 0), (1, 4, 4, 0, 0)]]  # fmt: skip
+    steps = [
+        [(1, -1, 0, 0, 0), (0, 3, 3, 0, 0), (2, -1, 1, 0, 0)],
+        [(1, 0, 0, 0, 0), (5, 1, 2, 4, 3), (2, 1, -1, 1, 4)],
+        [(3, 2, 2, 0, 0), (1, 3, 5, 1, 0), (1, 4, 4, 0, 0)],
+    ]
     for step in steps:
         rows = ours.rows(sum(n for n, *_ in step) + 2)
         rows[-2:] = torch.nan  # padding
@@ -214,8 +225,11 @@ def test_a_tape_reads_the_tables_of_each_replay() -> None:
     wanted.run(rows, (1, -1, 0, 0, 0), (2, -1, 1, 0, 0))
     for step in ([(2, 0, 2, 1, 3), (1, 1, 1, 0, 0)], [(0, 2, 2, 0, 0), (1, 3, 3, 0, 0)]):
         rows[:3] = layer.rows(3)
-        for mine, new in zip(at, recurrent(*((n, r * layer.units, w * layer.units, m, p * layer.units)
-                                             for n, r, w, m, p in step)), strict=True):  # fmt: skip
+        for mine, new in zip(
+            at,
+            recurrent(*((n, r * layer.units, w * layer.units, m, p * layer.units) for n, r, w, m, p in step)),
+            strict=True,
+        ):
             mine.copy_(new)
         tape.replay()
         assert torch.equal(out, wanted.run(rows, *step))

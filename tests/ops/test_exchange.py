@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from ops import load_ops, reference
-from ops.exchange import GroupExchange
-from ops.format import Format
-from ops.interface import Slots
-from ops.reference import DenseExperts
 from tests.ranks import free_port
+from umbra.ops import load_ops, reference
+from umbra.ops.exchange import GroupExchange
+from umbra.ops.format import Format
+from umbra.ops.interface import Slots
+from umbra.ops.reference import DenseExperts
 
 FLOATS = Format("float32")
 EXPERTS, INNER, HIDDEN, TOP_K = 8, 16, 32, 3

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from ops.format import Format, Quantised, floats, in_order
-from ops.words import Words
+from umbra.ops.format import Format, Quantised, floats, in_order
+from umbra.ops.words import Words
 
 LEVELS = torch.tensor([[0, 1, 8, 15], [9, 7, 3, 2]], dtype=torch.uint8)
 SCALES = torch.tensor([[0.5, 2.0], [1.0, 4.0]])

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import reference
-from ops.cpu import engine
-from ops.cpu import ops as cpu
-from ops.format import FORMATS, Format
-from ops.interface import Paged
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops import reference
+from umbra.ops.cpu import engine
+from umbra.ops.cpu import ops as cpu
+from umbra.ops.format import FORMATS, Format
+from umbra.ops.interface import Paged
 
 CPU, NONE = torch.device("cpu"), torch.empty(0, dtype=torch.int64)
 SETS = engine.module.instruction_sets()
@@ -52,8 +52,9 @@ class Latents:
         found: Tensor = self.ops.latent_attention(q, q_rotary, self.cache, paged, 0.05)
         return found
 
-    def expand(self, q: Tensor, q_rotary: Tensor, heads: tuple[Any, Any], lens: list[int], new: list[int],
-               first: int = 0) -> Tensor:  # fmt: skip
+    def expand(
+        self, q: Tensor, q_rotary: Tensor, heads: tuple[Any, Any], lens: list[int], new: list[int], first: int = 0
+    ) -> Tensor:
         starts = torch.tensor([0, *itertools.accumulate(new)])
         paged = Paged(NONE, self.tables[first : first + len(lens)], starts, torch.tensor(lens))
         found: Tensor = self.ops.expanded_attention(q, q_rotary, self.cache, *heads, paged, 0.05)
@@ -82,9 +83,15 @@ def key_and_value_matrices(ops: Any, heads: int, latent: int, key: int, value: i
     ],
 )
 def test_latent_attention(
-    instruction_set: str, dtype: torch.dtype, lens: list[int], new: list[int], heads: int, width: int, rotary: int,
+    instruction_set: str,
+    dtype: torch.dtype,
+    lens: list[int],
+    new: list[int],
+    heads: int,
+    width: int,
+    rotary: int,
     page_size: int,
-) -> None:  # fmt: skip
+) -> None:
     engine.start(2, instruction_set)
     ours, theirs = (Latents(ops, lens, width, rotary, page_size, dtype) for ops in (cpu, reference))
     q, q_rotary = torch.randn(sum(new), heads, width), torch.randn(sum(new), heads, rotary) * 2
@@ -105,9 +112,14 @@ def test_latent_attention(
     ],
 )
 def test_expanded_attention(
-    instruction_set: str, dtype: torch.dtype, lens: list[int], new: list[int], heads: int,
-    sizes: tuple[int, int, int, int], page_size: int,
-) -> None:  # fmt: skip
+    instruction_set: str,
+    dtype: torch.dtype,
+    lens: list[int],
+    new: list[int],
+    heads: int,
+    sizes: tuple[int, int, int, int],
+    page_size: int,
+) -> None:
     """The absorbed form has the same result."""
     engine.start(2, instruction_set)
     latent, rotary, key, value = sizes

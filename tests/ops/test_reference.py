@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from ops import reference
-from ops.format import FORMATS
-from ops.interface import Heads
+from umbra.ops import reference
+from umbra.ops.format import FORMATS
+from umbra.ops.interface import Heads
 
 EPS, CPU = 1e-6, torch.device("cpu")
 

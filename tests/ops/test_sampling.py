@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from executor.engine.request import Grammar, SamplingParams
-from ops.sampling import Choice, adjust, draw, filtered_probabilities
+from umbra.executor.engine.request import Grammar, SamplingParams
+from umbra.ops.sampling import Choice, adjust, draw, filtered_probabilities
 
 V = 5
 
@@ -67,8 +67,13 @@ def test_filters_leave_the_most_probable_tokens(settings: dict[str, Any], wanted
 
 def test_each_row_has_filters_of_its_own() -> None:
     settings: list[dict[str, Any]] = [
-        {}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.41}, {"min_p": 0.26}, {"temperature": 0.5},
-    ]  # fmt: skip
+        {},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_p": 0.41},
+        {"min_p": 0.26},
+        {"temperature": 0.5},
+    ]
     for found, one in zip(probabilities(*settings), settings, strict=True):
         assert found == pytest.approx(probabilities(one)[0], abs=2e-4)
 
@@ -132,10 +137,16 @@ def test_a_grammar_allows_tokens_from_the_lowest_bit_on() -> None:
 @pytest.mark.parametrize(
     ("settings", "largest"),
     [
-        ({}, True), ({"temperature": 0.1}, False), ({"top_k": 3}, True), ({"presence_penalty": 0.1}, False),
-        ({"frequency_penalty": -0.1}, False), ({"repetition_penalty": 1.1}, False), ({"logit_bias": {1: 0.0}}, False),
-        ({"grammar": Grammar("regex", "a")}, False), ({"presence_penalty": 1.0, "frequency_penalty": 1.0}, False),
+        ({}, True),
+        ({"temperature": 0.1}, False),
+        ({"top_k": 3}, True),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": -0.1}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"logit_bias": {1: 0.0}}, False),
+        ({"grammar": Grammar("regex", "a")}, False),
+        ({"presence_penalty": 1.0, "frequency_penalty": 1.0}, False),
     ],
-)  # fmt: skip
+)
 def test_when_a_request_takes_the_largest_logit(settings: dict[str, Any], largest: bool) -> None:
     assert SamplingParams(**settings).takes_the_largest is largest

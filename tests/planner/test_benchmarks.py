@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.benchmarks import server_steps, simulated_server
-from planner.benchmarks.expert_placement import published
-from planner.benchmarks.server_steps import Kind, MeasuredTimes
-from planner.cluster import Simulation
-from planner.simulation.run import Simulator
 from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case, write_case
+from umbra.planner.benchmarks import server_steps, simulated_server
+from umbra.planner.benchmarks.expert_placement import published
+from umbra.planner.benchmarks.server_steps import Kind, MeasuredTimes
+from umbra.planner.cluster import Simulation
+from umbra.planner.simulation.run import Simulator
 
 
 def test_measured_steps_of_a_tiny_server_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +19,10 @@ def test_measured_steps_of_a_tiny_server_are_simulated(tmp_path: Path, monkeypat
         monkeypatch.setattr(server_steps, name, value)
     save_tiny(tmp_path / "model")
     settings = {
-        "threads": 1, "serve_config": {"reserve": 16},
+        "threads": 1,
+        "serve_config": {"reserve": 16},
         "data_config": {"input_max_len": 48, "max_new_tokens": 16, "batch_size": 2, "chunked_prefill_size": 16},
-    }  # fmt: skip
+    }
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", exe_mode="graph", **settings), tmp_path)
     figures = server_steps.measured_for(Server(runner).worker, 0.01)
     assert len(figures.cold) == 3

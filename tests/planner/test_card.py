@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from cpu_offload.planner.hits import CURVES, curve_of, hit_rate
-from planner.benchmarks.card_validation import beside, rows
-from planner.card import prefill, resident_share
-from planner.cluster import Cluster, read_cluster
-from planner.machine import read_hardware
-from planner.plan import make_cluster_plan, show_cluster_plan
-from planner.served import named, served
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.cpu_offload.planner.hits import CURVES, curve_of, hit_rate
+from umbra.planner.benchmarks.card_validation import beside, rows
+from umbra.planner.card import prefill, resident_share
+from umbra.planner.cluster import Cluster, read_cluster
+from umbra.planner.machine import read_hardware
+from umbra.planner.plan import make_cluster_plan, show_cluster_plan
+from umbra.planner.served import named, served
 
 HARDWARE = read_hardware("single_card_a3")
 FLASH = named("deepseek_v4_flash", HARDWARE)

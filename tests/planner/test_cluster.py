@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from executor.config.load import load_case
-from executor.run.ascend_memory_plan import make_plan
-from executor.run.model_sketch import cache_of, sketch_of, weights_of
-from ops.counted import Done, Message
-from planner.cluster import Cluster, Guesses, Load, Search, Targets, read_cluster
-from planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of, tokens_by_guesses
-from planner.machine import Device, Hardware, Host, Links, read_hardware
-from planner.plan import make_cluster_plan, row_of, show_cluster_plan
-from planner.times import GIGA, PARTS, Placing, collective_seconds, step_times
-from planner.work import Counted, Work
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.load import load_case
+from umbra.executor.run.ascend_memory_plan import make_plan
+from umbra.executor.run.model_sketch import cache_of, sketch_of, weights_of
+from umbra.ops.counted import Done, Message
+from umbra.planner.cluster import Cluster, Guesses, Load, Search, Targets, read_cluster
+from umbra.planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of, tokens_by_guesses
+from umbra.planner.machine import Device, Hardware, Host, Links, read_hardware
+from umbra.planner.plan import make_cluster_plan, row_of, show_cluster_plan
+from umbra.planner.times import GIGA, PARTS, Placing, collective_seconds, step_times
+from umbra.planner.work import Counted, Work
 
 CASES: list[tuple[str, tuple[str, ...]]] = [
     ("qwen3_235b_a22b_bf16_tp16", ()),
@@ -44,12 +44,21 @@ HARDWARE = Hardware(
     pod=Links(devices=64, gbps=50.0, collective_us=20.0, peer_us=2.0, exchange_us=40.0),
     network=Links(gbps=10.0, collective_us=60.0, peer_us=3.0, exchange_us=40.0),
     device=Device(
-        memory_gb=64, read_gbps=1000.0, read_fraction=0.5, attention_fraction=0.5, tflops=100.0, multiply_fraction=0.5,
-        quantised_tflops=2.0, unpack_gbps=100.0, launch_us=5.0, attention_us=10.0, step_us=100.0,
+        memory_gb=64,
+        read_gbps=1000.0,
+        read_fraction=0.5,
+        attention_fraction=0.5,
+        tflops=100.0,
+        multiply_fraction=0.5,
+        quantised_tflops=2.0,
+        unpack_gbps=100.0,
+        launch_us=5.0,
+        attention_us=10.0,
+        step_us=100.0,
     ),
     host=Host(devices=8, memory_gb=1000.0, read_gbps=100.0, tflops=1.0, handover_us=10.0, copy_gbps=20.0),
     name="made",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("name", "overrides"), CASES, ids=IDS)
@@ -210,10 +219,13 @@ def write(folder: Path, **changes: Any) -> Path:
     }
     (folder / "made.yaml").write_text(yaml.safe_dump(hardware))
     cluster = {
-        "case": CLUSTER.case, "hardware": str(folder / "made.yaml"), "devices": 8,
-        "load": {"rate": 1.0, "prompt_tokens": 512, "output_tokens": 128}, "targets": {"tpot_ms": 60, "ttft_ms": 2000},
+        "case": CLUSTER.case,
+        "hardware": str(folder / "made.yaml"),
+        "devices": 8,
+        "load": {"rate": 1.0, "prompt_tokens": 512, "output_tokens": 128},
+        "targets": {"tpot_ms": 60, "ttft_ms": 2000},
         "search": {"worlds": [4, 8], "most_sequences": 64},
-    }  # fmt: skip
+    }
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster | changes))
     return folder / "cluster.yaml"
 
@@ -265,9 +277,11 @@ def test_a_file_and_overrides_give_a_cluster(tmp_path: Path) -> None:
 def test_the_text_is_that_of_the_last_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Traffic that some layouts do not keep up with, and targets that some do not meet."""
     file = write(
-        tmp_path, targets={"tpot_ms": 50, "ttft_ms": 90}, load={"rate": 14, "prompt_tokens": 512, "output_tokens": 128},
+        tmp_path,
+        targets={"tpot_ms": 50, "ttft_ms": 90},
+        load={"rate": 14, "prompt_tokens": 512, "output_tokens": 128},
         search={"worlds": [4], "most_sequences": 64, "resident": [0.5, 1.0], "methods": ["none", "q8"]},
-    )  # fmt: skip
+    )
     show_cluster_plan(file, [], tmp_path / "rows.json", tmp_path / "plot.png")
     text = capsys.readouterr().out
     if os.environ.get("UMBRA_PRINTED") == "write":

@@ -2,9 +2,9 @@
 
 import pytest
 
-from planner.machine import read_hardware
-from planner.served import named
-from planner.streamed_prefill import CpuRates, SimulatedPrefill, cpu_rates
+from umbra.planner.machine import read_hardware
+from umbra.planner.served import named
+from umbra.planner.streamed_prefill import CpuRates, SimulatedPrefill, cpu_rates
 
 A3 = read_hardware("single_card_a3")
 FLASH = named("deepseek_v4_flash", A3)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import Load, Simulation
-from planner.layouts import Layout, Sizes, make_layout
-from planner.simulation.report import show_simulation
-from planner.simulation.router import Router
-from planner.simulation.run import Outcome, Simulator
-from planner.simulation.traffic import LARGEST_LINE, trace
 from tests.planner.test_cluster import CLUSTER, HARDWARE, write
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.planner.cluster import Load, Simulation
+from umbra.planner.layouts import Layout, Sizes, make_layout
+from umbra.planner.simulation.report import show_simulation
+from umbra.planner.simulation.router import Router
+from umbra.planner.simulation.run import Outcome, Simulator
+from umbra.planner.simulation.traffic import LARGEST_LINE, trace
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,12 @@ def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        '{"at": 0.5, "prompt": 1, "output": 1}', '{"at": NaN, "prompt": 1, "output": 1}',
-        '{"at": 1, "prompt": 0, "output": 1}', '{"at": 1, "prompt": true, "output": 1}',
+        '{"at": 0.5, "prompt": 1, "output": 1}',
+        '{"at": NaN, "prompt": 1, "output": 1}',
+        '{"at": 1, "prompt": 0, "output": 1}',
+        '{"at": 1, "prompt": true, "output": 1}',
     ],
-)  # fmt: skip
+)
 def test_lines_that_no_traffic_has(tmp_path: Path, line: str) -> None:
     file = lines(tmp_path / "trace", '{"at": 1, "prompt": 4, "output": 3}', line)
     with pytest.raises(UserError, match=r"^trace:2: lengths must be integers above 0, and times must not fall$"):

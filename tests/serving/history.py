@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from serving.ranks.client import FRESH_S
+from umbra.serving.ranks.client import FRESH_S
 
 LOST_S = 180.0  # a request that takes longer is lost
 BEHIND_S = 2.0  # after the ranks are back, in which answers may still tell of their end
@@ -86,9 +86,18 @@ class Checker:
         self.begin, self.until = self.of["start"][0]["t"], self.events[-1]["t"]
         self.long = self.until - self.begin >= LONG_S
         for check in (
-            self._once, self._ids, self._answers, self._refusals, self._counters, self._quiet, self._growth,
-            self._faults, self._exits, self._drift, self._features,
-        ):  # fmt: skip
+            self._once,
+            self._ids,
+            self._answers,
+            self._refusals,
+            self._counters,
+            self._quiet,
+            self._growth,
+            self._faults,
+            self._exits,
+            self._drift,
+            self._features,
+        ):
             check()
 
     def expect(self, holds: bool, violation: str) -> None:

@@ -13,9 +13,18 @@ DEEDS = ["dance", "walk", "read", "write", "sing", "draw", "ride", "travel", "di
 FLAGS = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 9}
 GRAMMARS: list[dict[str, Any]] = [{"guided_regex": "(yes|no)( (yes|no)){3,9}"}, {"guided_json": FLAGS}]
 KINDS = {  # and how many of a hundred questions are of each
-    "ids": 20, "text": 12, "prefix": 14, "quote": 10, "chat": 20, "sampled": 14, "choices": 3, "stop": 3, "grammar": 2,
-    "long": 1, "wide": 1,
-}  # fmt: skip
+    "ids": 20,
+    "text": 12,
+    "prefix": 14,
+    "quote": 10,
+    "chat": 20,
+    "sampled": 14,
+    "choices": 3,
+    "stop": 3,
+    "grammar": 2,
+    "long": 1,
+    "wide": 1,
+}
 COMMON = 4, 160  # beginnings that several prompts have, and tokens of each
 WIDE = {"n": 4, "logprobs": 20, "max_tokens": NEW, "ignore_eos": True, "temperature": 1.0}  # more than sockets keep
 

@@ -30,14 +30,23 @@ from tests.serving.api.front import Connection, Reply
 from tests.serving.history import LONG_S, LOST_S, Checker, Event
 from tests.serving.questions import LONG_BODY, LONGEST, NEW, VOCABULARY, WRONG, Question, Wrong, questions
 from tests.serving.test_server import Process, server
-from umbra.errors import collect_seldom
+from umbra.base.errors import collect_seldom
 
 PLAIN = ["batch_size=1", "prefix_cache=false", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}"]
 HARD = [
-    f"input_max_len={LONGEST}", f"max_new_tokens={NEW}", "batch_size=8", "max_queue=16", "restarts=9", "mode=elastic",
-    "arena_mb=8", "prefix_floor=256", "reserve=16", "draft_config.method=lookup",
-    "draft_config.tokens=4", "prefill_pause_ms=2",
-]  # fmt: skip
+    f"input_max_len={LONGEST}",
+    f"max_new_tokens={NEW}",
+    "batch_size=8",
+    "max_queue=16",
+    "restarts=9",
+    "mode=elastic",
+    "arena_mb=8",
+    "prefix_floor=256",
+    "reserve=16",
+    "draft_config.method=lookup",
+    "draft_config.tokens=4",
+    "prefill_pause_ms=2",
+]
 CLIENTS = {"whole": 72, "vanishes": 12, "slow": 3, "wrong": 13}  # in a hundred
 STREAMED = 0.7
 MOST_OPEN = 40  # requests; those beyond wait, so that a slow machine is not flooded
@@ -105,10 +114,13 @@ class Soak:
                 asyncio.run(self._life(steps[:lasts]))
                 status = self.running.wait()
                 self.history.add(
-                    "exit", life=self.life, status=status, left=len(self.running.ranks()),
+                    "exit",
+                    life=self.life,
+                    status=status,
+                    left=len(self.running.ranks()),
                     files=[str(path) for path in self.running.folder.glob("umbra-*")],
                     traceback=self.running.text[-4000:] if "Traceback" in self.running.text else "",
-                )  # fmt: skip
+                )
             steps = steps[lasts:]
             self.life += 1
         self.history.add("over")
@@ -130,9 +142,13 @@ class Soak:
             if (said := json.dumps(found["texts"])) not in known:
                 kept.append(question)
                 self.history.add(
-                    "question", key=question.key, kind=question.kind, choices=question.choices, most=question.most,
+                    "question",
+                    key=question.key,
+                    kind=question.kind,
+                    choices=question.choices,
+                    most=question.most,
                     **found,
-                )  # fmt: skip
+                )
             known.add(said)
         self.questions = kept
 
@@ -383,7 +399,11 @@ def name_of(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return ""
-    parts = {b"serving.ranks.worker": "rank", b"serving.api.compiling": "compiler", b"umbra\0serve": "front"}
+    parts = {
+        b"umbra.serving.ranks.worker": "rank",
+        b"umbra.serving.api.compiling": "compiler",
+        b"umbra\0serve": "front",
+    }
     return next((name for part, name in parts.items() if part in command), "other" if command else "")
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.ranks import free_port
 from tests.serving.api.front import Connection, Reply, connect
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 START_S = 240.0
@@ -117,10 +117,18 @@ def test_answers_and_an_orderly_end(tmp_path: Path) -> None:
         if answer["choices"][0]["finish_reason"] == "stop":
             assert 0 <= json.loads(answer["choices"][0]["message"]["content"])["age"] < 100
 
-        tool = {"type": "function", "function": {"name": "dance", "parameters": {
-            "type": "object", "properties": {"often": {"type": "boolean"}}, "required": ["often"],
-            "additionalProperties": False,
-        }}}  # fmt: skip
+        tool = {
+            "type": "function",
+            "function": {
+                "name": "dance",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"often": {"type": "boolean"}},
+                    "required": ["often"],
+                    "additionalProperties": False,
+                },
+            },
+        }
         called = running.ask("/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": "required"}).json
         call = called["choices"][0]["message"]["tool_calls"][0]["function"]
         assert call["name"] == "dance"
@@ -207,10 +215,7 @@ def test_what_is_refused_before_it_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        for settings, words in [
-            (f"port={taken.getsockname()[1]}", "cannot be used"),
-            ("host=0.0.0.0", "api_key_file"),
-        ]:
+        for settings, words in [(f"port={taken.getsockname()[1]}", "cannot be used"), ("host=0.0.0.0", "api_key_file")]:
             with server(tmp_path, settings) as refused:
                 assert refused.wait() == 2
                 assert refused.text.startswith("error: ")

@@ -37,8 +37,19 @@ History = list[Event]
 
 def question(key: int) -> Event:
     texts = [f"answer number {key}"]
-    return {"t": 0.1 * key, "what": "question", "key": key, "kind": "text", "choices": 1, "most": 9, "texts": texts,
-            "ends": ["length"], "prompt": 5, "tokens": 9, "logprobs": f"hash{key}"}  # fmt: skip
+    return {
+        "t": 0.1 * key,
+        "what": "question",
+        "key": key,
+        "kind": "text",
+        "choices": 1,
+        "most": 9,
+        "texts": texts,
+        "ends": ["length"],
+        "prompt": 5,
+        "tokens": 9,
+        "logprobs": f"hash{key}",
+    }
 
 
 def request(t: float, id: int, key: int, client: str, **end: Any) -> History:

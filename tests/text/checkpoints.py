@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from text.formats import FORMATS, THINK, THINK_END
+from umbra.text.formats import FORMATS, THINK, THINK_END
 
 # transformers' jinja2 removes the first line break after a block, and blanks before one.
 MINIMAX = """
@@ -169,11 +169,14 @@ GLM45 = """
 # Prompts end within reasoning, or behind it; and there are fewer line breaks.
 GLM47 = GLM45
 for before, after in (
-    ("'\\n<think></think>' if", "'</think>' if"), ("enable_thinking else '')", "enable_thinking else '<think>')"),
-    ("<|assistant|>\\n<think>", "<|assistant|><think>"), ("'\\n' ~ content.strip()", "content.strip()"),
+    ("'\\n<think></think>' if", "'</think>' if"),
+    ("enable_thinking else '')", "enable_thinking else '<think>')"),
+    ("<|assistant|>\\n<think>", "<|assistant|><think>"),
+    ("'\\n' ~ content.strip()", "content.strip()"),
     ("'\\n<tool_call>' ~ call.name ~ '\\n'", "'<tool_call>' ~ call.name"),
-    ("'</arg_key>\\n<arg_value>'", "'</arg_key><arg_value>'"), ("'</arg_value>\\n'", "'</arg_value>'"),
-):  # fmt: skip
+    ("'</arg_key>\\n<arg_value>'", "'</arg_key><arg_value>'"),
+    ("'</arg_value>\\n'", "'</arg_value>'"),
+):
     assert GLM47.count(before) == 1
     GLM47 = GLM47.replace(before, after)
 
@@ -300,9 +303,17 @@ DEEPSEEK_V31 = """
 """
 
 TEMPLATES = {
-    "minimax_m2": MINIMAX, "qwen3": QWEN3, "qwen3_next": NEXT, "qwen35": QWEN35, "glm45": GLM45, "glm47": GLM47,
-    "harmony": HARMONY, "kimi_k2": KIMI, "deepseek_v3": DEEPSEEK_V3, "deepseek_v31": DEEPSEEK_V31,
-}  # fmt: skip
+    "minimax_m2": MINIMAX,
+    "qwen3": QWEN3,
+    "qwen3_next": NEXT,
+    "qwen35": QWEN35,
+    "glm45": GLM45,
+    "glm47": GLM47,
+    "harmony": HARMONY,
+    "kimi_k2": KIMI,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+}
 NAMES = {"glm47": "glm45", "qwen3_next": "qwen3", "qwen35": "qwen3_coder"}  # of formats, where they are others
 FORMAT_OF = {family: FORMATS[NAMES.get(family, family)] for family in TEMPLATES}
 QWEN_SPECIAL = ["<|im_start|>", "<|im_end|>"]

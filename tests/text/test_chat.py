@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from executor.checkpoint.stop_ids import stop_ids
 from tests.text.checkpoints import FORMAT_OF, TEMPLATES, write_tokenizer
-from text.answer import Answer
-from text.chat import Chat
-from text.parser import Parser
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.text.answer import Answer
+from umbra.text.chat import Chat
+from umbra.text.parser import Parser
+from umbra.text.tokenizer import Tokenizer
 
 WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": WEATHER}]
@@ -97,8 +97,17 @@ def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any
 
 
 def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
-    opening = {"minimax_m2": True, "qwen3": False, "qwen3_next": True, "qwen35": True, "glm45": False, "glm47": True,
-               "kimi_k2": False, "deepseek_v3": True, "deepseek_v31": False}  # fmt: skip
+    opening = {
+        "minimax_m2": True,
+        "qwen3": False,
+        "qwen3_next": True,
+        "qwen35": True,
+        "glm45": False,
+        "glm47": True,
+        "kimi_k2": False,
+        "deepseek_v3": True,
+        "deepseek_v31": False,
+    }
     for family, opens in opening.items():
         write_tokenizer(tmp_path / family, family)
         tokenizer = Tokenizer(tmp_path / family)

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.text.checkpoints import write_tokenizer
-from text.stops import Stops
-from text.tokenizer import Tokenizer
+from umbra.text.stops import Stops
+from umbra.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from executor.checkpoint.stop_ids import stop_ids
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
 from tests.text.test_parser import TOOLS, streamed
-from text.answer import Answer, Part, ToolCall
-from text.chat import Chat
-from text.formats import FORMATS, Mark
-from text.harmony import LONGEST_HEADER, Harmony
-from text.parser import reader as reader_of
-from text.stops import Stops
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.text.answer import Answer, Part, ToolCall
+from umbra.text.chat import Chat
+from umbra.text.formats import FORMATS, Mark
+from umbra.text.harmony import LONGEST_HEADER, Harmony
+from umbra.text.parser import reader as reader_of
+from umbra.text.stops import Stops
+from umbra.text.tokenizer import Tokenizer
 
 HARMONY = FORMATS["harmony"]
 USER = {"role": "user", "content": "hi"}
@@ -40,7 +40,7 @@ ON = "<|end|><|start|>assistant"
 CASES = {
     "reasoning": (f"{A}hm{ON}{F}Yes.<|return|>", answer("hm", "Yes.")),
     "preamble and call": (
-        f"{A}a{ON}{C}<|message|>I look.{ON}{C} to=functions.f <|constrain|>json<|message|>" '{"i": 1}<|call|>',
+        f'{A}a{ON}{C}<|message|>I look.{ON}{C} to=functions.f <|constrain|>json<|message|>{{"i": 1}}<|call|>',
         answer("a", "I look.", ("f", '{"i": 1}')),
     ),
     "recipient in the role, calls in a row": (
@@ -68,7 +68,7 @@ CASES = {
     "to the user": (f"{C} to=user<|message|>x", answer("", "x")),
     "empty": ("<|channel|><|message|><|return|>", answer()),
     "after the end": (f"{F}x<|return|>commentary<|message|>y", answer("", "x\ncommentary\ny")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,8 +88,22 @@ def test_a_header_that_the_limit_cuts_off_is_no_text(begun: str) -> None:
     assert Harmony(TOOLS).whole(*pieces(begun), cut=True) == answer()
 
 
-BITS = [*map(Mark, HARMONY.tokens)] * 2 + ["assistant", "analysis", "commentary", "final", " to=functions.g", " to=x",
-        "json", "{}", " ", "\n", "x", "é", "<|channel|>", " " * LONGEST_HEADER]  # fmt: skip
+BITS = [*map(Mark, HARMONY.tokens)] * 2 + [
+    "assistant",
+    "analysis",
+    "commentary",
+    "final",
+    " to=functions.g",
+    " to=x",
+    "json",
+    "{}",
+    " ",
+    "\n",
+    "x",
+    "é",
+    "<|channel|>",
+    " " * LONGEST_HEADER,
+]
 
 
 @settings(max_examples=300)
@@ -150,10 +164,13 @@ def call(id: str, name: str = "f") -> dict[str, Any]:
 
 
 LOOP: list[dict[str, Any]] = [
-    {"role": "system", "content": "S"}, {"role": "system", "content": "T"}, USER,
+    {"role": "system", "content": "S"},
+    {"role": "system", "content": "T"},
+    USER,
     {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [call("a"), call("b", "g")]},
-    {"role": "tool", "tool_call_id": "b", "content": "two"}, {"role": "tool", "tool_call_id": "a", "content": "one"},
-]  # fmt: skip
+    {"role": "tool", "tool_call_id": "b", "content": "two"},
+    {"role": "tool", "tool_call_id": "a", "content": "one"},
+]
 
 
 def test_what_the_template_gets(tokenizer: Tokenizer) -> None:
@@ -174,8 +191,9 @@ def test_what_the_template_gets(tokenizer: Tokenizer) -> None:
     bare[4:] = bare[5], bare[4]
     assert tokenizer.whole_text(tokenizer.encode_chat(Chat(bare, TOOLS, told))) == text
     later = tokenizer.encode_chat(Chat([*LOOP, {"role": "assistant", "content": "ok", "reasoning": "no"}, USER], TOOLS))
-    assert tokenizer.whole_text(later).endswith(f"{''.join(calls)}<|start|>assistant{F}ok<|end|><|start|>user"
-                                                "<|message|>hi<|end|><|start|>assistant")  # fmt: skip
+    assert tokenizer.whole_text(later).endswith(
+        f"{''.join(calls)}<|start|>assistant{F}ok<|end|><|start|>user<|message|>hi<|end|><|start|>assistant"
+    )
     assert "hm" not in tokenizer.whole_text(later)
     with pytest.raises(UserError, match="template failed: marks of channels in content"):
         tokenizer.encode_chat(Chat([USER, {"role": "assistant", "content": "<|channel|>"}, USER]))

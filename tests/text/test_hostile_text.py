@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.text.checkpoints import write_tokenizer
-from text.template import TOO_MUCH, Renderer, variables_of
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.text.template import TOO_MUCH, Renderer, variables_of
+from umbra.text.tokenizer import Tokenizer
 
 
 def split(pattern: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ STRANGE: dict[str, tuple[dict[str, Any], str]] = {
     "an expression for answers": ({"decoder": replace("b", Regex="a+")}, "decoder: a regular expression"),
     "many parts": ({"normalizer": sequence(*[{"type": "NFC"}] * 100)}, "normalizer: has 101 parts, more than 64"),
     "deep lists": ({"normalizer": json.loads("[" * 500 + "]" * 500)}, "tokenizer not readable"),
-}  # fmt: skip
+}
 
 
 def change(folder: Path, **parts: Any) -> int:
@@ -135,8 +135,9 @@ def test_the_next_conversation_is_rendered(renderer: Renderer) -> None:
 
 def test_templates_see_what_transformers_shows_them(renderer: Renderer) -> None:
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "x", "name": None}, {"role": "assistant", "reasoning": "r", "content": "y"},
-    ]  # fmt: skip
+        {"role": "user", "content": "x", "name": None},
+        {"role": "assistant", "reasoning": "r", "content": "y"},
+    ]
     variables = variables_of(messages, {"eos_token": "<e>", "tools": None})
     source = (
         "{%- for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% if loop.last %}{% break %}"

@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from text.answer import Answer, Part, Reader, ToolCall
-from text.formats import FORMATS, TAGS
-from text.parser import Parser
+from umbra.text.answer import Answer, Part, Reader, ToolCall
+from umbra.text.formats import FORMATS, TAGS
+from umbra.text.parser import Parser
 
 TYPES: dict[str, Any] = {
     "s": {"type": "string"},
@@ -95,140 +95,183 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
     "call ends reasoning": (M2, {"reasoning": True}, "a" + m2(invoke("g")) + "\nb", answer("a", "b", ("g", {}))),
     "optional, there": (QWEN3, {}, "\n<think>\n\na\n\n</think>\n\nb", answer("a", "b")),
     "block mark in content": (
-        M2, {}, "the `<minimax:tool_call>` of\n<minimax:tool_call> </mini" + m2(invoke("g")),
+        M2,
+        {},
+        "the `<minimax:tool_call>` of\n<minimax:tool_call> </mini" + m2(invoke("g")),
         answer("", "the `<minimax:tool_call>` of\n<minimax:tool_call> </mini", ("g", {})),
     ),
     "inline": (
-        M2, {"reasoning": True, "split": False}, "a\n</think>\n\nb" + m2(invoke("g")),
+        M2,
+        {"reasoning": True, "split": False},
+        "a\n</think>\n\nb" + m2(invoke("g")),
         answer("", "<think>a\n</think>\n\nb", ("g", {})),
     ),
     # Calls of MiniMax-M2
     "two blocks, three calls": (
-        M2, {}, "x" + m2(invoke("f", i="1", s="é<b>"), invoke("g")) + m2(invoke("f", s="")) + "\n\ny",
+        M2,
+        {},
+        "x" + m2(invoke("f", i="1", s="é<b>"), invoke("g")) + m2(invoke("f", s="")) + "\n\ny",
         answer("", "xy", ("f", {"i": 1, "s": "é<b>"}), ("g", {}), ("f", {"s": ""})),
     ),
     "newlines": (
-        M2, {}, m2(invoke("f", s="\n\na\n\n"), invoke("f", s="\na"), invoke("f", s="a\n"), invoke("f", s="\n")),
+        M2,
+        {},
+        m2(invoke("f", s="\n\na\n\n"), invoke("f", s="\na"), invoke("f", s="a\n"), invoke("f", s="\n")),
         answer("", "", ("f", {"s": "\na\n"}), ("f", {"s": "\na"}), ("f", {"s": "a\n"}), ("f", {"s": "\n"})),
     ),
     "missing parameter end": (
-        M2, {}, m2('<invoke name="f"><parameter name="i">1<parameter name="s">a</parameter></invoke>'),
+        M2,
+        {},
+        m2('<invoke name="f"><parameter name="i">1<parameter name="s">a</parameter></invoke>'),
         answer("", "", ("f", {"i": 1, "s": "a"})),
     ),
     "never closed block": (
-        M2, {}, "<minimax:tool_call>" + A + '<parameter name="s">a</param', answer("", "", ("f", {"i": 1})),
+        M2,
+        {},
+        "<minimax:tool_call>" + A + '<parameter name="s">a</param',
+        answer("", "", ("f", {"i": 1})),
     ),
     "unknown name": (M2, {}, "x" + m2(invoke("h", i="1"), invoke("g")), answer("", "x", ("g", {}))),
     "bare": (M2, {}, "x\n" + invoke("f", i="1") + "\n</minimax:tool_call>\ny", answer("", "xy", ("f", {"i": 1}))),
     "types": (
-        M2, {}, m2(invoke("f", s="1", i=" 1 ", n="1.5e1", b="True", o='{"a": [1]}', a="[null]", maybe="NULL")),
+        M2,
+        {},
+        m2(invoke("f", s="1", i=" 1 ", n="1.5e1", b="True", o='{"a": [1]}', a="[null]", maybe="NULL")),
         answer("", "", ("f", {"s": "1", "i": 1, "n": 15.0, "b": True, "o": {"a": [1]}, "a": [None], "maybe": None})),
     ),
     "types that do not fit": (
-        M2, {}, m2(invoke("f", s="null", i="1.0", n="nan", b="yes", o="[1]", a='{"a": 1}', other="1")),
-        answer("", "", ("f", {"s": "null", "i": "1.0", "n": "nan", "b": "yes", "o": "[1]", "a": '{"a": 1}',
-                              "other": "1"})),
+        M2,
+        {},
+        m2(invoke("f", s="null", i="1.0", n="nan", b="yes", o="[1]", a='{"a": 1}', other="1")),
+        answer(
+            "", "", ("f", {"s": "null", "i": "1.0", "n": "nan", "b": "yes", "o": "[1]", "a": '{"a": 1}', "other": "1"})
+        ),
     ),
     "types, alternatives": (
-        M2, {},
+        M2,
+        {},
         m2(invoke("f", choice="1", any="1"), invoke("f", choice="null", any="false"), invoke("f", choice="1e9")),
         answer("", "", ("f", {"choice": 1, "any": 1}), ("f", {"choice": None, "any": False}), ("f", {"choice": "1e9"})),
     ),
     "hostile values": (
-        M2, {}, m2(invoke("f", i="9" * 5000, n="1e999", o='{"a":' * 9999, a="[" * 65 + "]" * 65)),
+        M2,
+        {},
+        m2(invoke("f", i="9" * 5000, n="1e999", o='{"a":' * 9999, a="[" * 65 + "]" * 65)),
         answer("", "", ("f", {"i": "9" * 5000, "n": "1e999", "o": '{"a":' * 9999, "a": "[" * 65 + "]" * 65})),
     ),
     # Calls of Qwen3-Coder
     "coder": (
-        CODER, {},
+        CODER,
+        {},
         "x" + qwen("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\nb\n</parameter>\n</function>"),
         answer("", "x", ("f", {"i": 1, "s": "a\nb"})),
     ),
     "coder, types and newlines": (
-        CODER, {"reasoning": True},
+        CODER,
+        {"reasoning": True},
         "a" + qwen(function(i="\n1\n", s="\n\n1\n\n", b="\nTrue\n", a="[1]", maybe="\nnull", any="\n")) + "\n</think>b",
         answer("a", "b", ("f", {"i": 1, "s": "\n1\n", "b": True, "a": [1], "maybe": None, "any": ""})),
     ),
     "coder, marks in values": (
-        CODER, {}, "x" + qwen(function(s=f"\n{MARKS}{EXAMPLE}\n", i="\n1\n")) + qwen(function(s="a </parameter> b")),
+        CODER,
+        {},
+        "x" + qwen(function(s=f"\n{MARKS}{EXAMPLE}\n", i="\n1\n")) + qwen(function(s="a </parameter> b")),
         answer("", "x", ("f", {"s": MARKS + EXAMPLE, "i": 1}), ("f", {"s": "a </parameter> b"})),
     ),
     "coder, lost openers": (
-        CODER, {}, f"x {function(i='1')}\n</parameter>\n</function>\n</tool_call>y </function>",
+        CODER,
+        {},
+        f"x {function(i='1')}\n</parameter>\n</function>\n</tool_call>y </function>",
         answer("", "x y </function>", ("f", {"i": 1})),
     ),
     "coder, lost closers": (
-        CODER, {},
+        CODER,
+        {},
         "<tool_call><function=f>\n<parameter=i>\n1\n<parameter=s>\na\n</function></tool_call>"
         "<tool_call><function=f>\n<parameter=s>\nb\n</tool_call><tool_call><function=f><parameter=s>\nc\n</parameter>"
         "<function=f><parameter=s>\nd\n</function>\n</fun",
         answer("", "", ("f", {"i": 1, "s": "a"}), *(("f", {"s": s}) for s in "bcd")),
     ),
     "coder, closers twice": (
-        CODER, {},
+        CODER,
+        {},
         "</think>x</tool_call>" + qwen(function(s="\na\n</parameter>\n") + "\n</function>"),
         answer("", "x", ("f", {"s": "a"})),
     ),
     # Calls of GLM-4.5 to 4.7
     "glm": (
-        GLM, {},
+        GLM,
+        {},
         "\n<think>a</think>\nb" + glm("f", i="1", s="\n1\n", o='{"a": [1]}', other="[1]") + glm("g") + "\n",
         answer("a", "b", ("f", {"i": 1, "s": "\n1\n", "o": {"a": [1]}, "other": "[1]"}), ("g", {})),
     ),
     "glm, without line breaks": (
-        GLM, {"reasoning": True},
+        GLM,
+        {"reasoning": True},
         "a</think>b<tool_call>f<arg_key>s</arg_key><arg_value>x<arg_value>y</arg_value><arg_key>i</arg_key><arg_value>2"
         "</arg_value></tool_call><tool_call>g</tool_call>c",
         answer("a", "bc", ("f", {"s": "x<arg_value>y", "i": 2}), ("g", {})),
     ),
     "glm, lost marks": (
-        GLM, {},
+        GLM,
+        {},
         "<tool_call>f<arg_key>s</arg_key>x y</arg_value><arg_key>i</arg_key>\n3</arg_value></tool_call>"
         "<tool_call>f<arg_key>s<arg_value>x<arg_key>i</arg_key><arg_value>1</arg_value><tool_call>g",
         answer("", "", ("f", {"s": "x y", "i": 3}), ("f", {"s": "x", "i": 1}), ("g", {})),
     ),
     "glm, marks in text": (
-        GLM, {"reasoning": True}, "a <tool_call> and <tool_call>b</think>the `<tool_call>` <tool_call>g <tool_call>",
+        GLM,
+        {"reasoning": True},
+        "a <tool_call> and <tool_call>b</think>the `<tool_call>` <tool_call>g <tool_call>",
         answer("a <tool_call> and <tool_call>b", "the `<tool_call>` <tool_call>g <tool_call>"),
     ),
     "glm, without reasoning": (GLM, {}, "\na\n", answer("", "a\n")),
     "glm, unknown": (GLM, {}, "a" + glm("h", i="1") + "b", answer("", "ab")),
     # Calls of Qwen3
     "json": (
-        QWEN3, {},
+        QWEN3,
+        {},
         "x" + qwen('{"name": "f", "arguments": {"a": 1.0, "s": "é\\n</tool_call>\\\\\\""}}') + qwen('{"name": "g"}'),
         answer("", "x", ("f", {"a": 1.0, "s": 'é\n</tool_call>\\"'}), ("g", {})),
     ),
     "json, broken": (QWEN3, {}, "x" + qwen('{"name": "f"') + "y", answer("", "x" + qwen('{"name": "f"') + "y")),
     # Calls of Kimi-K2
     "kimi": (
-        KIMI, {},
-        "<think>a</think>b" + kimi('functions.f:2', '{"s": "<|tool_call_end|>"}') + "\n" + kimi(" g:3 ", "\n") + "c",
+        KIMI,
+        {},
+        "<think>a</think>b" + kimi("functions.f:2", '{"s": "<|tool_call_end|>"}') + "\n" + kimi(" g:3 ", "\n") + "c",
         said("a", "bc", ("f", '{"s": "<|tool_call_end|>"}', "functions.f:2"), ("g", "{}", "g:3")),
     ),
     "kimi, a section in the singular, calls without it": (
-        KIMI, {"reasoning": True},
+        KIMI,
+        {"reasoning": True},
         f"a<|tool_call_section_begin|>{CALL}{CALL.replace('.g:', '.h:')}\n{CALL.replace('functions.g:1', 'g')}"
         "<|tool_call_section_end|>b",
         said("a", "b", ("g", '{"a":1}', "functions.g:1"), ("g", '{"a":1}')),
     ),
     "kimi, no calls": (
-        KIMI, {"reasoning": True},
+        KIMI,
+        {"reasoning": True},
         f"a{kimi('functions.g:0', '[]')}</think>b{kimi('functions.g:0', '{')}{CALL.replace(':1', ':x')} {SECTION} c",
-        said(f"a{kimi('functions.g:0', '[]')}",
-             f"b{kimi('functions.g:0', '{').removesuffix(SECTION_END)}{CALL.replace(':1', ':x')} {SECTION} c"),
+        said(
+            f"a{kimi('functions.g:0', '[]')}",
+            f"b{kimi('functions.g:0', '{').removesuffix(SECTION_END)}{CALL.replace(':1', ':x')} {SECTION} c",
+        ),
     ),
     # Calls of DeepSeek
     "deepseek-v3": (
-        V3, {"reasoning": True},
+        V3,
+        {"reasoning": True},
         "a\n</think>\n\nb\n" + deepseek('function|f\n```json\n{"s": "```"}\n```\n\n', "function|g```{}"),
-        said("a", "b" + deepseek("function|g```{}")[len(BLOCK):-len(BLOCK_END)], ("f", '{"s": "```"}')),
+        said("a", "b" + deepseek("function|g```{}")[len(BLOCK) : -len(BLOCK_END)], ("f", '{"s": "```"}')),
     ),
     "deepseek-v3.1": (
-        V31, {}, "x" + deepseek('f|{"a": 1}', "h|{}", "g|", "g {}"),
-        said("", "x" + deepseek("g {}")[len(BLOCK):-len(BLOCK_END)], ("f", '{"a": 1}'), ("g", "{}")),
+        V31,
+        {},
+        "x" + deepseek('f|{"a": 1}', "h|{}", "g|", "g {}"),
+        said("", "x" + deepseek("g {}")[len(BLOCK) : -len(BLOCK_END)], ("f", '{"a": 1}'), ("g", "{}")),
     ),
-}  # fmt: skip
+}
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
@@ -274,12 +317,40 @@ def test_rules(name: str) -> None:
 
 BITS = [
     *sorted(TAGS),
-    '<invoke name="f">', '<parameter name="i">', "<function=f>", "<parameter=i>", "f", "g", "i", ">", "<", "</", "<th",
-    "<tool_call>\n<function=f>\n<parameter=s>\n", '{"name": "g", "arguments": {', "}}", '"', "\\", '\\"', "\n", " ",
-    "1", "null", "text", "é🙂", '"i": "', "functions.", "g:1", "function", "```json", "\n```", "{}",
-    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
+    '<invoke name="f">',
+    '<parameter name="i">',
+    "<function=f>",
+    "<parameter=i>",
+    "f",
+    "g",
+    "i",
+    ">",
+    "<",
+    "</",
+    "<th",
+    "<tool_call>\n<function=f>\n<parameter=s>\n",
+    '{"name": "g", "arguments": {',
+    "}}",
+    '"',
+    "\\",
+    '\\"',
+    "\n",
+    " ",
+    "1",
+    "null",
+    "text",
+    "é🙂",
+    '"i": "',
+    "functions.",
+    "g:1",
+    "function",
+    "```json",
+    "\n```",
+    "{}",
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
     "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>",
-]  # fmt: skip
+]
 OUTPUTS = st.lists(st.sampled_from(BITS) | st.text(max_size=3), max_size=25).map("".join)
 
 
@@ -336,11 +407,28 @@ def test_what_is_certain_is_not_held_back() -> None:
     assert new(M2, tools=[]).push("a\n\n") == [Part("content", "a\n\n")]  # no mark can follow that makes them layout
 
 
-HOSTILE = ["<think", "<arg_value>", "<tool_call>f", "\n", '<tool_call>{"\n', '<invoke name="g">', "<parameter name=",
-           '{"a":', "</parameter>\n", "</function> </parameter>", "<|tool_call_begin|>", deepseek("f")]  # fmt: skip
-STARTS = ["", "<minimax:tool_call>" + A + '<parameter name="o">', '<tool_call>{"name": "g", "arguments": {"a": "',
-          '<tool_call>{"name": "g", "arguments": ', "<tool_call><function=f><parameter=a>",
-          "<tool_call>f<arg_key>s</arg_key>"]  # fmt: skip
+HOSTILE = [
+    "<think",
+    "<arg_value>",
+    "<tool_call>f",
+    "\n",
+    '<tool_call>{"\n',
+    '<invoke name="g">',
+    "<parameter name=",
+    '{"a":',
+    "</parameter>\n",
+    "</function> </parameter>",
+    "<|tool_call_begin|>",
+    deepseek("f"),
+]
+STARTS = [
+    "",
+    "<minimax:tool_call>" + A + '<parameter name="o">',
+    '<tool_call>{"name": "g", "arguments": {"a": "',
+    '<tool_call>{"name": "g", "arguments": ',
+    "<tool_call><function=f><parameter=a>",
+    "<tool_call>f<arg_key>s</arg_key>",
+]
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import Regex, pre_tokenizers
 
-from executor.checkpoint.stop_ids import stop_ids
-from text.tokenizer import Tokenizer, open_tokenizer
-from text.tokenizer_sandbox import KIMI, is_linear
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.text.tokenizer import Tokenizer, open_tokenizer
+from umbra.text.tokenizer_sandbox import KIMI, is_linear
 
 JOINED = [
     "ab",
@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[Callable[[list[bytes]], bytes], dict[str, Any]]] = {
     "'a' is empty or stands twice": (lines, {"added_tokens_decoder": {str(len(RANKS)): {"content": "a"}}}),
     "Expected `object`, got `null`": (lines, {"added_tokens_decoder": None}),
     "Git LFS pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("complaint", WRONG)

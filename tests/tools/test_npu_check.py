@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.npu_check import processes, report, session
-from tools.npu_check.__main__ import check, chosen, parser
-from tools.npu_check.numbers import Differs, fused_values
-from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
-from tools.npu_check.stage import STAGES, Stage
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.tools.npu_check import processes, report, session
+from umbra.tools.npu_check.__main__ import check, chosen, parser
+from umbra.tools.npu_check.numbers import Differs, fused_values
+from umbra.tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
+from umbra.tools.npu_check.stage import STAGES, Stage
 
 STAGE = Stage(3, "operators", "", ("versions/device",), 2.0)
 Scripts = Callable[..., list[str]]
@@ -119,7 +119,7 @@ def test_a_stage_waits_for_what_it_needs(tmp_path: Path, scripts: Scripts, resul
 @pytest.fixture
 def known_facts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     now = {"commit": "abc", "cann": "9.1.0"}
-    monkeypatch.setattr("tools.npu_check.__main__.facts", lambda: dict(now))
+    monkeypatch.setattr("umbra.tools.npu_check.__main__.facts", lambda: dict(now))
     return now
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from executor.engine.request import Grammar
 from tests.text.checkpoints import write_tokenizer
 from tests.text.test_chat import OUTPUTS, TOOLS, USER
 from tests.tiny import save_tiny, write_case
-from text.answer import Answer, ToolCall
 from umbra import LLM, Chat, SamplingParams
+from umbra.executor.engine.request import Grammar
+from umbra.text.answer import Answer, ToolCall
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +37,7 @@ def saying(text: str) -> SamplingParams:
 
 
 EXPECTED = Answer(
-    "look",
-    "One moment.",
-    (ToolCall("weather", '{"city": "Zürich", "days": 2}'), ToolCall("weather", "{}")),
+    "look", "One moment.", (ToolCall("weather", '{"city": "Zürich", "days": 2}'), ToolCall("weather", "{}"))
 )
 
 

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from executor.run.defaults import CHATTING, open_case
-from text.chat import Message
 from umbra import LLM
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
 from umbra.chat import chat
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.executor.run.defaults import CHATTING, open_case
+from umbra.text.chat import Message
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import signal, sys
-from executor.run.defaults import CHATTING, open_case
+from umbra.executor.run.defaults import CHATTING, open_case
 from umbra.chat import chat
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without it
 chat(open_case(sys.argv[1], CHATTING, sys.argv[2:]))

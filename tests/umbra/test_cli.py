@@ -7,15 +7,26 @@ from types import ModuleType
 
 import pytest
 
-from executor.config.case import Case
 from tests.command import umbra
+from umbra.base.files import ROOT
 from umbra.cli import benchmarks
-from umbra.files import ROOT
+from umbra.executor.config.case import Case
 
 COMMANDS = [
-    "run", "chat", "serve", "pull", "init", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate", "logits",
+    "run",
+    "chat",
+    "serve",
+    "pull",
+    "init",
+    "plan",
+    "list",
+    "clear-cache",
+    "inspect",
+    "quantize",
+    "evaluate",
+    "logits",
     "bench",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: " ".join(command) or "-")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from umbra import LLM, Reply, SamplingParams
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
 
 pytestmark = pytest.mark.slow
 

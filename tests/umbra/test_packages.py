@@ -1,58 +1,60 @@
-"""The project as pip installs it, and users' own modules beside its packages."""
+"""The project as one package: in its tree, beside a user's own modules, and installed by pip."""
 
+import os
+import shutil
 import subprocess
 import sys
-import zipfile
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from umbra import PACKAGES
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.ops.cpu import _native
 
-BACKEND = "import sys; sys.path.insert(0, 'tools'); import build_backend; build_backend."
-
-
-def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+NAMES = [path.name for path in (ROOT / "umbra").iterdir() if path.is_symlink()]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an editable install puts among the site packages."""
-    folder = tmp_path_factory.mktemp("installed")
-    done = python(f"{BACKEND}build_editable({str(folder)!r})", ROOT)
+def run(command: list[str], cwd: Path, **environment: str) -> str:
+    """Runs the command, without the paths that this test's own process was given, and returns its output."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=variables | environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    [wheel] = folder.glob("umbra_infer-*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site"
+    return done.stdout
 
 
-def test_the_project_installs_editable(site: Path, tmp_path: Path) -> None:
-    """Scripts in any folder then import the project; so do those beside its folder, if that has the name `umbra`."""
-    [commands] = site.glob("*.dist-info/entry_points.txt")
-    assert "umbra = umbra.cli:main" in commands.read_text()
+def test_a_user_s_modules_of_the_folders_names(tmp_path: Path) -> None:
+    """Scripts import their own `models.py`, and the project, also beside a folder `umbra` that has no module in it."""
     (tmp_path / "umbra").mkdir()
-    names = ", ".join(["umbra", *PACKAGES])
-    done = python(f"import site; site.addsitedir({str(site)!r}); import {names}; print(umbra.__path__[0])", tmp_path)
-    assert done.stdout == f"{ROOT / 'umbra'}\n", done.stderr
+    for name in NAMES:
+        (tmp_path / f"{name}.py").touch()
+    code = f"import {', '.join(NAMES)}; from umbra import SamplingParams; print({NAMES[0]}.__file__)"
+    assert run([sys.executable, "-c", code], tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}") == (
+        f"{tmp_path / NAMES[0]}.py\n"
+    )
 
 
-def test_any_other_install_is_refused(tmp_path: Path) -> None:
-    done = python(f"{BACKEND}build_wheel({str(tmp_path)!r})", ROOT)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: Umbra runs from its folder and installs only as editable: pip install -e .\n"
-
-
-@pytest.mark.parametrize("theirs", ["models.py", "ops/__init__.py"])
-def test_a_user_s_module_of_a_package_s_name(theirs: str, site: Path, tmp_path: Path) -> None:
-    """It hides nothing; one that is imported already is named."""
-    (tmp_path / theirs).parent.mkdir(exist_ok=True)
-    (tmp_path / theirs).touch()
-    name = theirs.removesuffix("/__init__.py").removesuffix(".py")
-    paths = f"import site; site.addsitedir({str(site)!r}); "
-    done = python(f"{paths}from umbra import SamplingParams; import {name}; print({name}.__path__[0])", tmp_path)
-    assert done.stdout == f"{ROOT / name}\n", done.stderr
-    done = python(f"{paths}import {name}, umbra", tmp_path)
-    line = f"{tmp_path / theirs} is imported as {name!r}, the name of a package of Umbra: give it another name"
-    assert done.stderr.splitlines()[-1] == f"ImportError: {line}"
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_pip_installs_a_package_that_works(native: bool, tmp_path: Path) -> None:
+    """The other packages come from this environment. The native module is built by the thorough test, else copied."""
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    site = tmp_path / "venv" / Path(sysconfig.get_paths()["purelib"]).relative_to(sys.prefix)
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])
+    setting = [] if native else ["--config-settings=wheel.cmake=false"]
+    programs = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # cmake and ninja among them
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    run([*pip, *setting, f"--config-settings=build-dir={tmp_path / 'build'}", str(ROOT)], tmp_path, **programs)
+    package, umbra = site / "umbra", str(python.with_name("umbra"))
+    if not native:
+        shutil.copy(str(_native.__file__), package / "ops" / "cpu")
+    home = {"HOME": str(tmp_path / "home")}
+    code = "import umbra; from umbra.ops.cpu import _native; print(umbra.__file__, _native.__file__)"
+    assert run([str(python), "-c", code], tmp_path).startswith(f"{package}/__init__.py {package}/ops/cpu/_native")
+    assert "demo_tp8" in run([umbra, "list"], tmp_path, **home)
+    said = run([umbra, "run", "demo", "--set", "max_new_tokens=4"], tmp_path, **home)
+    assert "4 tokens, length" in said
+    assert [*(tmp_path / "results" / "demo").glob("*/report.json")]
+    chat = "from umbra import LLM; print(len(LLM('demo', max_new_tokens=3).generate(['It is'])[0].tokens))"
+    assert run([str(python), "-c", chat], tmp_path, **home).splitlines()[-1] == "3"
+    assert not [*package.rglob("results"), *package.rglob("packed_cache")]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cpu_offload.policy.residency import Residency, ResidencySettings
-from tools.benchmarks.routing_traces import Trace, pairs
+from umbra.cpu_offload.policy.residency import Residency, ResidencySettings
+from umbra.tools.benchmarks.routing_traces import Trace, pairs
 
 Bools = npt.NDArray[np.bool_]
 

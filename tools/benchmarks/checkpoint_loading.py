@@ -1,6 +1,6 @@
 """How fast a checkpoint of each format is loaded into a model on the CPU, compared with plain reads of its files.
 
-    .venv/bin/python -m tools.benchmarks.checkpoint_loading [--layers 2] [--formats awq gptq ...] [--rounds 3]
+    .venv/bin/umbra bench checkpoint_loading [--layers 2] [--formats awq gptq ...] [--rounds 3]
 
 Writes checkpoints of Qwen3-30B-A3B's shape with random weights to a temporary folder, one after another: about 0.35 GB
 a layer in 4 bits, 1.2 GB of embedding and head. Each is loaded in a process of its own; loads take turns with reads of
@@ -27,22 +27,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.scheme import Needed
-from executor.checkpoint.load import stored_as
-from executor.checkpoint.packed import PackedCache
-from executor.config.env import RankEnv
-from executor.config.load import load_case, load_model_config
-from executor.engine.weight_formats import build_of
-from executor.model_runner import make_runner
-from models.layers.base import Piece, layers_of
-from models.registry import model_class
-from ops.cpu.layout import CpuLayout
-from ops.interface import Ops
-from ops.parallel.groups import Parallel
-from tools.benchmarks.gguf_mix import write_mix
-from umbra.errors import UserError, run_main
-from umbra.files import ROOT
+from umbra.base.errors import UserError, run_main
+from umbra.base.files import ROOT
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.formats.scheme import Needed
+from umbra.executor.checkpoint.load import stored_as
+from umbra.executor.checkpoint.packed import PackedCache
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case, load_model_config
+from umbra.executor.engine.weight_formats import build_of
+from umbra.executor.model_runner import make_runner
+from umbra.models.layers.base import Piece, layers_of
+from umbra.models.registry import model_class
+from umbra.ops.cpu.layout import CpuLayout
+from umbra.ops.interface import Ops
+from umbra.ops.parallel.groups import Parallel
+from umbra.tools.benchmarks.gguf_mix import write_mix
 
 SHAPE = ROOT / "checkpoints/qwen3_30b_a3b_8_layers/config.json"
 COMPRESSED = {"quant_method": "compressed-tensors", "ignore": ["lm_head", r"re:.*mlp\.gate$"]}
@@ -79,10 +79,12 @@ def write(folder: Path, format: str, **shape: int) -> None:
     settings = (
         f"method: {'q4' if format.endswith('q4') else 'auto'}, keep_packed: {format.startswith('packed')}".lower()
     )
-    (folder / "case.yaml").write_text(f"model_path: {gguf or folder}\n"
-                                      "model_config: {dtype: bfloat16, with_ckpt: true}\n"
-                                      f"quantization: {{{settings}}}\n"
-                                      "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip
+    (folder / "case.yaml").write_text(
+        f"model_path: {gguf or folder}\n"
+        "model_config: {dtype: bfloat16, with_ckpt: true}\n"
+        f"quantization: {{{settings}}}\n"
+        "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n"
+    )
     if gguf:
         return write_mix(gguf, "bench_30b_shape_cpu", shape["num_hidden_layers"], "Q4_K_M")
     config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}

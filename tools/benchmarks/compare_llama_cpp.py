@@ -1,7 +1,7 @@
 """Speed of Umbra, of llama.cpp and, where IK_LLAMA=DIR names a build of it, of ik_llama.cpp, with the same weights and
 tokens, measured in turns. A peer has a process of its own; one that dies is a line of the output, and the rest goes on.
 
-    .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--experts N]
+    .venv/bin/umbra bench compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--experts N]
         [--format q4|q8|auto] [--rest none|q8] [--gguf Q4_K_M|Q6_K|IQ4_XS|MXFP4] [--peers llama.cpp ik_llama.cpp]
         [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
 
@@ -40,19 +40,27 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from executor.config.env import ik_llama
-from ops.cpu.engine import own_cpus
-from tools.benchmarks.gguf_file import write_gguf
-from tools.benchmarks.gguf_mix import MIXES, write_mix
-from tools.benchmarks.ik_llama_engine import IkLlama
-from tools.benchmarks.llama_cpp_engine import LlamaCpp, library
-from tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
-from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
-from tools.benchmarks.peer_engine import Peer
-from tools.benchmarks.peer_process import PeerDied, PeerProcess
-from tools.benchmarks.umbra_engine import HELP_OF_FORMAT, HELP_OF_REST, WEIGHTS, Routed, Umbra, step_macs, step_seconds
+from umbra.base.errors import UserError, run_main
 from umbra.commands.logits import prefill_logits
-from umbra.errors import UserError, run_main
+from umbra.executor.config.env import ik_llama
+from umbra.ops.cpu.engine import own_cpus
+from umbra.tools.benchmarks.gguf_file import write_gguf
+from umbra.tools.benchmarks.gguf_mix import MIXES, write_mix
+from umbra.tools.benchmarks.ik_llama_engine import IkLlama
+from umbra.tools.benchmarks.llama_cpp_engine import LlamaCpp, library
+from umbra.tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
+from umbra.tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
+from umbra.tools.benchmarks.peer_engine import Peer
+from umbra.tools.benchmarks.peer_process import PeerDied, PeerProcess
+from umbra.tools.benchmarks.umbra_engine import (
+    HELP_OF_FORMAT,
+    HELP_OF_REST,
+    WEIGHTS,
+    Routed,
+    Umbra,
+    step_macs,
+    step_seconds,
+)
 
 DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192", "1x32768"), (128, 512, 2048, 8192)
 CHECKED = 64  # cached tokens of the sequences whose logits are compared
@@ -185,9 +193,14 @@ def compare(
     limits = Limits()
 
     def row(
-        phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | PeerProcess], object], flash: bool,
+        phase: str,
+        batch: int,
+        context: int,
+        tokens: int,
+        run: Callable[[Umbra | PeerProcess], object],
+        flash: bool,
         least: Callable[[Mapping[str, float]], float],
-    ) -> Row:  # fmt: skip
+    ) -> Row:
         """`least`: the seconds that `run` takes at the machine's limits, given those of a turn of each limit."""
         engines: dict[str, Umbra | PeerProcess] = {"ours": ours, **peers}
         runs: dict[str, Callable[[], object]] = {"read": limits.read, "multiply": limits.multiply}

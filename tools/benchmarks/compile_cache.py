@@ -1,7 +1,7 @@
 """Times the first decode step without and with the compile cache, and the second step. Without GE and kernels, these
 are the times of dynamo, torchair and Umbra's own checks.
 
-source tools/setup.sh; umbra_ascend_python -m tools.benchmarks.compile_cache 48        the number of layers
+source tools/setup.sh; umbra_ascend_python -m umbra.tools.benchmarks.compile_cache 48        the number of layers
 """
 
 import contextlib

@@ -26,17 +26,39 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from text.formats import THINK, THINK_END
-from tools.benchmarks import serving_peers
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.errors import UserError, run_main
-from umbra.files import write_whole
+from umbra.base.errors import UserError, run_main
+from umbra.base.files import write_whole
+from umbra.text.formats import THINK, THINK_END
+from umbra.tools.benchmarks import serving_peers
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 PATIENCE_S = 3600.0
 WORDS = [
-    "a", "river", "the", "old", "house", "and", "two", "men", "of", "my", "town", "with",
-    "no", "news", "from", "her", "sister", "in", "spring", "who", "came", "to", "see", "it",
-]  # fmt: skip
+    "a",
+    "river",
+    "the",
+    "old",
+    "house",
+    "and",
+    "two",
+    "men",
+    "of",
+    "my",
+    "town",
+    "with",
+    "no",
+    "news",
+    "from",
+    "her",
+    "sister",
+    "in",
+    "spring",
+    "who",
+    "came",
+    "to",
+    "see",
+    "it",
+]
 PROBED = 400  # words by which the tokens of a word are counted
 TOOLS = [
     {
@@ -238,14 +260,23 @@ def new_tokens(ids: Sequence[int], before: Sequence[int], answer: int) -> int:
 
 
 COLUMNS = [
-    ("server", "server", 20, ""), ("turn", "turn", 6, ""), ("request", "request", 10, ""), ("prompt", "prompt", 8, ""),
-    ("prefilled", "prefilled", 11, ""), ("needed", "needed", 8, ""), ("ttft_ms", "ttft_ms", 9, ".0f"),
+    ("server", "server", 20, ""),
+    ("turn", "turn", 6, ""),
+    ("request", "request", 10, ""),
+    ("prompt", "prompt", 8, ""),
+    ("prefilled", "prefilled", 11, ""),
+    ("needed", "needed", 8, ""),
+    ("ttft_ms", "ttft_ms", 9, ".0f"),
     ("tokens", "answer", 8, ""),
-]  # fmt: skip
+]
 TOTALS = [
-    ("server", "server", 20, ""), ("prompt", "prompts", 10, ""), ("prefilled", "prefilled", 11, ""),
-    ("needed", "needed", 8, ""), ("ttft_2", "ttft_2", 9, ".0f"), ("ttft_last", "ttft_last", 11, ".0f"),
-]  # fmt: skip
+    ("server", "server", 20, ""),
+    ("prompt", "prompts", 10, ""),
+    ("prefilled", "prefilled", 11, ""),
+    ("needed", "needed", 8, ""),
+    ("ttft_2", "ttft_2", 9, ".0f"),
+    ("ttft_last", "ttft_last", 11, ".0f"),
+]
 
 
 def totals(rows: Sequence[Row]) -> Iterator[Row]:

@@ -19,21 +19,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.engine.loop import Loop
-from executor.engine.request import Request, SamplingParams
-from executor.model_runner import make_runner
-from executor.platform.cpu import DecodeGraph
-from models.batch import Batch
-from ops import load_ops
-from ops.cpu import engine
-from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.format import FORMATS
-from ops.interface import Paged
-from tools.benchmarks.machine import Limits, alternate
-from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
-from tools.benchmarks.umbra_engine import (
+from umbra.base.errors import UserError, run_main
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.model_runner import make_runner
+from umbra.executor.platform.cpu import DecodeGraph
+from umbra.models.batch import Batch
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine
+from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix
+from umbra.ops.format import FORMATS
+from umbra.ops.interface import Paged
+from umbra.tools.benchmarks.machine import Limits, alternate
+from umbra.tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
+from umbra.tools.benchmarks.umbra_engine import (
     HELP_OF_FORMAT,
     HELP_OF_REST,
     WEIGHTS,
@@ -43,7 +44,6 @@ from tools.benchmarks.umbra_engine import (
     step_macs,
     step_seconds,
 )
-from umbra.errors import UserError, run_main
 
 BATCHES, CONTEXTS, PROMPTS = (1, 4, 8), (64, 2048, 8192, 32768), (128, 512, 2048, 8192)
 DECODE_COLUMNS = (
@@ -60,11 +60,7 @@ DECODE_COLUMNS = (
 
 
 def decode_rows(
-    umbra: Umbra,
-    limits: Limits,
-    decodes: Sequence[tuple[int, int]],
-    prompts: Sequence[int],
-    seconds: float,
+    umbra: Umbra, limits: Limits, decodes: Sequence[tuple[int, int]], prompts: Sequence[int], seconds: float
 ) -> Iterator[Row]:
     """The rows for each (context, batch) of `decodes` and each length of `prompts`."""
     generator = torch.Generator().manual_seed(0)
@@ -83,10 +79,17 @@ def decode_rows(
             step_seconds(model, sequences, cached, experts, read, peak / 2) if phase == "decode" else size / read / 1e9
         )
         return dict(
-            phase=phase, batch=batch, context=context, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3,
-            experts=experts, step_gb=size / 1e9, read_gbps=read, limit_fraction=least / took["step"],
+            phase=phase,
+            batch=batch,
+            context=context,
+            tokens_per_s=batch / took["step"],
+            ms=took["step"] * 1e3,
+            experts=experts,
+            step_gb=size / 1e9,
+            read_gbps=read,
+            limit_fraction=least / took["step"],
             int8_fraction=macs / took["step"] / 1e9 / peak,
-        )  # fmt: skip
+        )
 
     for context, batch in decodes:
         umbra.assume(umbra.random_prompts(batch, context, generator))
@@ -158,9 +161,16 @@ def decode(argv: list[str]) -> None:
             raise UserError(f"--{flag} {min(getattr(args, flag))}: must be at least 1")
     longest = max(*args.prompts, *args.contexts)
     umbra = Umbra(
-        args.case, args.layers, args.format, args.threads, args.instruction_set, max(args.batches), longest,
-        args.kv_dtype, rest=args.rest,
-    )  # fmt: skip
+        args.case,
+        args.layers,
+        args.format,
+        args.threads,
+        args.instruction_set,
+        max(args.batches),
+        longest,
+        args.kv_dtype,
+        rest=args.rest,
+    )
     decodes = list(itertools.product(args.contexts, args.batches))
     rows = printed(decode_rows(umbra, Limits(), decodes, args.prompts, args.seconds), DECODE_COLUMNS)
     settings = {key: getattr(args, key) for key in ("case", "format", "kv_dtype", "threads", "instruction_set")}
@@ -220,9 +230,17 @@ def moe_rows(format: str, limits: Limits) -> Iterator[Row]:
         read, peak = limits.read_gbps(seconds["read"]), limits.int8_gmacs(seconds["multiply"])
         gbps, gmacs = hit * bytes_each / ms / 1e6, 3 * tokens * TOP_K * HIDDEN * INNER / ms / 1e6
         yield dict(
-            format=format, tokens=tokens, ms=ms, weight_gbps=gbps, read_gbps=read, read_fraction=gbps / read,
-            gflops=2 * gmacs, gmacs=gmacs, int8_gmacs=peak, mac_fraction=gmacs / peak,
-        )  # fmt: skip
+            format=format,
+            tokens=tokens,
+            ms=ms,
+            weight_gbps=gbps,
+            read_gbps=read,
+            read_fraction=gbps / read,
+            gflops=2 * gmacs,
+            gmacs=gmacs,
+            int8_gmacs=peak,
+            mac_fraction=gmacs / peak,
+        )
 
 
 def moe_lines(rows: list[Row]) -> Lines:
@@ -320,10 +338,18 @@ def attention_rows(dtype: torch.dtype, limits: Limits, seconds: float) -> Iterat
         peak = limits.int8_gmacs(took["multiply"]) / 2
         gbps, gmacs = size / each / 1e9, case.macs / each / 1e9
         yield dict(
-            cache=str(dtype).removeprefix("torch."), heads=f"{case.heads}/{case.kv_heads}", cached=case.cached,
-            new=case.new, ms=each * 1e3, gbps=gbps, read_gbps=read, read_fraction=gbps / read, gmacs=gmacs,
-            peak_gmacs=peak, peak_fraction=gmacs / peak,
-        )  # fmt: skip
+            cache=str(dtype).removeprefix("torch."),
+            heads=f"{case.heads}/{case.kv_heads}",
+            cached=case.cached,
+            new=case.new,
+            ms=each * 1e3,
+            gbps=gbps,
+            read_gbps=read,
+            read_fraction=gbps / read,
+            gmacs=gmacs,
+            peak_gmacs=peak,
+            peak_fraction=gmacs / peak,
+        )
 
 
 def attention_panels(rows: list[Row]) -> dict[str, Lines]:
@@ -407,9 +433,13 @@ KINDS: dict[str, dict[str, float]] = {
     "penalised": {"frequency_penalty": 0.5},
 }
 STEP_COLUMNS = (
-    ("batch", "batch", 6, ""), ("tokens", "tokens", 14, ""), ("step_us", "step us", 9, ".0f"),
-    ("model_us", "model us", 10, ".0f"), ("rest_us", "rest us", 9, ".0f"), ("per_s", "tokens/s", 10, ".0f"),
-)  # fmt: skip
+    ("batch", "batch", 6, ""),
+    ("tokens", "tokens", 14, ""),
+    ("step_us", "step us", 9, ".0f"),
+    ("model_us", "model us", 10, ".0f"),
+    ("rest_us", "rest us", 9, ".0f"),
+    ("per_s", "tokens/s", 10, ".0f"),
+)
 
 
 class Clock:

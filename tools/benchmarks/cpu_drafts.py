@@ -1,7 +1,7 @@
 """What drafts gain: decoding with and without them, step by step in turns, on answers that quote their prompts and on
 others.
 
-    .venv/bin/python -m tools.benchmarks.cpu_drafts [--case bench_30b_shape_cpu] [--layers 8] [--batches 1 4]
+    .venv/bin/umbra bench cpu_drafts [--case bench_30b_shape_cpu] [--layers 8] [--batches 1 4]
         [--drafts 7] [--rounds 3] [--json FILE]
         [--method mtp [--rates 0.5 0.7 0.85]] [--method eagle3 --head checkpoints/Qwen3-30B-A3B-eagle3]
 
@@ -39,21 +39,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.config.env import rank_env
-from executor.config.load import load_case
-from executor.engine.drafts import Drafts
-from executor.engine.engine import Engine
-from executor.engine.loop import Loop
-from executor.engine.model_drafts import ModelDrafter
-from executor.engine.request import Request, SamplingParams
-from executor.engine.timings import Timings
-from executor.model_runner import make_runner
-from text.tokenizer import Tokenizer
-from tools.benchmarks.machine import seconds_of
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from tools.benchmarks.umbra_engine import with_experts
-from umbra.errors import run_main
-from umbra.files import ROOT
+from umbra.base.errors import run_main
+from umbra.base.files import ROOT
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.drafts import Drafts
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.model_drafts import ModelDrafter
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.timings import Timings
+from umbra.executor.model_runner import make_runner
+from umbra.text.tokenizer import Tokenizer
+from umbra.tools.benchmarks.machine import seconds_of
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.tools.benchmarks.umbra_engine import with_experts
 
 DEMO = ROOT / "checkpoints/austen_moe"
 PROMPT, ANSWER, EDIT = 512, 256, 20
@@ -61,10 +61,15 @@ FAILED_GUESS = 4096  # of no answer
 PARAMS = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
 KINDS = ("copy", "edit", "summary", "continue", "random")
 COLUMNS = (
-    ("batch", "batch", 6, ""), ("answer", "answer", 10, ""), ("plain", "plain", 9, ".1f"),
-    ("drafts", "drafts", 9, ".1f"), ("ratio", "ratio", 7, ".2f"), ("per_step", "a step", 8, ".2f"),
-    ("accepted", "accepted", 10, ".2f"), ("of_count", "of count", 10, ".2f"),
-)  # fmt: skip
+    ("batch", "batch", 6, ""),
+    ("answer", "answer", 10, ""),
+    ("plain", "plain", 9, ".1f"),
+    ("drafts", "drafts", 9, ".1f"),
+    ("ratio", "ratio", 7, ".2f"),
+    ("per_step", "a step", 8, ".2f"),
+    ("accepted", "accepted", 10, ".2f"),
+    ("of_count", "of count", 10, ".2f"),
+)
 
 
 @functools.cache
@@ -207,9 +212,13 @@ def main(argv: list[str]) -> None:
 
     def rows_of(batch: int) -> Iterator[Row]:
         changes = dict(
-            with_ckpt="false", threads=args.threads, instruction_set=args.instruction_set, batch_size=2 * batch,
-            input_max_len=PROMPT, max_new_tokens=ANSWER,
-        )  # fmt: skip
+            with_ckpt="false",
+            threads=args.threads,
+            instruction_set=args.instruction_set,
+            batch_size=2 * batch,
+            input_max_len=PROMPT,
+            max_new_tokens=ANSWER,
+        )
         given = dict(method=args.method, tokens=args.drafts, model_path=args.head)
         drafts = [f"draft_config.{key}={value}" for key, value in given.items() if value]
         runner = make_runner(

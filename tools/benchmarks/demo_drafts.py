@@ -1,7 +1,7 @@
 """What drafts gain on the demos, where they come true as often as they do: decoding held-out text with and without
 them, a few steps in turns.
 
-    .venv/bin/python -m tools.benchmarks.demo_drafts [--batches 1 4] [--rounds 12] [--tokens 256] [--only mtp]
+    .venv/bin/umbra bench demo_drafts [--batches 1 4] [--rounds 12] [--tokens 256] [--only mtp]
         [--json FILE]
 
 A row, of the table and of `rows` in the JSON file:
@@ -23,16 +23,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from executor.config.env import rank_env
-from executor.config.load import load_case
-from executor.engine.loop import Loop
-from executor.engine.request import Request, SamplingParams
-from executor.engine.sequence import Sequence
-from executor.engine.timings import Timings
-from executor.model_runner import make_runner
-from tools.benchmarks.cpu_drafts import DEMO, text
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.errors import run_main
+from umbra.base.errors import run_main
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.timings import Timings
+from umbra.executor.model_runner import make_runner
+from umbra.tools.benchmarks.cpu_drafts import DEMO, text
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 METHODS = {
     "mtp": ("demo_hybrid", "draft_config.method=mtp"),
@@ -44,10 +44,15 @@ PROMPT, APART = 200, 701  # tokens of a prompt, and from the beginning of one to
 TURN = 12  # steps
 WARM = 2  # rounds, in which drafts learn what steps cost
 COLUMNS = (
-    ("method", "method", 8, ""), ("batch", "batch", 6, ""), ("draws", "draws", 8, ""), ("plain", "plain", 9, ".0f"),
-    ("drafts", "drafts", 9, ".0f"), ("ratio", "ratio", 7, ".2f"), ("per_step", "a step", 8, ".2f"),
+    ("method", "method", 8, ""),
+    ("batch", "batch", 6, ""),
+    ("draws", "draws", 8, ""),
+    ("plain", "plain", 9, ".0f"),
+    ("drafts", "drafts", 9, ".0f"),
+    ("ratio", "ratio", 7, ".2f"),
+    ("per_step", "a step", 8, ".2f"),
     ("accepted", "accepted", 10, ".2f"),
-)  # fmt: skip
+)
 
 
 def loop_of(folder: Path, threads: int, tokens: int, batch: int, case: str, *drafting: str) -> Loop:
@@ -101,11 +106,14 @@ def measure(methods: list[str], threads: int, batches: list[int], rounds: int, t
             plain, drafts = zip(*found[WARM:], strict=True)
             timings = loops[1].timings
             row: Row = {
-                "method": method, "batch": batch, "draws": draws, "plain": statistics.median(plain),
+                "method": method,
+                "batch": batch,
+                "draws": draws,
+                "plain": statistics.median(plain),
                 "drafts": statistics.median(drafts),
                 "ratio": statistics.median(with_ / without for without, with_ in zip(plain, drafts, strict=True)),
                 "per_step": rounds * (tokens - 1) / len(timings.pure_decode_steps),
-            }  # fmt: skip
+            }
             if timings.drafted_tokens:
                 row["accepted"] = timings.accepted_tokens / timings.drafted_tokens
             yield row

@@ -1,6 +1,6 @@
 """The time to the first token of a prompt whose beginning an earlier server has left on disk, beside computing it.
 
-    .venv/bin/python -m tools.benchmarks.disk_prefixes [CASE] [--tokens 512 2000 8000] [--rounds 3] [--json FILE]
+    .venv/bin/umbra bench disk_prefixes [CASE] [--tokens 512 2000 8000] [--rounds 3] [--json FILE]
 
 Three servers of the case, with random weights, each in a fresh process: the first computes all prompts and writes their
 pages; the second finds these in the page cache of the system, and then the same ones in its own memory; for the third
@@ -24,15 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executor.config.env import rank_env
-from executor.config.load import load_case
-from executor.engine.request import SamplingParams
-from executor.model_runner import make_runner
-from serving.ranks.messages import Message, Out, Submit
-from serving.ranks.worker import Worker
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from tools.benchmarks.umbra_engine import with_experts
-from umbra.errors import run_main
+from umbra.base.errors import run_main
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.request import SamplingParams
+from umbra.executor.model_runner import make_runner
+from umbra.serving.ranks.messages import Message, Out, Submit
+from umbra.serving.ranks.worker import Worker
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.tools.benchmarks.umbra_engine import with_experts
 
 QUESTION = 32  # tokens
 PATIENCE_S = 60.0
@@ -102,9 +102,15 @@ def drop(folder: Path) -> None:
 def measured(args: Any, folder: Path) -> list[Row]:
     longest = max(args.tokens) + QUESTION
     settings = [
-        "with_ckpt=false", f"threads={args.threads}", f"instruction_set={args.instruction_set}", "batch_size=1",
-        f"input_max_len={longest}", "max_new_tokens=2", f"cache_config.disk_path={folder}", *args.set,
-    ]  # fmt: skip
+        "with_ckpt=false",
+        f"threads={args.threads}",
+        f"instruction_set={args.instruction_set}",
+        "batch_size=1",
+        f"input_max_len={longest}",
+        "max_new_tokens=2",
+        f"cache_config.disk_path={folder}",
+        *args.set,
+    ]
     prefixes = [(tokens, prefix) for prefix in range(args.rounds) for tokens in args.tokens]
     found, sizes = [], 0.0
     for number in range(3):
@@ -125,9 +131,14 @@ def measured(args: Any, folder: Path) -> list[Row]:
 
 
 COLUMNS = [
-    ("tokens", "tokens", 8, ""), ("computed", "computed", 10, ".0f"), ("memory", "memory", 8, ".1f"),
-    ("cached", "cached", 8, ".0f"), ("disk", "disk", 8, ".0f"), ("ratio", "ratio", 7, ".3f"), ("mb", "mb", 8, ".1f"),
-]  # fmt: skip
+    ("tokens", "tokens", 8, ""),
+    ("computed", "computed", 10, ".0f"),
+    ("memory", "memory", 8, ".1f"),
+    ("cached", "cached", 8, ".0f"),
+    ("disk", "disk", 8, ".0f"),
+    ("ratio", "ratio", 7, ".3f"),
+    ("mb", "mb", 8, ".1f"),
+]
 
 
 def main(argv: list[str]) -> None:

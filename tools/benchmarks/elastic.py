@@ -1,6 +1,6 @@
 """One arena, too small for all experts and the most KV pages at once: fixed splits of it against the elastic one.
 
-    .venv/bin/python -m tools.benchmarks.elastic [--rounds 5] [--json FILE] [--plot FILE]
+    .venv/bin/umbra bench elastic [--rounds 5] [--json FILE] [--plot FILE]
 
 The demo model, q8, runs 32 sequences of different lengths in waves; a wave arrives when all but two of the one before
 have ended, so the KV cache's demand swings. All placements are in one process and take turns, each with one thread as
@@ -28,18 +28,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from cpu_offload.history import History
-from executor.config.case import Case
-from executor.config.env import rank_env
-from executor.config.load import load_case, model_folder
-from executor.engine.sequence import Sequence
-from executor.engine.timings import Timings
-from executor.model_runner import ModelRunner, make_runner
-from executor.run.plots import plot
-from text.tokenizer import Tokenizer
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.cpu_offload.history import History
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_case, model_folder
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.timings import Timings
+from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.executor.run.plots import plot
+from umbra.text.tokenizer import Tokenizer
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 WAVES = (16, 4, 12)
 LEFT = 2  # sequences that still run when the next wave arrives
@@ -109,12 +109,19 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
         "demo_offload",
         [
             *(f"offload_config.{key}={value}" for key, value in offload.items()),
-            f"threads={threads}", f"shadow_threads={threads}", f"instruction_set={instruction_set}",
-            f"max_swaps={MAX_SWAPS}", "stream_tokens=-1", f"measure_s={MEASURE_S}",
-            f"batch_size={max(WAVES)}", f"input_max_len={PROMPT[1]}", f"max_new_tokens={NEW[1]}",
-            "ignore_eos=true", "top_p=1",
+            f"threads={threads}",
+            f"shadow_threads={threads}",
+            f"instruction_set={instruction_set}",
+            f"max_swaps={MAX_SWAPS}",
+            "stream_tokens=-1",
+            f"measure_s={MEASURE_S}",
+            f"batch_size={max(WAVES)}",
+            f"input_max_len={PROMPT[1]}",
+            f"max_new_tokens={NEW[1]}",
+            "ignore_eos=true",
+            "top_p=1",
         ],
-    )  # fmt: skip
+    )
 
 
 def requests(case: Case) -> list[list[Request]]:

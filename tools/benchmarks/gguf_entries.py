@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.causal_lm import CausalLM
-from models.deepseek.config import LatentMoeConfig
-from models.gguf.names import Tiled
-from models.glm4_moe.config import Glm4MoeConfig
-from models.gpt_oss.config import GptOssConfig
-from models.minimax_m2.config import MiniMaxM2Config
-from models.qwen3_5_moe.config import Qwen3_5MoeConfig
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_next.config import Qwen3NextConfig
-from ops.cpu.matrix import ROWS
+from umbra.models.causal_lm import CausalLM
+from umbra.models.deepseek.config import LatentMoeConfig
+from umbra.models.gguf.names import Tiled
+from umbra.models.glm4_moe.config import Glm4MoeConfig
+from umbra.models.gpt_oss.config import GptOssConfig
+from umbra.models.minimax_m2.config import MiniMaxM2Config
+from umbra.models.qwen3_5_moe.config import Qwen3_5MoeConfig
+from umbra.models.qwen3_moe.config import Qwen3MoeConfig
+from umbra.models.qwen3_next.config import Qwen3NextConfig
+from umbra.ops.cpu.matrix import ROWS
 
 Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
 Hybrid = Qwen3NextConfig | Qwen3_5MoeConfig

@@ -18,25 +18,29 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.causal_lm import CausalLM
-from models.deepseek.config import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, LatentMoeConfig
-from models.glm4_moe.config import Glm4MoeConfig
-from models.gpt_oss.config import GptOssConfig
-from models.minimax_m2.config import MiniMaxM2Config
-from models.qwen3_5_moe.config import Qwen3_5MoeConfig
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_next.config import Qwen3NextConfig
-from ops.format import E2M1
-from tools.benchmarks.gguf_entries import Config, Entry, entries
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.models.causal_lm import CausalLM
+from umbra.models.deepseek.config import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, LatentMoeConfig
+from umbra.models.glm4_moe.config import Glm4MoeConfig
+from umbra.models.gpt_oss.config import GptOssConfig
+from umbra.models.minimax_m2.config import MiniMaxM2Config
+from umbra.models.qwen3_5_moe.config import Qwen3_5MoeConfig
+from umbra.models.qwen3_moe.config import Qwen3MoeConfig
+from umbra.models.qwen3_next.config import Qwen3NextConfig
+from umbra.ops.format import E2M1
+from umbra.tools.benchmarks.gguf_entries import Config, Entry, entries
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 GROUP = 32
 PART = 256  # rows
 ARCHITECTURES = {
-    Qwen3MoeConfig: "qwen3moe", MiniMaxM2Config: "minimax-m2", GptOssConfig: "gpt-oss", Glm4MoeConfig: "glm4moe",
-    Qwen3NextConfig: "qwen3next", Qwen3_5MoeConfig: "qwen35moe",
-} | dict.fromkeys((DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig), "deepseek2")  # fmt: skip
+    Qwen3MoeConfig: "qwen3moe",
+    MiniMaxM2Config: "minimax-m2",
+    GptOssConfig: "gpt-oss",
+    Glm4MoeConfig: "glm4moe",
+    Qwen3NextConfig: "qwen3next",
+    Qwen3_5MoeConfig: "qwen35moe",
+} | dict.fromkeys((DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig), "deepseek2")
 TYPES = {"q4": "Q4_0", "q8": "Q8_0", "mxfp4": "MXFP4", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 

@@ -11,22 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from executor.config.load import load_case
-from executor.run.model_sketch import sketch_of
-from models.registry import model_class
-from tools.benchmarks.gguf_entries import entries
-from tools.benchmarks.gguf_file import PART, Bytes, Content, write_tensors
-from tools.benchmarks.umbra_engine import with_experts
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.load import load_case
+from umbra.executor.run.model_sketch import sketch_of
+from umbra.models.registry import model_class
+from umbra.tools.benchmarks.gguf_entries import entries
+from umbra.tools.benchmarks.gguf_file import PART, Bytes, Content, write_tensors
+from umbra.tools.benchmarks.umbra_engine import with_experts
 
 SIZE = 0.02  # standard deviation of weights
 # Mean and standard deviation of weights in floats whose names end so.
 FLOATS = {"norm.weight": (1.0, SIZE), ".ssm_a": (-0.1, SIZE), "conv1d.weight": (0.0, 0.5)}
 # Where a block has the half that scales all of it, or the half and that of minimums with its size in the other's.
 HALVES: dict[str, tuple[tuple[int, float], ...]] = {
-    "Q8_0": ((0, 1),), "Q4_K": ((0, 1), (2, 7.5)), "Q5_K": ((0, 1), (2, 15.5)), "Q6_K": ((208, 1),),
+    "Q8_0": ((0, 1),),
+    "Q4_K": ((0, 1), (2, 7.5)),
+    "Q5_K": ((0, 1), (2, 15.5)),
+    "Q6_K": ((208, 1),),
     "IQ4_XS": ((0, 1),),
-}  # fmt: skip
+}
 EXPONENT = 119  # of MXFP4, of the size of SIZE
 
 
@@ -53,8 +56,11 @@ def mxfp4(name: str, layers: int) -> str:
 
 # The type of each quantised matrix, by its name and the number of layers.
 MIXES: dict[str, Callable[[str, int], str]] = {
-    "Q4_K_M": q4_k_m, "Q6_K": lambda name, layers: "Q6_K", "IQ4_XS": iq4_xs, "MXFP4": mxfp4,
-}  # fmt: skip
+    "Q4_K_M": q4_k_m,
+    "Q6_K": lambda name, layers: "Q6_K",
+    "IQ4_XS": iq4_xs,
+    "MXFP4": mxfp4,
+}
 
 
 def write_mix(path: Path, case_name: str, layers: int | None, mix: str) -> None:

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 
 import torch
 
-from cpu_offload.slot_store import npu_blocks
-from ops.cpu import engine
-from ops.cpu.engine import native, shadow_teams
-from ops.cpu.memory import allocate
-from ops.cpu.shadow import Blocks, ExpertBlocks, Job, ShadowLayer, ShadowPool, prepare
-from ops.format import W8A8, Format
-from ops.interface import SILU_EXPERTS
-from tools.benchmarks.machine import take_turns
-from tools.benchmarks.output import Row, flags, plot, printed, write_rows
-from umbra.errors import run_main
+from umbra.base.errors import run_main
+from umbra.cpu_offload.slot_store import npu_blocks
+from umbra.ops.cpu import engine
+from umbra.ops.cpu.engine import native, shadow_teams
+from umbra.ops.cpu.memory import allocate
+from umbra.ops.cpu.shadow import Blocks, ExpertBlocks, Job, ShadowLayer, ShadowPool, prepare
+from umbra.ops.format import W8A8, Format
+from umbra.ops.interface import SILU_EXPERTS
+from umbra.tools.benchmarks.machine import take_turns
+from umbra.tools.benchmarks.output import Row, flags, plot, printed, write_rows
 
 TOP_K, STORE = 8, 512 << 20  # bytes of a layout's experts
 SHAPES = {"V4-Flash": (4096, 2048), "30B": (2048, 768)}  # hidden, inner
@@ -31,9 +31,13 @@ LAYOUTS = {
     "planes, groups of 32": (Format("q4", 32), True),
 }
 COLUMNS = (
-    ("layout", "layout", 22, ""), ("shape", "shape", 10, ""), ("tokens", "tokens", 7, ""),
-    ("blocks_gbps", "blocks GB/s", 12, ".1f"), ("slots_gbps", "slots GB/s", 12, ".1f"), ("ratio", "ratio", 7, ".2f"),
-)  # fmt: skip
+    ("layout", "layout", 22, ""),
+    ("shape", "shape", 10, ""),
+    ("tokens", "tokens", 7, ""),
+    ("blocks_gbps", "blocks GB/s", 12, ".1f"),
+    ("slots_gbps", "slots GB/s", 12, ".1f"),
+    ("ratio", "ratio", 7, ".2f"),
+)
 
 
 def jobs_of(pool: ShadowPool, blocks: Blocks, routing: torch.Tensor, count: int) -> list[Job]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tools.benchmarks.peer_engine import GROWTH, Peer, Token
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.tools.benchmarks.peer_engine import GROWTH, Peer, Token
 
 SHIM = Path(__file__).with_name("ik_llama.cpp")
 

@@ -1,6 +1,6 @@
 """Attention over latents of one layer in both forms, as shapes of 16 heads (DeepSeek-V2-Lite) and 20 (GLM-4.7-Flash).
 
-    .venv/bin/python -m tools.benchmarks.latent_forms [--rows 64+0 512+0 4096+0 ...] [--format bfloat16|q8]
+    .venv/bin/umbra bench latent_forms [--rows 64+0 512+0 4096+0 ...] [--format bfloat16|q8]
 
 A row has a prompt's `new` tokens behind `cached` ones in one step, the median milliseconds of the absorbed form with
 the products by the heads' matrices around it, those of the expanded form, their ratio, that of their multiply-adds
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ops import load_ops
-from ops.cpu import engine
-from ops.format import FORMATS, Format
-from ops.interface import Paged
-from tools.benchmarks.machine import alternate
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.errors import run_main
+from umbra.base.errors import run_main
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine
+from umbra.ops.format import FORMATS, Format
+from umbra.ops.interface import Paged
+from umbra.tools.benchmarks.machine import alternate
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 SHAPES = (16, 128, 128), (20, 192, 256)  # heads, columns of a key, of a value
 LATENT, ROTARY, PAGE, SCALE, CPU = 512, 64, 16, 0.05, torch.device("cpu")
@@ -61,9 +61,14 @@ def row(shape: tuple[int, int, int], new: int, cached: int, format: Format, seco
     ms = {f"{name}_ms": each * 1e3 for name, each in took.items()}
     ratio = took["absorbed"] / took["expanded"]
     return dict(
-        heads=heads, new=new, cached=cached, **ms, ratio=ratio, counts=counts[0] / counts[1],
+        heads=heads,
+        new=new,
+        cached=cached,
+        **ms,
+        ratio=ratio,
+        counts=counts[0] / counts[1],
         gmacs=heads * counts[1] / took["expanded"] / 1e9,
-    )  # fmt: skip
+    )
 
 
 def main(argv: list[str]) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tools.benchmarks.peer_engine import GROWTH, Peer, Token
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.tools.benchmarks.peer_engine import GROWTH, Peer, Token
 
 INSTALL = ".venv/bin/python -m pip install --require-hashes -r tools/supply/locks/compare.lock"
 NATIVE = "-DGGML_NATIVE=ON"

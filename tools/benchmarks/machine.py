@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ops.cpu.engine import native
+from umbra.ops.cpu.engine import native
 
 MOST_OTHERS, PATIENCE = 0.05, 20
 TICKS = 0.02  # seconds; the kernel counts in hundredths

@@ -1,6 +1,6 @@
 """The fused vector-core kernel of a 4-bit mixture of experts compared with npu_grouped_matmul, on an NPU.
 
-    python -m tools.benchmarks.npu_gemv [--hidden 2048] [--inner 768] [--experts 128] [--top-k 8]
+    python -m umbra.tools.benchmarks.npu_gemv [--hidden 2048] [--inner 768] [--experts 128] [--top-k 8]
         [--group 32] [--layers 16] [--batches 1 2 4 8] [--dtype bfloat16] [--rounds 30] [--read-mb 1024] [--float-sums]
         [--json FILE]
 
@@ -16,10 +16,10 @@ import argparse
 import os
 from pathlib import Path
 
-from executor.config.env import custom_operators
-from ops.ascend import vector_core
-from tools.benchmarks.output import printed, write_rows
-from umbra.errors import UserError, run_main
+from umbra.base.errors import UserError, run_main
+from umbra.executor.config.env import custom_operators
+from umbra.ops.ascend import vector_core
+from umbra.tools.benchmarks.output import printed, write_rows
 
 COLUMNS = (
     ("batch", "Batch", 6, ""),
@@ -52,7 +52,7 @@ def main(argv: list[str], extension: Path = vector_core.EXTENSION) -> None:
     # Before torch_npu is loaded, which may be when torch is.
     os.environ["ASCEND_CUSTOM_OPP_PATH"] = vector_core.package_path(custom_operators())
     try:
-        from tools.benchmarks import npu_layers
+        from umbra.tools.benchmarks import npu_layers
     except ImportError as error:
         raise UserError(f"no NPU can be used: {error}") from None
     npu_layers.start(extension)

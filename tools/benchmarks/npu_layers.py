@@ -12,13 +12,13 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend import moe, vector_core
-from ops.ascend.cann import ALL_ABILITIES
-from ops.ascend.vector_core import calls
-from ops.ascend.weights import AscendExperts
-from ops.format import Format
-from tools.benchmarks.output import Row
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.ops.ascend import moe, vector_core
+from umbra.ops.ascend.cann import ALL_ABILITIES
+from umbra.ops.ascend.vector_core import calls
+from umbra.ops.ascend.weights import AscendExperts
+from umbra.ops.format import Format
+from umbra.tools.benchmarks.output import Row
 
 BOUND = 0.02  # largest error relative to a result's norm; the reference rounds weights and activations to dtype
 NIBBLE = 4.6  # root mean square of -8 .. 7
@@ -153,6 +153,12 @@ def measure(shape: Shape, batches: Sequence[int], rounds: int, read_bytes: int) 
             ref, custom = us["ref"] / shape.layers, us["custom"] / shape.layers
             limit = max(2 * read_bytes / us["copy"], read_bytes / us["sum"]) / 1e3
             yield dict(
-                batch=batch, ref_us=ref, custom_us=custom, ref_gbps=mean / ref / 1e3, custom_gbps=mean / custom / 1e3,
-                speed_up=ref / custom, limit_gbps=limit, fraction=mean / custom / 1e3 / limit,
-            )  # fmt: skip
+                batch=batch,
+                ref_us=ref,
+                custom_us=custom,
+                ref_gbps=mean / ref / 1e3,
+                custom_gbps=mean / custom / 1e3,
+                speed_up=ref / custom,
+                limit_gbps=limit,
+                fraction=mean / custom / 1e3 / limit,
+            )

@@ -1,6 +1,6 @@
 """Measures the bookkeeping of shadow experts between two decode steps, in microseconds.
 
-    .venv/bin/python -m tools.benchmarks.offload_overhead [--steps N] [--json FILE]
+    .venv/bin/umbra bench offload_overhead [--steps N] [--json FILE]
 
 No model runs: synthetic Zipf routing is added to the counts as a step's ops would do, and the CPU's caches are emptied
 before each step. A quarter of the experts is resident, each of a few KB. Medians of CPU time, without the first tenth.
@@ -22,24 +22,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_offload.cpu import CpuDevice
-from cpu_offload.manager import ShadowExperts, ShadowSettings
-from cpu_offload.memory.arena import Arena
-from ops.cpu.engine import shadow_teams
-from ops.cpu.shadow import ShadowPool
-from ops.format import FORMATS
-from ops.interface import SILU_EXPERTS
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from tools.benchmarks.routing_traces import made_up
+from umbra.cpu_offload.cpu import CpuDevice
+from umbra.cpu_offload.manager import ShadowExperts, ShadowSettings
+from umbra.cpu_offload.memory.arena import Arena
+from umbra.ops.cpu.engine import shadow_teams
+from umbra.ops.cpu.shadow import ShadowPool
+from umbra.ops.format import FORMATS
+from umbra.ops.interface import SILU_EXPERTS
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.tools.benchmarks.routing_traces import made_up
 
 SHAPES = ((5, 32, 4), (48, 128, 8), (62, 256, 8))  # the demo, Qwen3-30B-A3B, MiniMax-M2
 OTHERS = np.ones(64 << 20, np.uint8)  # read between steps, to empty the CPU's caches
 MOST_COPIES = 4  # at one decision
 PARTS = ("begin", "started", "end", "observe", "swaps")
 COLUMNS = (
-    ("shape", "shape", 10, ""), ("sequences", "sequences", 11, ""), ("swap_cost", "swap cost", 11, ""),
-    *((part, part, 9, ".0f") for part in PARTS), ("hit_rate", "hit rate", 10, ".4f"), ("copies", "copies", 8, ""),
-)  # fmt: skip
+    ("shape", "shape", 10, ""),
+    ("sequences", "sequences", 11, ""),
+    ("swap_cost", "swap cost", 11, ""),
+    *((part, part, 9, ".0f") for part in PARTS),
+    ("hit_rate", "hit rate", 10, ".4f"),
+    ("copies", "copies", 8, ""),
+)
 
 
 def made(layers: int, experts: int, swap_cost: float) -> ShadowExperts:

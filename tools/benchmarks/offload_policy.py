@@ -1,6 +1,6 @@
 """Hit rates and copies of Umbra's residency policy, compared with other policies and the offline optimum.
 
-    .venv/bin/python -m tools.benchmarks.offload_policy [--steps N] [--trace FILE | --record FILE]
+    .venv/bin/umbra bench offload_policy [--steps N] [--trace FILE | --record FILE]
         [--only demo|requests|made-up|published] [--json FILE] [--plot FILE]
 
 Traces (routing_traces.py, published_traces.py): the demo model on its held-out text, one sequence and four at once; the
@@ -33,8 +33,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cpu_offload.policy.residency import ResidencySettings
-from tools.benchmarks.cache_policies import (
+from umbra.base.errors import run_main
+from umbra.cpu_offload.policy.residency import ResidencySettings
+from umbra.tools.benchmarks.cache_policies import (
     Policy,
     by_prompt,
     by_tail,
@@ -45,10 +46,9 @@ from tools.benchmarks.cache_policies import (
     residency,
     static,
 )
-from tools.benchmarks.output import Row, flags, plot, printed, write_rows
-from tools.benchmarks.published_traces import MODELS, statistics_of, trace_of
-from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, record_demo, save_trace
-from umbra.errors import run_main
+from umbra.tools.benchmarks.output import Row, flags, plot, printed, write_rows
+from umbra.tools.benchmarks.published_traces import MODELS, statistics_of, trace_of
+from umbra.tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, record_demo, save_trace
 
 BUDGETS = (12.5, 25, 50, 75)  # percent of all experts
 OF_PUBLISHED = (12.5, 28, 50)

@@ -1,7 +1,7 @@
 """Prompts of several lengths with some experts on the device: milliseconds of a prompt and of a layer, beside the
 planner's, and of a decode step.
 
-    .venv/bin/python -m tools.benchmarks.offload_prefill [CASE] [--share 25] [--tokens 512 2048] [--rounds 5]
+    .venv/bin/umbra bench offload_prefill [CASE] [--share 25] [--tokens 512 2048] [--rounds 5]
                                                          [--set KEY=VALUE ...]
 
 Random prompts, one at a time, in chunks of --chunk tokens. The experts on the device never change. Share 100 is a case
@@ -21,11 +21,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from executor.config.env import rank_env
-from executor.config.load import load_case, load_model_config
-from executor.engine.request import Request, SamplingParams
-from executor.model_runner import ModelRunner, make_runner
-from tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_case, load_model_config
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 DECODED = 32  # tokens, of which the first few are not timed
 COLUMNS = (

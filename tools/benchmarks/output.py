@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from umbra.files import write_json, write_whole
+from umbra.base.files import write_json, write_whole
 
 Row = dict[str, Any]
 Columns = Sequence[tuple[str, str, int, str]]  # (key of the row, heading, width, format of the cell)

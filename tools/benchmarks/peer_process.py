@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from tools.benchmarks.peer_engine import Peer
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.tools.benchmarks.peer_engine import Peer
 
 END_S = 10.0
 

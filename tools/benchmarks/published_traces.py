@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from tools.benchmarks.cache_policies import Policy, by_prompt, lru
-from tools.benchmarks.routing_traces import Prompt, Trace, pairs
+from umbra.tools.benchmarks.cache_policies import Policy, by_prompt, lru
+from umbra.tools.benchmarks.routing_traces import Prompt, Trace, pairs
 
 LAYERS = 8  # fewer than the models have: all are alike
 PROMPT, ANSWER, REQUESTS = 512, 200, 12  # tokens
@@ -36,31 +36,57 @@ class Model:
 
 
 MODELS = (
+    Model("V4-Flash", 256, 6, 0.08, 0.79, 1.3, 0.07, (("prompt", 12.5, 0.285), ("lru", 15, 0.50), ("lru", 45, 0.81))),
     Model(
-        "V4-Flash", 256, 6, 0.08, 0.79, 1.3, 0.07,
-        (("prompt", 12.5, 0.285), ("lru", 15, 0.50), ("lru", 45, 0.81)),
-    ),
-    Model(
-        "GLM-5.2", 256, 8, 1.0, 1.35, 0.51, 0.05,
+        "GLM-5.2",
+        256,
+        8,
+        1.0,
+        1.35,
+        0.51,
+        0.05,
         (("lru", 5, 0.24), ("lru", 7.4, 0.40), ("lru", 9.8, 0.46), ("lru", 12.3, 0.51), ("lru", 18.4, 0.60)),
     ),
     Model(
-        "Qwen3-30B-A3B", 128, 8, 0.9, 1.7, 1.5, 0.05,
+        "Qwen3-30B-A3B",
+        128,
+        8,
+        0.9,
+        1.7,
+        1.5,
+        0.05,
         (("lru", 40, 0.925), ("static", 40, 0.705), ("request", 40, 0.92), ("repeat", 0, 0.45)),
     ),
     Model(
-        "Qwen3.8-Flash-Next", 512, 10, 0.15, 0.11, 0.7, 0.24,
+        "Qwen3.8-Flash-Next",
+        512,
+        10,
+        0.15,
+        0.11,
+        0.7,
+        0.24,
         (("lru", 18, 0.435), ("lru", 36, 0.62), ("lru", 54, 0.72), ("lru", 73, 0.79), ("static", 6, 0.10)),
     ),
     Model(
-        "Qwen3-Next", 512, 10, 0.2, 0.11, 0.3, 0.39,
+        "Qwen3-Next",
+        512,
+        10,
+        0.2,
+        0.11,
+        0.3,
+        0.39,
         (
-            ("static", 10, 0.18), ("static", 40, 0.51), ("static", 60, 0.67), ("static", 80, 0.90),
-            ("lru", 10, 0.46), ("lru", 20, 0.55), ("lru", 40, 0.65),
+            ("static", 10, 0.18),
+            ("static", 40, 0.51),
+            ("static", 60, 0.67),
+            ("static", 80, 0.90),
+            ("lru", 10, 0.46),
+            ("lru", 20, 0.55),
+            ("lru", 40, 0.65),
         ),
     ),
     Model("gpt-oss-120b", 128, 4, 0.94, 0.97, 0.56, 0.01, (("lru", 3.2, 0.085), ("repeat", 0, 0.18))),
-)  # fmt: skip
+)
 
 
 def trace_of(model: Model, seed: int = 0, requests: int = REQUESTS) -> Trace:

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.launch.rank import run_rank
-from executor.model_runner import make_runner
-from models.layers.experts import Experts
+from umbra.base.files import write_whole
 from umbra.commands.evaluate import read_windows
 from umbra.commands.logits import prefill_logits, with_room
-from umbra.files import write_whole
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import make_runner
+from umbra.models.layers.experts import Experts
 
 WINDOW = 1024  # tokens of text in one context of the demo model
 KINDS = ("uniform", "Zipf", "Zipf, drifting", "Zipf, new halfway")

@@ -1,10 +1,10 @@
 """Umbra's server compared with llama-server: the same weights, prompts and client, in turns, each time in fresh
 processes.
 
-    .venv/bin/python -m tools.benchmarks.serving_files FOLDER  # once, some minutes and 4 GB
-    .venv/bin/python -m tools.benchmarks.serving FOLDER [--llama-server PROGRAM] [--rounds 3]
+    .venv/bin/umbra bench serving_files FOLDER  # once, some minutes and 4 GB
+    .venv/bin/umbra bench serving FOLDER [--llama-server PROGRAM] [--rounds 3]
         [--only NAME ...] [--short] [--json FILE] [--plot FILE]
-    .venv/bin/python -m tools.benchmarks.serving_report FILE   # the tables of docs/serving.md from the JSON file
+    .venv/bin/umbra bench serving_report FILE   # the tables of docs/serving.md from the JSON file
 
 Scenarios of each round, for each server (serving_client.py has what is measured, times in ms):
   streams   a closed loop of 8 requests at a time, prompts of 128 tokens, answers of 64
@@ -34,13 +34,13 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from executor.config.load import load_case
-from tools.benchmarks import serving_peers
-from tools.benchmarks.output import Row, flags, printed, write_rows
-from tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls, share
-from tools.benchmarks.serving_peers import Peer, started
-from tools.benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, draw_rates, draw_wave, goals
-from umbra.errors import UserError, run_main
+from umbra.base.errors import UserError, run_main
+from umbra.executor.config.load import load_case
+from umbra.tools.benchmarks import serving_peers
+from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
+from umbra.tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls, share
+from umbra.tools.benchmarks.serving_peers import Peer, started
+from umbra.tools.benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, draw_rates, draw_wave, goals
 
 CASE = "bench_30b_shape_cpu"
 STREAMS = 8
@@ -152,10 +152,10 @@ def equal_calls(tokens: int, seed: str) -> list[Call]:
 def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     """Prints the seconds that rank 0's loop takes for the requests of `http`, without a socket or a front. To be run in
     a process of its own."""
-    from executor.config.env import rank_env
-    from executor.engine.request import Request, SamplingParams
-    from executor.model_runner import make_runner
-    from serving.ranks.worker import Worker
+    from umbra.executor.config.env import rank_env
+    from umbra.executor.engine.request import Request, SamplingParams
+    from umbra.executor.model_runner import make_runner
+    from umbra.serving.ranks.worker import Worker
 
     runner = make_runner(load_case(CASE, list(settings)), Path("results"), rank_env())
     runner.setup()
@@ -178,7 +178,9 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
 
 def in_the_engine(settings: Sequence[str], plan: Plan, seed: str) -> Row:
     flags = ["--engine-loop", str(plan.http_tokens), seed, *settings]
-    done = subprocess.run([sys.executable, "-m", "tools.benchmarks.serving", *flags], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "umbra.tools.benchmarks.serving", *flags], capture_output=True, text=True
+    )
     if done.returncode:
         raise UserError(f"the engine's own loop failed: {' '.join(done.stderr[-500:].split())}")
     return {"seconds": float(done.stdout.rpartition(ENGINE)[2])}
@@ -193,15 +195,22 @@ def rates(client: Client, plan: Plan) -> Iterator[Row]:
 
 def wave_peers(plan: Plan) -> Iterator[Peer]:
     """The demo, elastic and with every split of the arena, with one thread as the device and one for the shadows."""
-    from executor.config.env import rank_env
-    from executor.model_runner import make_runner
-    from tools.benchmarks.elastic import MAX_SWAPS, settings
+    from umbra.executor.config.env import rank_env
+    from umbra.executor.model_runner import make_runner
+    from umbra.tools.benchmarks.elastic import MAX_SWAPS, settings
 
     own = [
-        f"arena_mb={WAVE_MB}", f"batch_size={WAVE_STREAMS}", f"input_max_len={WAVE_PROMPT}",
-        f"max_new_tokens={WAVE_NEW}", "threads=1", "shadow_threads=1", "stream_tokens=-1", f"max_swaps={MAX_SWAPS}",
-        "prefix_floor=0", f"target_ttft_s={WAVE_TTFT_S}",
-    ]  # fmt: skip
+        f"arena_mb={WAVE_MB}",
+        f"batch_size={WAVE_STREAMS}",
+        f"input_max_len={WAVE_PROMPT}",
+        f"max_new_tokens={WAVE_NEW}",
+        "threads=1",
+        "shadow_threads=1",
+        "stream_tokens=-1",
+        f"max_swaps={MAX_SWAPS}",
+        "prefix_floor=0",
+        f"target_ttft_s={WAVE_TTFT_S}",
+    ]
     runner = make_runner(settings(1, "auto", mode="resident", arena_mb=0), Path("results"), rank_env())
     runner.setup()
     arena = runner.engine.shadows.arena if runner.engine.shadows else None
@@ -258,8 +267,11 @@ def wave(client: Client, plan: Plan, most: float) -> tuple[list[Row], list[Row]]
 
 
 EACH: dict[str, Callable[[Client, Plan, str], Row]] = {
-    "streams": streams, "long": long_prompts, "pause": pause, "prefix": prefixes,
-}  # fmt: skip
+    "streams": streams,
+    "long": long_prompts,
+    "pause": pause,
+    "prefix": prefixes,
+}
 ONLY_OURS = frozenset({"pause", "prefix"})
 
 
@@ -340,13 +352,15 @@ def main(argv: list[str]) -> None:
     folder = args.folder.resolve()
     for name in ("model/tokenizer.json", "model.gguf"):
         if not (folder / name).is_file():
-            raise UserError(
-                f"{folder / name} is missing: .venv/bin/python -m tools.benchmarks.serving_files {args.folder}"
-            )
+            raise UserError(f"{folder / name} is missing: .venv/bin/umbra bench serving_files {args.folder}")
     settings = [
-        f"model_path={folder / 'model'}", f"batch_size={STREAMS}", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}",
-        f"threads={args.threads}", f"instruction_set={args.instruction_set}",
-    ]  # fmt: skip
+        f"model_path={folder / 'model'}",
+        f"batch_size={STREAMS}",
+        f"input_max_len={LONGEST}",
+        f"max_new_tokens={NEW}",
+        f"threads={args.threads}",
+        f"instruction_set={args.instruction_set}",
+    ]
     peers = [serving_peers.umbra(OURS, CASE, settings)]
     if args.llama_server:
         gguf = folder / "model.gguf"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.benchmarks.output import Row
+from umbra.tools.benchmarks.output import Row
 
 TTFT_SLO_S, TPOT_SLO_S = 2.0, 0.2  # a request that keeps both counts for the goodput
 PATIENCE_S = 300.0

@@ -1,6 +1,6 @@
 """What both servers of tools/benchmarks/serving.py load: the case's shapes with random weights, and a tokenizer.
 
-    .venv/bin/python -m tools.benchmarks.serving_files FOLDER [--case bench_30b_shape_cpu] [--format q4|q8]
+    .venv/bin/umbra bench serving_files FOLDER [--case bench_30b_shape_cpu] [--format q4|q8]
 
 FOLDER/model has config.json and a tokenizer for Umbra, whose random weights need no file; FOLDER/model.gguf has the
 same weights and tokenizer for llama-server. The tokenizer is the demo's, filled up with words to the model's
@@ -14,12 +14,12 @@ import shutil
 import string
 from pathlib import Path
 
-from executor.config.env import rank_env
-from executor.config.load import load_case, load_model_config, model_folder
-from executor.model_runner import make_runner
-from tools.benchmarks.gguf_file import write_gguf
-from umbra.errors import run_main
-from umbra.files import ROOT, write_json
+from umbra.base.errors import run_main
+from umbra.base.files import ROOT, write_json
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_case, load_model_config, model_folder
+from umbra.executor.model_runner import make_runner
+from umbra.tools.benchmarks.gguf_file import write_gguf
 
 TOKENIZER = ROOT / "checkpoints/austen_moe"
 

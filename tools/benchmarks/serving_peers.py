@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.benchmarks.serving_client import Client
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.tools.benchmarks.serving_client import Client
 
 START_S = 600.0
 END_S = 60.0
@@ -37,9 +37,17 @@ def umbra(name: str, case: str, settings: Sequence[str]) -> Peer:
 def llama_server(program: Path, gguf: Path, threads: int, slots: int, longest: int) -> Peer:
     """llama-server with the reference's settings: a batch of 2,048, micro-batches of 512, no prompt cache."""
     options = {
-        "-m": gguf, "-t": threads, "-tb": threads, "-np": slots, "-c": slots * longest, "-b": 2048, "-ub": 512,
-        "-cram": 0, "--host": "127.0.0.1", "--port": "PORT",
-    }  # fmt: skip
+        "-m": gguf,
+        "-t": threads,
+        "-tb": threads,
+        "-np": slots,
+        "-c": slots * longest,
+        "-b": 2048,
+        "-ub": 512,
+        "-cram": 0,
+        "--host": "127.0.0.1",
+        "--port": "PORT",
+    }
     flags = [str(word) for option in options.items() for word in option]
     return Peer("llama-server", (str(program), *flags, "--no-ui", "--no-cache-prompt"), "/health")
 

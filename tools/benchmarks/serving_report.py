@@ -1,6 +1,6 @@
 """What serving.py has found: goals, plots, and tables for docs/serving.md.
 
-.venv/bin/python -m tools.benchmarks.serving_report FILE  # the tables, from the JSON file of serving.py
+.venv/bin/umbra bench serving_report FILE  # the tables, from the JSON file of serving.py
 """
 
 import json
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.output import Row
-from umbra.errors import run_main
-from umbra.files import write_whole
+from umbra.base.errors import run_main
+from umbra.base.files import write_whole
+from umbra.tools.benchmarks.output import Row
 
 OURS, THEIRS, LOOP, ELASTIC = "umbra", "llama-server", "engine's loop", "elastic"
 LONG = ("itl_p50", "itl_p99", "itl_longest", "calm_itl_p50", "long_ttft_p50", "gaps", "failed")
@@ -54,12 +54,7 @@ def goals(rows: list[Row], pause_ms: float) -> list[Row]:
         ("ITL p99 while a long prompt arrives", "<= 0.5", "long", "itl_p99"),
     ):
         goal(f"{name}: of llama-server's", wanted, median(OURS, scenario, key), median(THEIRS, scenario, key))
-    goal(
-        "HTTP: of the engine's own loop",
-        "<= 1.05",
-        median(OURS, "http", "seconds"),
-        median(LOOP, "http", "seconds"),
-    )
+    goal("HTTP: of the engine's own loop", "<= 1.05", median(OURS, "http", "seconds"), median(LOOP, "http", "seconds"))
     goal("ITL p99 while 2,000 tokens arrive: of prefill_pause_ms", "<= 2", median(OURS, "pause", "itl_p99"), pause_ms)
     goal("prefix of 1,000 tokens: TTFT cut by", ">= 10", median(OURS, "prefix", "ratio"))
     found_by_split = goodput_of(rows)

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.config.env import rank_env
-from executor.config.load import load_case
-from executor.engine.teacher_forcing import ForcedRun
-from executor.model_runner import make_runner
-from models.config import ModelConfig, with_layers
-from models.layers.attention import PagedAttention, PagedCache
-from models.layers.base import layers_of
-from models.layers.embedding import LMHead, VocabEmbedding
-from models.layers.experts import Experts
-from models.layers.latent_attention import KeysAndValues, LatentAttention, PagedLatents
-from models.layers.linear import MergedLinear, RowLinear
-from models.layers.router import Router
-from models.layers.states import RecurrentStates
-from models.moe_config import MoeConfig
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.model_runner import make_runner
+from umbra.models.config import ModelConfig, with_layers
+from umbra.models.layers.attention import PagedAttention, PagedCache
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.embedding import LMHead, VocabEmbedding
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.latent_attention import KeysAndValues, LatentAttention, PagedLatents
+from umbra.models.layers.linear import MergedLinear, RowLinear
+from umbra.models.layers.router import Router
+from umbra.models.layers.states import RecurrentStates
+from umbra.models.moe_config import MoeConfig
 
 ROOM = 2  # tokens of room after a context
 WEIGHTS = "q4", "q8", "auto"
@@ -48,17 +48,36 @@ def with_experts(config: ModelConfig, layers: int, experts: int | None = None) -
 
 class Umbra:
     def __init__(
-        self, case_name: str, layers: int | None, format: str, threads: int, instruction_set: str, sequences: int,
-        longest: int, kv_dtype: str = "auto", world_size: int = 1, rest: str = "none", checkpoint: Path | None = None,
+        self,
+        case_name: str,
+        layers: int | None,
+        format: str,
+        threads: int,
+        instruction_set: str,
+        sequences: int,
+        longest: int,
+        kv_dtype: str = "auto",
+        world_size: int = 1,
+        rest: str = "none",
+        checkpoint: Path | None = None,
         experts: int | None = None,
-    ):  # fmt: skip
+    ):
         """An engine, or one rank of it, with room for `sequences` of `longest` tokens; `layers` None: as many as the
         case's checkpoint. The weights are those of `checkpoint`, or random."""
         settings = dict(
-            with_ckpt="false", exe_mode="graph", world_size=world_size, method=format, threads=threads,
-            instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=ROOM,
-            ignore_eos="true", kv_dtype=kv_dtype, rest=rest,
-        )  # fmt: skip
+            with_ckpt="false",
+            exe_mode="graph",
+            world_size=world_size,
+            method=format,
+            threads=threads,
+            instruction_set=instruction_set,
+            batch_size=sequences,
+            input_max_len=longest,
+            max_new_tokens=ROOM,
+            ignore_eos="true",
+            kv_dtype=kv_dtype,
+            rest=rest,
+        )
         if checkpoint:
             settings |= dict(with_ckpt="true", keep_packed="false", model_path=str(checkpoint.absolute()))
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])

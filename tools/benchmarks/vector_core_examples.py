@@ -17,8 +17,17 @@ from math import ceil
 from typing import Any
 
 from tests.fakes.ascend_c import build, run
-from tools.benchmarks.vector_core_machine import HIGH, LOW, Machine, Phase, microseconds, middle, pipes, vector_cycles
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.tools.benchmarks.vector_core_machine import (
+    HIGH,
+    LOW,
+    Machine,
+    Phase,
+    microseconds,
+    middle,
+    pipes,
+    vector_cycles,
+)
 
 PROBES = ROOT / "tests/fakes/ascend_c/probes"
 WITHIN = 0.25

@@ -128,9 +128,20 @@ class Machine:
 
 LOW = Machine()
 HIGH = replace(
-    LOW, ghz=1.8, memory=1370, l2=5200, alone=True, piece=4.5, barrier=29, rate=1, issue=5, read=11, latency=630,
-    wait=3000, launch=12000,
-)  # fmt: skip
+    LOW,
+    ghz=1.8,
+    memory=1370,
+    l2=5200,
+    alone=True,
+    piece=4.5,
+    barrier=29,
+    rate=1,
+    issue=5,
+    read=11,
+    latency=630,
+    wait=3000,
+    launch=12000,
+)
 
 
 def vector_cycles(phase: Phase, machine: Machine) -> float:

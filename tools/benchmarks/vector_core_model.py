@@ -1,10 +1,10 @@
 """A cycle model of the vector-core kernels: counts of the twin turned into microseconds. A model, not a measurement.
 
-    .venv/bin/python -m tools.benchmarks.vector_core_model               # compared with the seed's measured table; two
-    minutes .venv/bin/python -m tools.benchmarks.vector_core_model traffic       # bytes of global memory, also with
-    half sums .venv/bin/python -m tools.benchmarks.vector_core_model unpack        # experts and dense matrices, for
-    more tokens .venv/bin/python -m tools.benchmarks.vector_core_model choice        # what choosing experts adds to the
-    mixture .venv/bin/python -m tools.benchmarks.vector_core_model validate      # the model compared with published
+    .venv/bin/umbra bench vector_core_model               # compared with the seed's measured table; two
+    minutes .venv/bin/umbra bench vector_core_model traffic       # bytes of global memory, also with
+    half sums .venv/bin/umbra bench vector_core_model unpack        # experts and dense matrices, for
+    more tokens .venv/bin/umbra bench vector_core_model choice        # what choosing experts adds to the
+    mixture .venv/bin/umbra bench vector_core_model validate      # the model compared with published
     times
 
 tools.benchmarks.vector_core_machine has the constants, tools.benchmarks.vector_core_examples the published times.
@@ -18,11 +18,11 @@ from functools import cache
 
 import torch
 
-from ops.ascend.vector_core.planes import Planes, planes_of
 from tests.fakes.ascend_c import Counts
 from tests.fakes.ascend_c.launch import launch
-from tools.benchmarks.vector_core_examples import launched, print_examples, seed_fused
-from tools.benchmarks.vector_core_machine import HIGH, LOW, microseconds, predict
+from umbra.ops.ascend.vector_core.planes import Planes, planes_of
+from umbra.tools.benchmarks.vector_core_examples import launched, print_examples, seed_fused
+from umbra.tools.benchmarks.vector_core_machine import HIGH, LOW, microseconds, predict
 
 BFLOAT16 = torch.bfloat16
 SEED_US = {1: (43.42, 199.43), 2: (60.49, 266.82), 4: (96.18, 515.69), 8: (174.35, 936.17)}  # kernel, grouped matmul

@@ -1,6 +1,6 @@
 """Measures what sums of eight products in half cost a model, compared with what 4 bits cost it.
 
-    python -m tools.benchmarks.vector_core_precision [--case demo] [--tokens 512] [--text FILE] [--json FILE]
+    python -m umbra.tools.benchmarks.vector_core_precision [--case demo] [--tokens 512] [--text FILE] [--json FILE]
 
 The model runs on the CPU with the plain ops, four times over the same text: with its floats; with 4-bit weights whose
 products are added in float32; with those added as the kernels of ops/ascend/vector_core do: x in half, divided by a
@@ -24,34 +24,30 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from executor.config.case import Case
-from executor.config.env import RankEnv
-from executor.config.load import load_case, model_folder
-from executor.model_runner import make_runner
-from executor.platform.base import Platform, Step
-from executor.platform.settings import PlatformSettings
-from models.config import ModelConfig
-from ops import load_ops
-from ops.ascend.vector_core.planes import Planes, planes_of
-from ops.ascend.weights import signed
-from ops.format import Format, Quantised, floats
-from ops.interface import SILU_EXPERTS, ExpertKind
-from text.tokenizer import Tokenizer
-from tools.benchmarks.output import printed, write_rows
+from umbra.base.errors import run_main
+from umbra.base.files import ROOT
 from umbra.commands.logits import prefill_logits, sized_for
-from umbra.errors import run_main
-from umbra.files import ROOT
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case, model_folder
+from umbra.executor.model_runner import make_runner
+from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.config import ModelConfig
+from umbra.ops import load_ops
+from umbra.ops.ascend.vector_core.planes import Planes, planes_of
+from umbra.ops.ascend.weights import signed
+from umbra.ops.format import Format, Quantised, floats
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind
+from umbra.text.tokenizer import Tokenizer
+from umbra.tools.benchmarks.output import printed, write_rows
 
 RUN = 8
 WINDOW = 128  # tokens of a sequence
 GROUP = 32
 TEXT = ROOT / "checkpoints/austen_moe/held_out.txt"
 ONE_RANK = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
-COLUMNS = (
-    ("what", "", 18, ""),
-    ("kl", "KL (nats)", 14, ".3e"),
-    ("flips", "top-1 changes", 15, ".4f"),
-)
+COLUMNS = (("what", "", 18, ""), ("kl", "KL (nats)", 14, ".3e"), ("flips", "top-1 changes", 15, ".4f"))
 ERRORS = (("kind", "matrix", 18, ""), ("ratio", "sums / 4 bits", 15, ".4f"))
 
 

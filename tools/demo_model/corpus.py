@@ -1,7 +1,7 @@
 """Extract Jane Austen's six novels from Debian's package r-cran-janeaustenr, without needing R.
 
     apt-get update && apt-get download r-cran-janeaustenr && dpkg-deb -x r-cran-janeaustenr_*.deb austen
-    .venv/bin/python -m tools.demo_model.corpus austen corpus
+    .venv/bin/python -m umbra.tools.demo_model.corpus austen corpus
 
 The package holds an R "lazy-load" database: `Rdata.rdx` lists where each object lies in `Rdata.rdb`, and each
 object is one compressed, serialised R character vector (XDR, big-endian).

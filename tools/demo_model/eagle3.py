@@ -1,6 +1,7 @@
 """Train an EAGLE3 head (arXiv 2503.01840) for a demo model, on the text that it learned from, on one CPU core.
 
-    .venv/bin/python -m tools.demo_model.eagle3 corpus checkpoints/austen_moe checkpoints/austen_moe_eagle3 --steps 400
+    .venv/bin/python -m umbra.tools.demo_model.eagle3 corpus checkpoints/austen_moe \\
+        checkpoints/austen_moe_eagle3 --steps 400
 
 As in the paper the head learns to guess several tokens ahead, from its own states ("training-time test").
 """
@@ -20,7 +21,7 @@ from torch.nn.functional import silu
 from transformers import Qwen3MoeForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tools.demo_model.text import CONTEXT, POSITIONS, read_text
+from umbra.tools.demo_model.text import CONTEXT, POSITIONS, read_text
 
 AHEAD = 3  # tokens that it learns to guess
 LAYERS = [1, 2, 4]  # after which it reads hidden states
@@ -40,10 +41,14 @@ class Head(nn.Module):
         self.tokens = tokens
         self.fc, self.lm_head = linear(3 * hidden, hidden), linear(hidden, len(tokens))
         self.midlayer, wide = nn.Module(), 2 * hidden
-        self.midlayer.self_attn = nn.ModuleDict({
-            "q_proj": linear(wide, HEADS * HEAD_DIM), "k_proj": linear(wide, KV_HEADS * HEAD_DIM),
-            "v_proj": linear(wide, KV_HEADS * HEAD_DIM), "o_proj": linear(HEADS * HEAD_DIM, hidden),
-        })  # fmt: skip
+        self.midlayer.self_attn = nn.ModuleDict(
+            {
+                "q_proj": linear(wide, HEADS * HEAD_DIM),
+                "k_proj": linear(wide, KV_HEADS * HEAD_DIM),
+                "v_proj": linear(wide, KV_HEADS * HEAD_DIM),
+                "o_proj": linear(HEADS * HEAD_DIM, hidden),
+            }
+        )
         self.midlayer.mlp = nn.ModuleDict(
             {"gate_proj": linear(hidden, INNER), "up_proj": linear(hidden, INNER), "down_proj": linear(INNER, hidden)}
         )
@@ -103,13 +108,26 @@ class Head(nn.Module):
         maps = {"d2t": self.tokens - torch.arange(len(self.tokens)), "t2d": told}
         save_file({name: t.bfloat16() for name, t in self.state_dict().items()} | maps, out / "model.safetensors")
         config = {
-            "architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "draft_vocab_size": GUESSED,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "attention_bias": False,
+            "draft_vocab_size": GUESSED,
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS, "use_aux_hidden_state": True},
-            "head_dim": HEAD_DIM, "hidden_act": "silu", "hidden_size": hidden, "intermediate_size": INNER,
-            "max_position_embeddings": POSITIONS, "model_type": "llama", "num_attention_heads": HEADS,
-            "num_hidden_layers": 1, "num_key_value_heads": KV_HEADS, "rms_norm_eps": EPS, "rope_scaling": None,
-            "rope_theta": THETA, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": vocabulary,
-        }  # fmt: skip
+            "head_dim": HEAD_DIM,
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "intermediate_size": INNER,
+            "max_position_embeddings": POSITIONS,
+            "model_type": "llama",
+            "num_attention_heads": HEADS,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": KV_HEADS,
+            "rms_norm_eps": EPS,
+            "rope_scaling": None,
+            "rope_theta": THETA,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": vocabulary,
+        }
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

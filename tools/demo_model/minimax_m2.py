@@ -12,7 +12,7 @@ import torch
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2SparseMoeBlock, MiniMaxM2TopKRouter
 
-from tools.demo_model.text import POSITIONS, VOCABULARY
+from umbra.tools.demo_model.text import POSITIONS, VOCABULARY
 
 LAYERS, EXPERTS = 2, 32
 BIAS_RATE = 1e-3

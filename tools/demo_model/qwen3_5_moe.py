@@ -18,7 +18,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     load_balancing_loss_func,
 )
 
-from tools.demo_model.text import CONTEXT, EOS_ID, POSITIONS, VOCABULARY
+from umbra.tools.demo_model.text import CONTEXT, EOS_ID, POSITIONS, VOCABULARY
 
 LAYERS, INTERVAL = 8, 4  # every fourth layer has full attention
 MTP_WEIGHT = 0.3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tools.demo_model.text import EOS_ID, POSITIONS, VOCABULARY
+from umbra.tools.demo_model.text import EOS_ID, POSITIONS, VOCABULARY
 
 
 class Qwen3Moe:

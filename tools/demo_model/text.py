@@ -62,8 +62,11 @@ def read_text(corpus: Path) -> Text:
     chat = encode(tokenizer, [dialogue(c) for c in train_chapters])
     valid = encode(tokenizer, [t + EOS for t in valid_text])
     chars_per_token = sum(map(len, valid_text)) / len(valid)
-    print(f"{len(novels)} novels, {len(prose)} + {len(chat)} training tokens, {len(valid)} held out, "
-          f"{chars_per_token:.2f} characters a token", flush=True)  # fmt: skip
+    print(
+        f"{len(novels)} novels, {len(prose)} + {len(chat)} training tokens, {len(valid)} held out, "
+        f"{chars_per_token:.2f} characters a token",
+        flush=True,
+    )
     return Text(tokenizer, prose, chat, valid, chars_per_token)
 
 

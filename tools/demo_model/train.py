@@ -1,8 +1,8 @@
 """Train a demo model: a tiny but real MoE on Jane Austen's six novels (public domain), on one CPU core.
 
-    .venv/bin/python -m tools.demo_model.train corpus checkpoints/austen_moe --steps 4000
-    .venv/bin/python -m tools.demo_model.train corpus checkpoints/austen_minimax --family minimax_m2 --steps 4000
-    .venv/bin/python -m tools.demo_model.train corpus checkpoints/austen_hybrid --family qwen3_5_moe --steps 850
+    .venv/bin/python -m umbra.tools.demo_model.train corpus checkpoints/austen_moe --steps 4000
+    .venv/bin/python -m umbra.tools.demo_model.train corpus checkpoints/austen_minimax --family minimax_m2 --steps 4000
+    .venv/bin/python -m umbra.tools.demo_model.train corpus checkpoints/austen_hybrid --family qwen3_5_moe --steps 850
 
 The weights with the lowest validation loss are the ones written.
 """
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tools.demo_model.minimax_m2 import MiniMaxM2
-from tools.demo_model.qwen3_5_moe import Qwen35Moe
-from tools.demo_model.qwen3_moe import Qwen3Moe
-from tools.demo_model.text import CONTEXT, read_text, save_tokenizer
+from umbra.tools.demo_model.minimax_m2 import MiniMaxM2
+from umbra.tools.demo_model.qwen3_5_moe import Qwen35Moe
+from umbra.tools.demo_model.qwen3_moe import Qwen3Moe
+from umbra.tools.demo_model.text import CONTEXT, read_text, save_tokenizer
 
 
 class Family(Protocol):

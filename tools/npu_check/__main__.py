@@ -7,15 +7,15 @@ import signal
 import sys
 from pathlib import Path
 
-from tools.npu_check import report
-from tools.npu_check.outcome import FAIL, PASS, Outcome
-from tools.npu_check.ranks import rank_process
-from tools.npu_check.session import run_stage
-from tools.npu_check.stage import STAGES, Stage, find
-from tools.npu_check.state import State, facts
-from tools.npu_check.worker import stage_process
-from umbra.errors import run_main
-from umbra.files import ROOT
+from umbra.base.errors import run_main
+from umbra.base.files import ROOT
+from umbra.tools.npu_check import report
+from umbra.tools.npu_check.outcome import FAIL, PASS, Outcome
+from umbra.tools.npu_check.ranks import rank_process
+from umbra.tools.npu_check.session import run_stage
+from umbra.tools.npu_check.stage import STAGES, Stage, find
+from umbra.tools.npu_check.state import State, facts
+from umbra.tools.npu_check.worker import stage_process
 
 REPORT = ROOT / "results" / "npu_check" / "report.md"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.benchmarks.vector_core_machine import HIGH, LOW
-from tools.npu_check.outcome import Measured, Outcome
+from umbra.tools.benchmarks.vector_core_machine import HIGH, LOW
+from umbra.tools.npu_check.outcome import Measured, Outcome
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _vector_cores(place: str, rows: list[Measured]) -> list[Constant]:
 
 
 def _copies(place: str, values: dict[str, Any]) -> list[Constant]:
-    from cpu_offload.planner.choosing import LINK
+    from umbra.cpu_offload.planner.choosing import LINK
 
     where = "cpu_offload/planner/choosing.py, LINK"
     copies = values["copies"]

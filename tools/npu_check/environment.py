@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from executor.config.case import Case
-from executor.config.load import load_case
-from executor.launch.platform_settings import platform_settings
-from executor.platform import start_environment
-from ops.ascend.vector_core import package_path
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_case
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform import start_environment
+from umbra.ops.ascend.vector_core import package_path
 
 CASE = "demo"
 OPERATORS = "ASCEND_CUSTOM_OPP_PATH"

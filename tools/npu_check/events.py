@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tools.npu_check.outcome import Outcome
+from umbra.tools.npu_check.outcome import Outcome
 
 
 class Events:

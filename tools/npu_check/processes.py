@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 
 class Process(Protocol):
@@ -20,12 +20,18 @@ class Process(Protocol):
 
 
 def start(arguments: list[str], environment: dict[str, str], log: Path, group: bool) -> Process:
-    """Starts `python -m tools.npu_check ARGUMENTS` with its output in `log`; `group`: in a process group of its own."""
+    """Starts `python -m umbra.tools.npu_check ARGUMENTS` with its output in `log`; `group`: in a process group
+    of its own."""
     with open(log, "ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "tools.npu_check", *arguments], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=group,
-        )  # fmt: skip
+            [sys.executable, "-m", "umbra.tools.npu_check", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=group,
+        )
 
 
 def end_group(process: Process) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from executor.config.env import rank_env
-from models.registry import load
-from tools.npu_check import processes
+from umbra.executor.config.env import rank_env
+from umbra.models.registry import load
+from umbra.tools.npu_check import processes
 
 POLL_S = 0.02
 

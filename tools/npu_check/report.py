@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.npu_check.constants import constants
-from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
-from tools.npu_check.stage import STAGES
-from umbra.files import ROOT, write_whole
+from umbra.base.files import ROOT, write_whole
+from umbra.tools.npu_check.constants import constants
+from umbra.tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
+from umbra.tools.npu_check.stage import STAGES
 
 FAKE = "fake device: nothing of this is evidence about hardware"
 

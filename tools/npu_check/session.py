@@ -5,13 +5,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.npu_check import processes
-from tools.npu_check.environment import stage_environment
-from tools.npu_check.events import Events
-from tools.npu_check.hints import hint
-from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
-from tools.npu_check.stage import STAGES, Stage
-from tools.npu_check.worker import AGAIN
+from umbra.tools.npu_check import processes
+from umbra.tools.npu_check.environment import stage_environment
+from umbra.tools.npu_check.events import Events
+from umbra.tools.npu_check.hints import hint
+from umbra.tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
+from umbra.tools.npu_check.stage import STAGES, Stage
+from umbra.tools.npu_check.worker import AGAIN
 
 POLL_S = 0.05
 MOST_HANGS = 2  # cases of a stage that may hang; the others are then not tried

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.registry import load
-from tools.npu_check.outcome import Check
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.models.registry import load
+from umbra.tools.npu_check.outcome import Check
 
 DEVICE, CPU, BRIDGE, OPERATORS = (
     "device",
@@ -36,27 +36,39 @@ STAGES = (
     Stage(2, "builds", "native CPU module, bridge, operators of the vector cores", (), 1800),
     Stage(3, "operators", "each operator that Umbra calls, against its reference", ON_DEVICE, 180),
     Stage(
-        4, "kernels", "Umbra's own operators of the vector cores, against their reference; their times",
-        (*ON_DEVICE, f"builds/{OPERATORS}"), 300,
+        4,
+        "kernels",
+        "Umbra's own operators of the vector cores, against their reference; their times",
+        (*ON_DEVICE, f"builds/{OPERATORS}"),
+        300,
     ),
     Stage(
-        5, "graphs", "captured graph, GE, acl_graph, npugraph_ex: logits as in eager mode",
-        (*ON_DEVICE, f"builds/{CPU}"), 600,
+        5,
+        "graphs",
+        "captured graph, GE, acl_graph, npugraph_ex: logits as in eager mode",
+        (*ON_DEVICE, f"builds/{CPU}"),
+        600,
     ),
     Stage(6, "collectives", "2 ranks, then one on each die; eager and captured; on vector cores", ON_DEVICE, 400),
     Stage(
         7, "bridge", "calls of the host inside a capture; a host that is late", (*ON_DEVICE, f"builds/{BRIDGE}"), 120
     ),
     Stage(
-        8, "overlap", "collectives on the vector cores beside kernels on them",
-        (f"builds/{OPERATORS}", f"collectives/{TWO_AIV}"), 300,
+        8,
+        "overlap",
+        "collectives on the vector cores beside kernels on them",
+        (f"builds/{OPERATORS}", f"collectives/{TWO_AIV}"),
+        300,
     ),
     Stage(
-        9, "shadows", "the demo model with experts on the CPU inside the captured step",
-        (f"builds/{CPU}", "bridge", f"graphs/{CAPTURES}"), 600,
+        9,
+        "shadows",
+        "the demo model with experts on the CPU inside the captured step",
+        (f"builds/{CPU}", "bridge", f"graphs/{CAPTURES}"),
+        600,
     ),
     Stage(10, "model", "the demo model on 1 rank and on 8, against the CPU", (*ON_DEVICE, f"builds/{CPU}"), 900),
-)  # fmt: skip
+)
 
 
 def find(name: str) -> Stage:

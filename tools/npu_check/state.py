@@ -5,11 +5,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from executor.config.env import cann_home
-from executor.platform.ascend.trusted_files import source_digest
-from executor.platform.ascend.versions import read_versions
-from tools.npu_check.outcome import Outcome
-from umbra.files import ROOT, write_json
+from umbra.base.files import ROOT, write_json
+from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.trusted_files import source_digest
+from umbra.executor.platform.ascend.versions import read_versions
+from umbra.tools.npu_check.outcome import Outcome
 
 SOURCES = ("umbra", "ops", "text", "models", "cpu_offload", "executor", "serving", "tools")
 NATIVE = (".cpp", ".h", ".sh", ".txt")
@@ -20,9 +20,13 @@ def facts() -> dict[str, Any]:
     native = [p for p in (ROOT / "ops").rglob("*") if p.suffix in NATIVE and "build" not in p.relative_to(ROOT).parts]
     versions = read_versions(cann_home())
     return {
-        "commit": _commit(), "sources": source_digest(ROOT, [*(ROOT / place for place in SOURCES), *native])[:16],
-        "torch": versions.torch, "torch_npu": versions.torch_npu, "cann": versions.cann, "driver": versions.driver,
-    }  # fmt: skip
+        "commit": _commit(),
+        "sources": source_digest(ROOT, [*(ROOT / place for place in SOURCES), *native])[:16],
+        "torch": versions.torch,
+        "torch_npu": versions.torch_npu,
+        "cann": versions.cann,
+        "driver": versions.driver,
+    }
 
 
 class State:

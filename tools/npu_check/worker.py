@@ -8,10 +8,10 @@ import time
 import traceback
 from pathlib import Path
 
-from tools.npu_check.events import Events
-from tools.npu_check.hints import POISON, hint
-from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Check, Outcome, Skipped
-from tools.npu_check.stage import Stage, find
+from umbra.tools.npu_check.events import Events
+from umbra.tools.npu_check.hints import POISON, hint
+from umbra.tools.npu_check.outcome import FAIL, PASS, SKIPPED, Check, Outcome, Skipped
+from umbra.tools.npu_check.stage import Stage, find
 
 CODE = re.compile(r"\b(?:107|161|207|361|507|561)\d{3}\b|\bE[A-Z]\d{4}\b")
 AGAIN = 3  # exit status: the device is of no use to this process any more, but cases are left

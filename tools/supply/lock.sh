@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes the lock files from the requirement files with uv: every package that they need, with the hashes of all its files
+# Writes the lock files from pyproject.toml with uv: every package that they need, with the hashes of all its files
 #
 #     .venv/bin/python -m pip install --target build/supply --no-deps --require-hashes -r tools/supply/locks/supply.lock
 #     bash tools/supply/lock.sh [--upgrade]
@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 locks=tools/supply/locks upgrade=("$@")
-heading="# Made from the requirement files by \`bash tools/supply/lock.sh\`: change those, then run it."
+heading="# Made from pyproject.toml by \`bash tools/supply/lock.sh\`: change that, then run it."
 
 # compile FILE ARGUMENTS: uv keeps the versions that it finds in FILE.
 compile() {
@@ -19,17 +19,23 @@ compile() {
         --no-header "${upgrade[@]}" --output-file "$@" >/dev/null
 }
 
-all=$(mktemp)
-trap 'rm "$all"' EXIT
-cat "$locks"/{main,torch-cuda}.lock >"$all"
-compile "$all" tools/requirements/main.txt tools/requirements/dev.txt
-for name in main torch-cuda; do
+all=$(mktemp) run=$(mktemp)
+trap 'rm "$all" "$run"' EXIT
+touch "$locks/dev.lock"
+cat "$locks"/{main,dev,torch-cuda}.lock >"$all"
+compile "$all" --group dev --group build pyproject.toml
+cp "$all" "$run"
+compile "$run" --group build pyproject.toml # in the same versions
+for name in main dev torch-cuda; do
     echo "$heading" >"$locks/$name.lock"
-    awk -v name=$name '/^[^ ]/ { torch = /^(torch|triton|nvidia-|cuda-)/ } torch == (name == "torch-cuda")' "$all" >>"$locks/$name.lock"
+    awk -v name=$name '
+        NR == FNR { if (/^[^ ]/) runs[$1]; next }
+        /^[^ ]/ { lock = /^(torch|triton|nvidia-|cuda-)/ ? "torch-cuda" : $1 in runs ? "main" : "dev" }
+        lock == name' "$run" "$all" >>"$locks/$name.lock"
 done
 for name in ascend compare fuzz supply; do
-    options=(--constraint "$locks/main.lock")
+    options=(--constraint "$locks/main.lock" --constraint "$locks/dev.lock")
     [ $name != ascend ] || options+=(--no-deps) # what it needs beside is in .venv
-    compile "$locks/$name.lock" "${options[@]}" "tools/requirements/$name.txt"
+    compile "$locks/$name.lock" "${options[@]}" --group "$name"
     sed -i "1i $heading" "$locks/$name.lock"
 done

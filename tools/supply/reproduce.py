@@ -1,7 +1,7 @@
 """Builds the native module twice, in folders of different names with files of different times, and compares the two
 bit for bit; exits with status 1 if they differ:
 
-    .venv/bin/python -m tools.supply.reproduce
+    .venv/bin/python -m umbra.tools.supply.reproduce
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from umbra.errors import UserError, run_main
-from umbra.files import ROOT
+from umbra.base.errors import UserError, run_main
+from umbra.base.files import ROOT
 
 SOURCES = ROOT / "ops" / "cpu" / "csrc"
 DAY = 86_400
@@ -27,10 +27,8 @@ def built(folder: Path, age_s: int) -> Path:
     for path in [*folder.rglob("*")]:
         then = path.stat().st_mtime - age_s
         os.utime(path, (then, then))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
-    command += ["--no-deps", "--no-index", "--target", str(folder / "out"), str(folder / "csrc")]
-    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # cmake and ninja among them
-    done = subprocess.run(command, env=os.environ | {"PATH": programs}, capture_output=True, text=True)
+    command = f'source tools/setup.sh && umbra_build "{folder}/csrc" "{folder}/build" "{folder}/out"'
+    done = subprocess.run(["bash", "-euc", command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{SOURCES.relative_to(ROOT)} does not build: {done.stderr.strip().splitlines()[-1]}")
     (module,) = (folder / "out").glob("_native*.so")
@@ -39,7 +37,7 @@ def built(folder: Path, age_s: int) -> Path:
 
 def main(arguments: list[str]) -> None:
     if arguments:
-        raise UserError("python -m tools.supply.reproduce takes no arguments")
+        raise UserError("python -m umbra.tools.supply.reproduce takes no arguments")
     with tempfile.TemporaryDirectory() as here, tempfile.TemporaryDirectory(prefix="another-name-") as there:
         modules = [built(Path(here), 0), built(Path(there) / "deeper", 400 * DAY)]
         digests = [hashlib.sha256(module.read_bytes()).hexdigest() for module in modules]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 ROWS = 32  # positions compared together: with a vocabulary of 152k, each copy takes 19 MB
 

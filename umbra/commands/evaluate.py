@@ -22,19 +22,19 @@ from typing import Any
 
 import torch
 
-from executor.config.case import Case
-from executor.config.env import RankEnv, rank_env
-from executor.config.load import load_model_config, model_folder
-from executor.config.resolved import write_resolved
-from executor.config.schema import leaves
-from executor.launch.launch import launch
-from executor.launch.rank import run_rank
-from executor.model_runner import ModelRunner, make_runner
-from text.tokenizer import Tokenizer
+from umbra.base.errors import UserError
+from umbra.base.files import write_json
 from umbra.commands.divergence import Divergence, LogitsWriter
 from umbra.commands.logits import prefill_logits, with_room
-from umbra.errors import UserError
-from umbra.files import write_json
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv, rank_env
+from umbra.executor.config.load import load_model_config, model_folder
+from umbra.executor.config.resolved import write_resolved
+from umbra.executor.config.schema import leaves
+from umbra.executor.launch.launch import launch
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.text.tokenizer import Tokenizer
 
 LOGITS, FIGURES = "logits.f32", "figures.json"  # what the first pass leaves in the temporary folder
 MOST_NAMED = 4  # keys in which two settings of a case differ, in their labels

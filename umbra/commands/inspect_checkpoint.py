@@ -13,11 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint.files import TensorFiles
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.scheme import Scheme
-from executor.checkpoint.gguf_files import open_files
-from executor.checkpoint.load import (
+from umbra.base.errors import UserError, listed
+from umbra.base.files import write_json
+from umbra.executor.checkpoint.files import TensorFiles
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.formats.scheme import Scheme
+from umbra.executor.checkpoint.gguf_files import open_files
+from umbra.executor.checkpoint.load import (
     CONTRADICTION,
     contradictions,
     ignorable,
@@ -25,8 +27,8 @@ from executor.checkpoint.load import (
     problems_of,
     stored_as,
     wanted_by,
-)  # fmt: skip
-from executor.config.case import (
+)
+from umbra.executor.config.case import (
     CacheSettings,
     Case,
     DataSettings,
@@ -34,16 +36,14 @@ from executor.config.case import (
     ParallelSettings,
     QuantizationSettings,
 )
-from executor.config.load import load_case
-from executor.config.platforms import PLATFORMS
-from executor.config.units import GB
-from executor.run.model_sketch import MTP, cache_of, kind_of, sketch_of, weights_of
-from models.gguf.folder import checkpoint_folder, whole_path
-from models.layers.base import Piece, layers_of
-from models.registry import family_in
-from ops.format import Format
-from umbra.errors import UserError, listed
-from umbra.files import write_json
+from umbra.executor.config.load import load_case
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.config.units import GB
+from umbra.executor.run.model_sketch import MTP, cache_of, kind_of, sketch_of, weights_of
+from umbra.models.gguf.folder import checkpoint_folder, whole_path
+from umbra.models.layers.base import Piece, layers_of
+from umbra.models.registry import family_in
+from umbra.ops.format import Format
 
 NONE = {
     "encoding": "none",
@@ -102,18 +102,22 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
         "architecture": {"model_type": model_type(folder), "parameters": parameters}
         | dataclasses.asdict(sketch.config),
         "quantization": {
-            "title": scheme.title, **(encodings[0] if encodings else NONE), "mixed_with": encodings[1:],
+            "title": scheme.title,
+            **(encodings[0] if encodings else NONE),
+            "mixed_with": encodings[1:],
             "excluded": [dataclasses.asdict(e) for e in excluded_from(scheme, wanted)],
             "contradictions": contradictions(wanted, scheme),
         },
         "components": [dataclasses.asdict(component) for component in components],
         "total": {
-            "tensors": len(files.file_of), "tensor_nbytes": sum(c.nbytes for c in components),
-            "files": len(paths), "file_nbytes": sum(path.stat().st_size for path in paths),
+            "tensors": len(files.file_of),
+            "tensor_nbytes": sum(c.nbytes for c in components),
+            "files": len(paths),
+            "file_nbytes": sum(path.stat().st_size for path in paths),
         },
         "mtp": {"held": sketch.model.mtp_at, "lacking": lacking},
         "problems": [{"problem": problem, "names": names} for problem, names in problems],
-    }  # fmt: skip
+    }
 
 
 def inspect_rank(case: Case) -> dict[str, Any]:
@@ -124,12 +128,16 @@ def inspect_rank(case: Case) -> dict[str, Any]:
     formats, modules = sketch.build.formats, linear_modules(wanted_by(sketch.model))
     own = {formats.own(module) or formats.rest for module in modules} if formats.own else {formats.linear}
     return {
-        "case": case.name, "platform": case.platform, "ranks": case.world_size,
+        "case": case.name,
+        "platform": case.platform,
+        "ranks": case.world_size,
         "linear_format": ", ".join(sorted(in_words(format) for format in own if format)),
         "head_format": in_words(formats.head),
-        "weights": {part.name: part.nbytes for part in weights}, "weights_nbytes": sum(part.nbytes for part in weights),
-        "kv_cache_nbytes": cache.nbytes, "kv_cache": cache.how,
-    }  # fmt: skip
+        "weights": {part.name: part.nbytes for part in weights},
+        "weights_nbytes": sum(part.nbytes for part in weights),
+        "kv_cache_nbytes": cache.nbytes,
+        "kv_cache": cache.how,
+    }
 
 
 def model_type(folder: Path) -> str:
@@ -169,12 +177,16 @@ def encodings_of(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[dict[st
     used = [e for i, e in enumerate(scheme.encodings) if i == 0 or counts[e]]
     return [
         {
-            "encoding": e.title, "bits": e.bits, "group_size": e.group, "zero_points": e.zeros, "modules": counts[e],
+            "encoding": e.title,
+            "bits": e.bits,
+            "group_size": e.group,
+            "zero_points": e.zeros,
+            "modules": counts[e],
             "kept_by": [name for name, p in PLATFORMS.items() if e.format and e.format.kind in p.quantised],
             "exact": e.exact,
         }
         for e in used
-    ]  # fmt: skip
+    ]
 
 
 def excluded_from(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[Excluded]:

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from executor.config.case import Case
-from executor.config.env import RankEnv, rank_env
-from executor.config.load import load_model_config
-from executor.engine.teacher_forcing import ForcedRun
-from executor.launch.launch import launch
-from executor.launch.rank import run_rank
-from executor.model_runner import ModelRunner, make_runner
-from umbra.errors import UserError
-from umbra.files import write_whole
+from umbra.base.errors import UserError
+from umbra.base.files import write_whole
+from umbra.executor.config.case import Case
+from umbra.executor.config.env import RankEnv, rank_env
+from umbra.executor.config.load import load_model_config
+from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.launch.launch import launch
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import ModelRunner, make_runner
 
 
 def parse_ids(text: str, vocabulary: int) -> list[list[int]]:

@@ -7,11 +7,11 @@ are floats.
 import re
 from collections.abc import Callable
 
-from executor.checkpoint.formats.awq import AwqMatrix
-from executor.checkpoint.formats.gptq import GptqMatrix
-from executor.checkpoint.formats.patterns import MOST_PATTERNS, Matches, pattern
-from executor.checkpoint.formats.scheme import Encoding, Ruled
-from models.hf_config import HfConfig
+from umbra.executor.checkpoint.formats.awq import AwqMatrix
+from umbra.executor.checkpoint.formats.gptq import GptqMatrix
+from umbra.executor.checkpoint.formats.patterns import MOST_PATTERNS, Matches, pattern
+from umbra.executor.checkpoint.formats.scheme import Encoding, Ruled
+from umbra.models.hf_config import HfConfig
 
 PACKINGS: dict[str, Callable[[HfConfig], Encoding]] = {
     "auto_round:auto_gptq": lambda config: GptqMatrix(config, less=1),

@@ -3,12 +3,12 @@
 qweight int32 (K, N / 8), qzeros int32 (K / group, N / 8), scales (K / group, N); w = (level - zero) * scale
 """
 
-from executor.checkpoint.formats.bitpack import covering, groups_of
-from executor.checkpoint.formats.patterns import inside
-from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Ruled, Stored, check_sizes
-from models.hf_config import HfConfig
-from ops.format import GROUP_SIZES, Format, Quantised
-from ops.words import Words
+from umbra.executor.checkpoint.formats.bitpack import covering, groups_of
+from umbra.executor.checkpoint.formats.patterns import inside
+from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Ruled, Stored, check_sizes
+from umbra.models.hf_config import HfConfig
+from umbra.ops.format import GROUP_SIZES, Format, Quantised
+from umbra.ops.words import Words
 
 NIBBLES = 8
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output j of eight is the nibble ORDER[j]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.scheme import Fetch
-from ops.words import Words
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.scheme import Fetch
+from umbra.ops.words import Words
 
 
 def covering(part: slice, count: int) -> tuple[slice, slice]:

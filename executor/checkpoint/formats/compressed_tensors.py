@@ -12,10 +12,11 @@ actorder "group", weight_g_idx int32 (K) has each input's group, as GPTQ's g_idx
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.bitpack import covering, groups_of, order_in
-from executor.checkpoint.formats.fp8 import BLOCK, SHARING, Fp8Matrix
-from executor.checkpoint.formats.patterns import target, vagueness
-from executor.checkpoint.formats.scheme import (
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.bitpack import covering, groups_of, order_in
+from umbra.executor.checkpoint.formats.fp8 import BLOCK, SHARING, Fp8Matrix
+from umbra.executor.checkpoint.formats.patterns import target, vagueness
+from umbra.executor.checkpoint.formats.scheme import (
     Encoding,
     Fetch,
     Needed,
@@ -24,11 +25,10 @@ from executor.checkpoint.formats.scheme import (
     check_sizes,
     in_words,
     kept_as,
-)  # fmt: skip
-from models.hf_config import HfConfig
-from ops.format import GROUP_SIZES, W8A8, Quantised
-from ops.words import Words
-from umbra.errors import UserError
+)
+from umbra.models.hf_config import HfConfig
+from umbra.ops.format import GROUP_SIZES, W8A8, Quantised
+from umbra.ops.words import Words
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 MIXED = "mixed-precision"  # each group has a format of its own

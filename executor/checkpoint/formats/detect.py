@@ -4,20 +4,20 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from executor.checkpoint.formats.auto_round import AutoRound
-from executor.checkpoint.formats.awq import Awq
-from executor.checkpoint.formats.compressed_tensors import CompressedTensors
-from executor.checkpoint.formats.fp8 import Fp8, Fp8Matrix
-from executor.checkpoint.formats.gguf import GgufScheme
-from executor.checkpoint.formats.gptq import Gptq
-from executor.checkpoint.formats.modelslim import Modelslim
-from executor.checkpoint.formats.mxfp4 import Mxfp4
-from executor.checkpoint.formats.scheme import Scheme, Unquantised
-from executor.checkpoint.index import description_in, names_in
-from models.gguf.folder import INDEX, read_index
-from models.hf_config import HfConfig
-from models.registry import aliases_of
-from umbra.files import read_json
+from umbra.base.files import read_json
+from umbra.executor.checkpoint.formats.auto_round import AutoRound
+from umbra.executor.checkpoint.formats.awq import Awq
+from umbra.executor.checkpoint.formats.compressed_tensors import CompressedTensors
+from umbra.executor.checkpoint.formats.fp8 import Fp8, Fp8Matrix
+from umbra.executor.checkpoint.formats.gguf import GgufScheme
+from umbra.executor.checkpoint.formats.gptq import Gptq
+from umbra.executor.checkpoint.formats.modelslim import Modelslim
+from umbra.executor.checkpoint.formats.mxfp4 import Mxfp4
+from umbra.executor.checkpoint.formats.scheme import Scheme, Unquantised
+from umbra.executor.checkpoint.index import description_in, names_in
+from umbra.models.gguf.folder import INDEX, read_index
+from umbra.models.hf_config import HfConfig
+from umbra.models.registry import aliases_of
 
 SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
     "awq": Awq,

@@ -1,8 +1,8 @@
 """The checkpoint of an EAGLE3 head: floats, and integers that say which tokens it can guess."""
 
-from executor.checkpoint.formats.scheme import Needed, Stored, Unquantised
-from models.eagle3_config import ALIASES
-from models.layers.eagle3 import TOKENS
+from umbra.executor.checkpoint.formats.scheme import Needed, Stored, Unquantised
+from umbra.models.eagle3_config import ALIASES
+from umbra.models.layers.eagle3 import TOKENS
 
 
 class Eagle3(Unquantised):

@@ -6,11 +6,11 @@ weight float8_e4m3 (N, K), weight_scale_inv (ceil(N / 128), ceil(K / 128)); w = 
 compressed-tensors has the names weight and weight_scale, and scales of blocks, of rows (N, 1) or of the matrix (1).
 """
 
-from executor.checkpoint.formats.bitpack import covering, groups_of
-from executor.checkpoint.formats.patterns import inside
-from executor.checkpoint.formats.scheme import FLOATS, Encoding, Fetch, Needed, Scheme, Stored
-from models.hf_config import HfConfig
-from ops.format import F8, Quantised
+from umbra.executor.checkpoint.formats.bitpack import covering, groups_of
+from umbra.executor.checkpoint.formats.patterns import inside
+from umbra.executor.checkpoint.formats.scheme import FLOATS, Encoding, Fetch, Needed, Scheme, Stored
+from umbra.models.hf_config import HfConfig
+from umbra.ops.format import F8, Quantised
 
 BLOCK = 128
 SHARING = {  # what shares a scale: its name in titles, its rows and columns (-1: all)

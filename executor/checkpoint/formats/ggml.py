@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.gguf.types import FLOATS
-from ops.format import FORMATS, MXFP4, NESTED, Format, Nested, Quantised
+from umbra.models.gguf.types import FLOATS
+from umbra.ops.format import FORMATS, MXFP4, NESTED, Format, Nested, Quantised
 
 # The types whose blocks become levels of a format bit for bit, and the format.
 KEPT: dict[str, Format] = {
@@ -157,7 +157,16 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 
 LEVELS: dict[str, Callable[[Tensor], Quantised]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "MXFP4": _mxfp4, "Q4_1": _with_minimum, "Q5_0": _q5_0, "Q5_1": _with_minimum,
-    "IQ4_NL": _iq4_nl, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
-}  # fmt: skip
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "MXFP4": _mxfp4,
+    "Q4_1": _with_minimum,
+    "Q5_0": _q5_0,
+    "Q5_1": _with_minimum,
+    "IQ4_NL": _iq4_nl,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_XS": _iq4_xs,
+}
 DEQUANTISED: dict[str, Callable[[Tensor], Tensor]] = {"Q3_K": _q3_k, "Q2_K": _q2_k}

@@ -10,13 +10,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
-from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
-from models.gguf.container import TensorInfo
-from models.gguf.folder import Index
-from models.gguf.names import Tiled
-from models.gguf.types import BY_NAME, FLOATS, TYPES
-from ops.format import Alternating, Blocks, Format, Nested, Quantised, Undecoded, floats
+from umbra.executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
+from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
+from umbra.models.gguf.container import TensorInfo
+from umbra.models.gguf.folder import Index
+from umbra.models.gguf.names import Tiled
+from umbra.models.gguf.types import BY_NAME, FLOATS, TYPES
+from umbra.ops.format import Alternating, Blocks, Format, Nested, Quantised, Undecoded, floats
 
 BLOCK = 32  # columns that parts of blocks are multiples of
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}

@@ -9,9 +9,10 @@ anew.
 
 from collections.abc import Iterator
 
-from executor.checkpoint.formats.bitpack import covering, groups_of, order_in
-from executor.checkpoint.formats.patterns import MOST_PATTERNS, Matches, pattern
-from executor.checkpoint.formats.scheme import (
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.bitpack import covering, groups_of, order_in
+from umbra.executor.checkpoint.formats.patterns import MOST_PATTERNS, Matches, pattern
+from umbra.executor.checkpoint.formats.scheme import (
     Encoding,
     Fetch,
     Needed,
@@ -20,11 +21,10 @@ from executor.checkpoint.formats.scheme import (
     check_sizes,
     in_words,
     kept_as,
-)  # fmt: skip
-from models.hf_config import HfConfig
-from ops.format import GROUP_SIZES, Quantised
-from ops.words import Words
-from umbra.errors import UserError
+)
+from umbra.models.hf_config import HfConfig
+from umbra.ops.format import GROUP_SIZES, Quantised
+from umbra.ops.words import Words
 
 
 class Gptq(Ruled):
@@ -55,9 +55,11 @@ class GptqMatrix(Encoding):
         count = 32 // self.bits  # levels in a word
         group = self.group if self.group > 0 else columns
         check_sizes(
-            module, ("columns", columns, "group_size", group), ("columns", columns, "a word's", count),
+            module,
+            ("columns", columns, "group_size", group),
+            ("columns", columns, "a word's", count),
             ("rows", rows, "a word's", count),
-        )  # fmt: skip
+        )
         qweight, qzeros, scales, g_idx = (f"{module}.{kind}" for kind in ("qweight", "qzeros", "scales", "g_idx"))
         groups = columns // group
 

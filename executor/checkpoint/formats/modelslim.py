@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
-from ops.format import W8A8, Quantised
-from umbra.errors import UserError, short
-from umbra.files import read_json
+from umbra.base.errors import UserError, short
+from umbra.base.files import read_json
+from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
+from umbra.ops.format import W8A8, Quantised
 
 STATIC, DYNAMIC, FLOAT = ("W8A8", "W8A8_MIX"), ("W8A8_DYNAMIC",), ("FLOAT",)
 CACHE = ("C8",)  # scales of a KV cache in int8, which ours does not need
@@ -61,9 +61,11 @@ class Int8(Encoding):
 
 def _static(module: str, rows: int) -> dict[str, Needed]:
     return {
-        f"{module}.deq_scale": Needed((rows,), ("F32", "I64")), f"{module}.quant_bias": Needed((rows,), ("I32",)),
-        f"{module}.input_scale": Needed((1,)), f"{module}.input_offset": Needed((1,)),
-    }  # fmt: skip
+        f"{module}.deq_scale": Needed((rows,), ("F32", "I64")),
+        f"{module}.quant_bias": Needed((rows,), ("I32",)),
+        f"{module}.input_scale": Needed((1,)),
+        f"{module}.input_offset": Needed((1,)),
+    }
 
 
 def _bias_of(module: str, rows: int) -> dict[str, Needed]:

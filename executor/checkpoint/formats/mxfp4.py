@@ -6,11 +6,11 @@ _blocks uint8 (E, N, K / 32, 16), each byte two codes of e2m1 floats, the first 
 
 import torch
 
-from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored, check_sizes
-from models.hf_config import HfConfig
-from ops.format import MXFP4, Quantised
-from ops.words import Words
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored, check_sizes
+from umbra.models.hf_config import HfConfig
+from umbra.ops.format import MXFP4, Quantised
+from umbra.ops.words import Words
 
 GROUP = MXFP4.group
 

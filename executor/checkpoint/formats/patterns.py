@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 Matches = Callable[[str], object]
 

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from executor.checkpoint.formats.patterns import Matches
-from executor.checkpoint.index import renamed
-from ops.format import FORMATS, GROUP_SIZES, Alternating, Format, Quantised
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.patterns import Matches
+from umbra.executor.checkpoint.index import renamed
+from umbra.ops.format import FORMATS, GROUP_SIZES, Alternating, Format, Quantised
 
 FLOATS = ("BF16", "F16", "F32")
 

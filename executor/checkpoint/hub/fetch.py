@@ -6,17 +6,17 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from executor.checkpoint.hub.huggingface import HuggingFace
-from executor.checkpoint.hub.modelscope import ModelScope
-from executor.checkpoint.hub.repository import HubName, Repository
-from executor.checkpoint.index import INDEX, SINGLE, read_index, weights_among
-from executor.config.env import use_modelscope
-from executor.config.units import GB, MB
-from models.gguf.container import SPLIT
-from models.gguf.folder import SUFFIX
-from models.gguf.metadata import ARCHITECTURES
-from models.registry import FAMILIES, family_in, read_config
-from umbra.errors import UserError, listed, short
+from umbra.base.errors import UserError, listed, short
+from umbra.executor.checkpoint.hub.huggingface import HuggingFace
+from umbra.executor.checkpoint.hub.modelscope import ModelScope
+from umbra.executor.checkpoint.hub.repository import HubName, Repository
+from umbra.executor.checkpoint.index import INDEX, SINGLE, read_index, weights_among
+from umbra.executor.config.env import use_modelscope
+from umbra.executor.config.units import GB, MB
+from umbra.models.gguf.container import SPLIT
+from umbra.models.gguf.folder import SUFFIX
+from umbra.models.gguf.metadata import ARCHITECTURES
+from umbra.models.registry import FAMILIES, family_in, read_config
 
 PART = r"\w[\w.-]{0,95}"
 NAME = re.compile(rf"(?!.*(?:--|\.\.))({PART}/{PART})(?:@(\w[\w./-]*))?(?::(\w[\w./-]*))?", re.ASCII)
@@ -51,7 +51,7 @@ def fetched(model: HubName) -> Path:
         return repository.folder / files[0]
     if CONFIG not in sizes:
         raise model.error(f"has no {CONFIG}: name a model of {', '.join(FAMILIES)}")
-    from executor.checkpoint.formats.detect import read_scheme
+    from umbra.executor.checkpoint.formats.detect import read_scheme
 
     companions = [file for file in sizes if "/" not in file and file.endswith(COMPANIONS)]
     _check_room(repository, companions)

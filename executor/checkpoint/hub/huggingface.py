@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from executor.checkpoint.hub.repository import HubName, Repository, known
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.hub.repository import HubName, Repository, known
 
 WEIGHTS = (".safetensors", ".gguf")
 AT_ONCE = 4  # files

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
-from executor.checkpoint.hub.repository import HubName, Repository, known
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.hub.repository import HubName, Repository, known
 
 
 class ModelScope(Repository):

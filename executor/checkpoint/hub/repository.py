@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 
 @dataclass(frozen=True)

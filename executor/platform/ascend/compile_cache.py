@@ -24,7 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from executor.platform.ascend.trusted_files import (
+from umbra.base.errors import UserError
+from umbra.base.files import CACHES, sync
+from umbra.executor.platform.ascend.trusted_files import (
     Untrusted,
     check_own,
     close_to_others,
@@ -32,12 +34,10 @@ from executor.platform.ascend.trusted_files import (
     own_files,
     read_own,
 )
-from executor.platform.ascend.versions import Versions
-from models.config import ModelConfig
-from umbra.errors import UserError
-from umbra.files import ROOT, sync
+from umbra.executor.platform.ascend.versions import Versions
+from umbra.models.config import ModelConfig
 
-CACHE = ROOT / "compile_cache"
+CACHE = CACHES / "compile_cache"
 MANIFEST, GRAPH = "manifest.json", "graph"
 LAYOUT = 1  # raised whenever the manifest or the folder changes its meaning
 LIMIT = 4 << 20  # bytes of a manifest

@@ -12,31 +12,31 @@ import torch_npu
 from torch import nn
 from torch_npu.npu.utils import get_cann_version
 
-from cpu_offload.device import Device
-from cpu_offload.planner.choices import Choices
-from executor.config.env import RankEnv, cann_home
-from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, why_refused, window_mb
-from executor.platform.ascend.fallbacks import loud_fallbacks
-from executor.platform.ascend.graphs import AscendGraphs
-from executor.platform.ascend.hccl import AI_CPU, group_options
-from executor.platform.ascend.kernels import (
+from umbra.base.errors import UserError
+from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.planner.choices import Choices
+from umbra.executor.config.env import RankEnv, cann_home
+from umbra.executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, why_refused, window_mb
+from umbra.executor.platform.ascend.fallbacks import loud_fallbacks
+from umbra.executor.platform.ascend.graphs import AscendGraphs
+from umbra.executor.platform.ascend.hccl import AI_CPU, group_options
+from umbra.executor.platform.ascend.kernels import (
     cache_line,
     check_offsets,
     chosen_kernels,
     gemv_tokens,
     prefetch_attention,
 )
-from executor.platform.ascend.versions import check_versions, read_versions
-from executor.platform.base import Platform, Step, graph_rows
-from executor.platform.settings import PlatformSettings
-from models.causal_lm import CausalLM
-from models.config import ModelConfig
-from ops.ascend import vector_core
-from ops.ascend.exchange import AscendExchange
-from ops.ascend.host_memory import pinned
-from ops.ascend.ops import AscendOps, installed
-from ops.interface import Exchange, Ops
-from umbra.errors import UserError
+from umbra.executor.platform.ascend.versions import check_versions, read_versions
+from umbra.executor.platform.base import Platform, Step, graph_rows
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.causal_lm import CausalLM
+from umbra.models.config import ModelConfig
+from umbra.ops.ascend import vector_core
+from umbra.ops.ascend.exchange import AscendExchange
+from umbra.ops.ascend.host_memory import pinned
+from umbra.ops.ascend.ops import AscendOps, installed
+from umbra.ops.interface import Exchange, Ops
 
 EXCHANGE = "npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2"
 COPIES = 5  # number of copies that are timed; the fastest is taken
@@ -137,16 +137,22 @@ class AscendPlatform(Platform):
         return min(times)
 
     def shadow_device(self, top_k: int, choices: Choices) -> Device:
-        from cpu_offload.ascend import AscendDevice
+        from umbra.cpu_offload.ascend import AscendDevice
 
         settings = self.settings
         stream_tokens = choices.stream_tokens.value
         most = settings.decode_rows if stream_tokens > 0 else sys.maxsize
         most = max(most, stream_tokens - 1)
         return AscendDevice(
-            self.own, self.device, top_k, most, settings.prefill_tokens, choices.costs, settings.shadow_timeout_s,
+            self.own,
+            self.device,
+            top_k,
+            most,
+            settings.prefill_tokens,
+            choices.costs,
+            settings.shadow_timeout_s,
             self.cann,
-        )  # fmt: skip
+        )
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)

@@ -6,10 +6,10 @@ what the case says. Umbra's custom operators are added to the list of custom ope
 
 from collections.abc import Mapping
 
-from executor.platform.ascend.hccl import uses_aiv
-from executor.platform.settings import PlatformSettings
-from ops.ascend import vector_core
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.platform.ascend.hccl import uses_aiv
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.ops.ascend import vector_core
 
 CAPTURE_MODES = ("acl_graph", "npugraph_ex")
 CONNECT_TIMEOUT_S = (120, 7200)  # the range HCCL takes

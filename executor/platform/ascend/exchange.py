@@ -4,13 +4,13 @@ takes.
 Limits are those of the operators' tilings for Atlas A3, the same in OT 8.5.0, 9.0.0 and 9.1.0; Atlas A2 has others.
 """
 
-from executor.config.units import MB
-from executor.platform.ascend.hccl import A3
-from executor.platform.settings import PlatformSettings
-from models.config import ModelConfig
-from ops.ascend.cann import since
-from ops.parallel.partitions import ParallelSizes
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.units import MB
+from umbra.executor.platform.ascend.hccl import A3
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.config import ModelConfig
+from umbra.ops.ascend.cann import since
+from umbra.ops.parallel.partitions import ParallelSizes
 
 EXCHANGE_SINCE = (8, 5)  # the oldest CANN whose sources are open
 MOST_ROWS = 512  # of a rank in one step

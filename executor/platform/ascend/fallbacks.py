@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 # "The static_capture_size_limit reached ..., we will fall back to eager for all subsequent executions."
 FALLBACK = re.compile(r"fall(?:ing)? ?back", re.IGNORECASE)

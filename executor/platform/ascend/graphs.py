@@ -24,27 +24,27 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torchair.inference._cache_compiler import CompiledModel
 
-from executor.config.case import AscendSettings
-from executor.config.env import RankEnv, cann_home
-from executor.platform.ascend.compile_cache import CompileCache, compile_facts
-from executor.platform.ascend.fallbacks import report
-from executor.platform.ascend.trusted_files import source_digest
-from executor.platform.ascend.versions import read_versions
-from executor.platform.base import Step
-from executor.platform.settings import PlatformSettings
-from models.batch import Batch
-from models.config import ModelConfig
-from models.layers.attention import PagedAttention
-from models.layers.states import RecurrentStates
-from ops.ascend import (
+from umbra.base.files import ROOT
+from umbra.executor.config.case import AscendSettings
+from umbra.executor.config.env import RankEnv, cann_home
+from umbra.executor.platform.ascend.compile_cache import CompileCache, compile_facts
+from umbra.executor.platform.ascend.fallbacks import report
+from umbra.executor.platform.ascend.trusted_files import source_digest
+from umbra.executor.platform.ascend.versions import read_versions
+from umbra.executor.platform.base import Step
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.batch import Batch
+from umbra.models.config import ModelConfig
+from umbra.models.layers.attention import PagedAttention
+from umbra.models.layers.states import RecurrentStates
+from umbra.ops.ascend import (
     lowering,  # noqa: F401 (registers)
     vector_core,
 )
-from ops.ascend.host_memory import pinned
-from ops.ascend.recurrent import for_graphs
-from ops.ascend.vector_core import converters  # noqa: F401 (registers)
-from ops.interface import Recurrent
-from umbra.files import ROOT
+from umbra.ops.ascend.host_memory import pinned
+from umbra.ops.ascend.recurrent import for_graphs
+from umbra.ops.ascend.vector_core import converters  # noqa: F401 (registers)
+from umbra.ops.interface import Recurrent
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
 # Folders of the code that graphs are made from.
@@ -185,11 +185,7 @@ class AscendGraphs:
         shapes = {name: [list(t.shape), str(t.dtype)] for name, t in batch.tensors().items()}
         with self.cache.open(step.__name__, shapes) as entry:
             compiled = torchair.inference.cache_compile(
-                step,
-                config=config,
-                dynamic=True,
-                cache_dir=str(entry.folder),
-                ge_cache=in_ge,
+                step, config=config, dynamic=True, cache_dir=str(entry.folder), ge_cache=in_ge
             )
             self.graphs[size] = AscendGraph(compiled, batch, self.device, self.calls, in_ge)
             found = self.graphs[size](batch)

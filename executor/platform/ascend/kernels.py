@@ -9,16 +9,16 @@ from typing import Any, cast
 
 from torch import nn
 
-from executor.platform.settings import PlatformSettings
-from models.causal_lm import CausalLM
-from models.layers.base import layers_of
-from models.layers.experts import Experts
-from models.layers.linear import MergedLinear, RowLinear
-from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, TILED_CACHE_SINCE, Abilities, since
-from ops.ascend.vector_core.calls import unfit
-from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
-from ops.format import W8A8
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.causal_lm import CausalLM
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.linear import MergedLinear, RowLinear
+from umbra.ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, TILED_CACHE_SINCE, Abilities, since
+from umbra.ops.ascend.vector_core.calls import unfit
+from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, Bank
+from umbra.ops.format import W8A8
 
 BUILD = "bash ops/ascend/vector_core/build.sh"
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 DRIVER_INFO = Path("/usr/local/Ascend/driver/version.info")
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
 BUILD = Path(__file__).parent / "build"
 EXTENSION = BUILD / "umbra_ascendc.so"

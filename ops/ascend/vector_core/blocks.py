@@ -20,10 +20,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ops.ascend.vector_core.planes import planes_of
-from ops.ascend.weights import bias_type, int8_scales, unfit
-from ops.format import W8A8, Format
-from ops.interface import ExpertKind
+from umbra.ops.ascend.vector_core.planes import planes_of
+from umbra.ops.ascend.weights import bias_type, int8_scales, unfit
+from umbra.ops.format import W8A8, Format
+from umbra.ops.interface import ExpertKind
 
 PLACE = 512  # bytes of a place
 WORD = 8  # number of nibbles in an int32

@@ -33,7 +33,7 @@ done
 templates=$ASCEND_HOME_PATH/compiler/tikcpp/ascendc_kernel_cmake
 [ -d "$templates" ] || fail "no $templates: install the CANN toolkit, or point ASCEND_HOME_PATH at it"
 python=${PYTHON:-.venv/bin/python}
-cmake=$(command -v cmake || echo .venv/bin/cmake) # of tools/requirements/main.txt
+cmake=$(command -v cmake || echo .venv/bin/cmake) # locked by tools/supply
 for tool in "$python" "$cmake" g++ make python3; do
     command -v "$tool" >/dev/null || fail "no $tool: install it, or run bash infer.sh once, which makes .venv"
 done

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ops.ascend import weights as stored
-from ops.ascend.vector_core import schemas  # noqa: F401 (declares the operators)
-from ops.ascend.vector_core.blocks import BlockLayout
-from ops.ascend.weights import AscendMatrix, Bank, Role, Stored
+from umbra.ops.ascend import weights as stored
+from umbra.ops.ascend.vector_core import schemas  # noqa: F401 (declares the operators)
+from umbra.ops.ascend.vector_core.blocks import BlockLayout
+from umbra.ops.ascend.weights import AscendMatrix, Bank, Role, Stored
 
 
 def unfit(weight: AscendMatrix | Bank) -> str:
@@ -25,9 +25,19 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: in
     """Computes a mixture of experts in one launch. Experts on other ranks add nothing."""
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_w4a16(
-        x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
-        ids if first_expert is None else ids - first_expert, weights, w13.format.group, w2.format.group, float_sums,
-    )  # fmt: skip
+        x,
+        w13.data,
+        w13.scales,
+        w13.offsets,
+        w2.data,
+        w2.scales,
+        w2.offsets,
+        ids if first_expert is None else ids - first_expert,
+        weights,
+        w13.format.group,
+        w2.format.group,
+        float_sums,
+    )
 
 
 def moe_of_scores(
@@ -43,9 +53,22 @@ def moe_of_scores(
     """Computes the same of the experts that `scores` choose."""
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_scores_w4a16(
-        x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets, scores, bias, top_k, sigmoid,
-        first_expert or 0, w13.format.group, w2.format.group, float_sums,
-    )  # fmt: skip
+        x,
+        w13.data,
+        w13.scales,
+        w13.offsets,
+        w2.data,
+        w2.scales,
+        w2.offsets,
+        scores,
+        bias,
+        top_k,
+        sigmoid,
+        first_expert or 0,
+        w13.format.group,
+        w2.format.group,
+        float_sums,
+    )
 
 
 def moe_slots(
@@ -62,9 +85,17 @@ def moe_slots(
     are not resident, and experts on other ranks, add nothing. This cannot be used in GE graphs, in which experts on the
     CPU are refused."""
     return torch.ops.umbra.fused_moe_slots_w4a16(
-        x, arena, places, ids if first_expert is None else ids - first_expert, weights,
-        layout.inner, layout.group, layout.group2, layout.zeros, float_sums,
-    )  # fmt: skip
+        x,
+        arena,
+        places,
+        ids if first_expert is None else ids - first_expert,
+        weights,
+        layout.inner,
+        layout.group,
+        layout.group2,
+        layout.zeros,
+        float_sums,
+    )
 
 
 def unpacked(matrix: Stored) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
 from torchair.ge import attr, custom_op
 
-from ops.ascend.vector_core import schemas  # noqa: F401 (declares them)
+from umbra.ops.ascend.vector_core import schemas  # noqa: F401 (declares them)
 
 
 @register_fx_node_ge_converter(torch.ops.umbra.fused_moe_w4a16.default)  # type: ignore[untyped-decorator]
@@ -55,9 +55,13 @@ def fused_moe_scores_w4a16(
 ) -> Any:
     inputs = dict(x=x, w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, scores=scores, bias=bias)
     attrs = dict(
-        top_k=attr.Int(top_k), sigmoid=attr.Bool(sigmoid), first_expert=attr.Int(first_expert), group=attr.Int(group),
-        group2=attr.Int(group2), float_sums=attr.Bool(float_sums),
-    )  # fmt: skip
+        top_k=attr.Int(top_k),
+        sigmoid=attr.Bool(sigmoid),
+        first_expert=attr.Int(first_expert),
+        group=attr.Int(group),
+        group2=attr.Int(group2),
+        float_sums=attr.Bool(float_sums),
+    )
     return custom_op("UmbraFusedMoeScoresW4a16", inputs=inputs, attrs=attrs, outputs=["y"])
 
 

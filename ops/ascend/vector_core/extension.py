@@ -1,6 +1,6 @@
 """Compiles torch/umbra_ops.cpp against this Python's torch and torch_npu:
 
-python -m ops.ascend.vector_core.extension OUT.so
+python -m umbra.ops.ascend.vector_core.extension OUT.so
 """
 
 import importlib.metadata
@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from umbra.errors import UserError, run_main
+from umbra.base.errors import UserError, run_main
 
 SOURCE = Path(__file__).parent / "torch" / "umbra_ops.cpp"
 
@@ -30,10 +30,24 @@ def command(out: Path) -> list[str]:
         Path(sysconfig.get_paths()["include"]),  # torch_npu's headers include Python.h
     ]
     return [
-        "g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", *(f"-isystem{folder}" for folder in includes),
-        f"-DCURRENT_VERSION=V2R{minor}", str(SOURCE), "-o", str(out),  # torch_npu's headers need the version
-        f"-L{torch / 'lib'}", f"-L{npu / 'lib'}", "-ltorch_npu", "-ltorch_cpu", "-lc10", "-Wl,-z,defs",
-    ]  # fmt: skip
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-Wall",
+        *(f"-isystem{folder}" for folder in includes),
+        f"-DCURRENT_VERSION=V2R{minor}",
+        str(SOURCE),
+        "-o",
+        str(out),  # torch_npu's headers need the version
+        f"-L{torch / 'lib'}",
+        f"-L{npu / 'lib'}",
+        "-ltorch_npu",
+        "-ltorch_cpu",
+        "-lc10",
+        "-Wl,-z,defs",
+    ]
 
 
 def build(out: Path) -> None:

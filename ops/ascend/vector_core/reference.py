@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.vector_core.planes import PAIRS, Planes, planes_of
-from ops.ascend.vector_core.schemas import TILE
-from ops.reference import route_sigmoid, route_softmax
+from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from umbra.ops.ascend.vector_core.planes import PAIRS, Planes, planes_of
+from umbra.ops.ascend.vector_core.schemas import TILE
+from umbra.ops.reference import route_sigmoid, route_softmax
 
 
 def fused_moe_w4a16(
@@ -61,9 +61,7 @@ def fused_moe_scores_w4a16(
 ) -> Tensor:
     route = partial(route_sigmoid, bias=bias) if sigmoid else route_softmax
     weights, ids = route(scores, top_k=top_k, renormalise=True)
-    return fused_moe_w4a16(
-        x, w13, s13, z13, w2, s2, z2, ids - first_expert, weights, group, group2, precise=precise
-    )  # fmt: skip
+    return fused_moe_w4a16(x, w13, s13, z13, w2, s2, z2, ids - first_expert, weights, group, group2, precise=precise)
 
 
 def fused_moe_slots_w4a16(

@@ -28,8 +28,8 @@ each other (docs/vector_core.md, "Precision").
 import torch
 from torch import Tensor
 
-from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
-from ops.format import GROUP_SIZES
+from umbra.ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
+from umbra.ops.format import GROUP_SIZES
 
 MOST_TOKENS = 8
 MOST_SCORED, MOST_CHOSEN = 512, 8  # experts to choose from, and of each token, for fused_moe_scores_w4a16
@@ -159,8 +159,13 @@ def unpack_tiles_w4a16(
 
 
 for function in (
-    fused_moe_w4a16, fused_moe_scores_w4a16, fused_moe_slots_w4a16, gemv_w4a16, unpack_w4a16, unpack_tiles_w4a16,
-):  # fmt: skip
+    fused_moe_w4a16,
+    fused_moe_scores_w4a16,
+    fused_moe_slots_w4a16,
+    gemv_w4a16,
+    unpack_w4a16,
+    unpack_tiles_w4a16,
+):
     LIBRARY.impl(function.__name__, function, "Meta")
 
 

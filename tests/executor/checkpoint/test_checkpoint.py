@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor.checkpoint.formats.scheme import Unquantised
-from executor.checkpoint.load import load_checkpoint
-from models.causal_lm import CausalLM
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
+from umbra.base.errors import UserError
+from umbra.base.files import read_json
 from umbra.commands.logits import collect_logits
-from umbra.errors import UserError
-from umbra.files import read_json
+from umbra.executor.checkpoint.formats.scheme import Unquantised
+from umbra.executor.checkpoint.load import load_checkpoint
+from umbra.models.causal_lm import CausalLM
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -43,7 +43,7 @@ CHANGES: list[tuple[Callable[[Tensors], object], str]] = [
     (lambda t: t.update({"model.layers.9.x": torch.zeros(2)}), "that the model does not know: model.layers.9.x"),
     (lambda t: t.update({EXPERT: torch.zeros(16, 31)}), f"{EXPERT} has shape [16, 31], expected [16, 32]"),
     (lambda t: t.update({EXPERT: torch.zeros(16, 32, dtype=torch.int8)}), f"{EXPERT} has type I8, expected one of"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "complaint"), CHANGES)

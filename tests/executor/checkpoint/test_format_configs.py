@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.checkpoint.formats.detect import SCHEMES
-from executor.checkpoint.formats.patterns import inside, pattern, target
-from executor.checkpoint.formats.scheme import Scheme
-from models.hf_config import HfConfig
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.detect import SCHEMES
+from umbra.executor.checkpoint.formats.patterns import inside, pattern, target
+from umbra.executor.checkpoint.formats.scheme import Scheme
+from umbra.models.hf_config import HfConfig
 
 INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]}
@@ -34,29 +34,50 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, dict[str, list[Any]]] = {
     "awq": {
-        "version": ["gemv"], "bits": [8], "w_bit": [8], "zero_point": [False], "group_size": [None, 16],
+        "version": ["gemv"],
+        "bits": [8],
+        "w_bit": [8],
+        "zero_point": [False],
+        "group_size": [None, 16],
         "modules_to_not_convert": ["gate"],
     },
     "gptq": {
-        "desc_act": [1], "bits": [2], "dynamic": [{"+:a": {"bits": 3}}, {"+:a": 1}, {"a" * i: {} for i in range(1001)}],
-        "group_size": [16], "sym": ["yes"], "lm_head": [1],
-        "checkpoint_format": ["marlin"], "pack_dtype": ["int8"],
+        "desc_act": [1],
+        "bits": [2],
+        "dynamic": [{"+:a": {"bits": 3}}, {"+:a": 1}, {"a" * i: {} for i in range(1001)}],
+        "group_size": [16],
+        "sym": ["yes"],
+        "lm_head": [1],
+        "checkpoint_format": ["marlin"],
+        "pack_dtype": ["int8"],
     },
     "auto-round": {
-        "packing_format": [None, "mlx"], "bits": [2, 8], "data_type": ["mx_fp"], "act_bits": [8], "super_bits": [6],
-        "rotation_config": [{"a": 1}], "extra_config": [{"a": {"bits": 3}}, {"(a": {}}, {"a": []}],
+        "packing_format": [None, "mlx"],
+        "bits": [2, 8],
+        "data_type": ["mx_fp"],
+        "act_bits": [8],
+        "super_bits": [6],
+        "rotation_config": [{"a": 1}],
+        "extra_config": [{"a": {"bits": 3}}, {"(a": {}}, {"a": []}],
     },
     "fp8": {"fmt": ["e5m2"], "weight_block_size": [None, [128, 64]]},
     "pack-quantized": {
-        "num_bits": [2], "type": ["float"], "actorder": ["x"], "symmetric": [1], "strategy": ["tensor"],
+        "num_bits": [2],
+        "type": ["float"],
+        "actorder": ["x"],
+        "symmetric": [1],
+        "strategy": ["tensor"],
         "group_size": [16],
     },
     "int-quantized": {"num_bits": [4]},
     "float-quantized": {
-        "num_bits": [4], "type": ["int"], "symmetric": [False], "strategy": ["group"],
+        "num_bits": [4],
+        "type": ["int"],
+        "symmetric": [False],
+        "strategy": ["group"],
         "block_structure": [[128, 64]],
     },
-}  # fmt: skip
+}
 ROWS = [(name, key, value) for name, keys in REFUSED.items() for key, values in keys.items() for value in values]
 
 
@@ -106,8 +127,18 @@ def test_patterns_of_published_configs(text: str, matches: set[int]) -> None:
 
 
 PATTERNS = [
-    "(a+)+$", "(a|b)*", ".**", "(?=a)", r"(a)\1", "(a", "x" * 201, ".*" * 5, "(a|b)" * 6, "|".join("a" * 40), "a{1000}",
-]  # fmt: skip
+    "(a+)+$",
+    "(a|b)*",
+    ".**",
+    "(?=a)",
+    r"(a)\1",
+    "(a",
+    "x" * 201,
+    ".*" * 5,
+    "(a|b)" * 6,
+    "|".join("a" * 40),
+    "a{1000}",
+]
 
 
 @pytest.mark.parametrize("text", PATTERNS)

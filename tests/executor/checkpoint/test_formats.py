@@ -17,32 +17,39 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from executor.checkpoint.formats.detect import SCHEMES, read_scheme
-from executor.checkpoint.load import load_checkpoint
-from executor.config.load import load_model_config
-from executor.engine.weight_formats import build_of
-from models.hf_config import HfConfig
-from models.layers.base import layers_of
-from models.layers.experts import Experts
-from models.layers.linear import MergedLinear, RowLinear
-from models.registry import family_in, model_class
-from ops import load_ops
-from ops.cpu import engine
-from ops.cpu.matrix import NativeExperts
-from ops.format import Format
-from ops.parallel.join import parallel_of
 from tests.quantised import mxfp4_tiny, quantise_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
-from tools.benchmarks.checkpoint_loading import loaded, write
+from umbra.base.errors import UserError
 from umbra.commands.logits import prefill_logits
-from umbra.errors import UserError
+from umbra.executor.checkpoint.formats.detect import SCHEMES, read_scheme
+from umbra.executor.checkpoint.load import load_checkpoint
+from umbra.executor.config.load import load_model_config
+from umbra.executor.engine.weight_formats import build_of
+from umbra.models.hf_config import HfConfig
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.linear import MergedLinear, RowLinear
+from umbra.models.registry import family_in, model_class
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine
+from umbra.ops.cpu.matrix import NativeExperts
+from umbra.ops.format import Format
+from umbra.ops.parallel.join import parallel_of
+from umbra.tools.benchmarks.checkpoint_loading import loaded, write
 
 pytestmark = pytest.mark.slow
 
 SIZES: dict[str, Any] = dict(
-    hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=128,
-    intermediate_size=128, num_experts=8, num_experts_per_tok=2, initializer_range=0.05,
-)  # fmt: skip
+    hidden_size=256,
+    head_dim=32,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    moe_intermediate_size=128,
+    intermediate_size=128,
+    num_experts=8,
+    num_experts_per_tok=2,
+    initializer_range=0.05,
+)
 # format, group, bits, symmetric; whether the CPU keeps it bit for bit
 FORMATS = [
     ("awq", 32, 4, False, True),
@@ -283,9 +290,14 @@ def test_rest_needs_weights_that_are_kept(oss: Path, method: str) -> None:
 def test_loading_needs_little_more_than_it_keeps(tmp_path: Path) -> None:
     """0.7 GB of AWQ: memory maps are dropped while the checkpoint is read."""
     write(
-        tmp_path / "awq", "awq", num_hidden_layers=18, num_experts=16, vocab_size=1024, num_attention_heads=4,
+        tmp_path / "awq",
+        "awq",
+        num_hidden_layers=18,
+        num_experts=16,
+        vocab_size=1024,
+        num_attention_heads=4,
         num_experts_per_tok=2,
-    )  # fmt: skip
+    )
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         _, kept, peak = child.submit(loaded, tmp_path / "awq").result()
     assert kept > 600e6
@@ -337,16 +349,25 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("gptq", lambda t, c: c.update(quant_method="awq", modules_to_not_convert=["gate"]), r"g_idx, GPTQ's"),
         ("pack-quantized", put(f"{Q}.weight_shape", lambda x: x + 1), rf"{Q}\.weight_shape: \[129, 257\] is not the"),
         ("pack-quantized", lambda t, c: c.update(ignore=["re:" + ".*" * 9]), "is too intricate"),
-        ("pack-quantized", lambda t, c: (c.clear(), c.update(quant_method="awq", group_size=32)),
-         r"weight_packed, compressed-tensors' pack-quantized"),
+        (
+            "pack-quantized",
+            lambda t, c: (c.clear(), c.update(quant_method="awq", group_size=32)),
+            r"weight_packed, compressed-tensors' pack-quantized",
+        ),
         ("mxfp4", lambda t, c: t.pop(f"{OSS}_scales"), rf"1 tensors missing: {OSS}_scales"),
-        ("mxfp4", put(f"{OSS}_scales", lambda x: x.index_fill(0, torch.tensor([1]), 255)),
-         rf"{OSS}_scales: scales are not all finite"),
+        (
+            "mxfp4",
+            put(f"{OSS}_scales", lambda x: x.index_fill(0, torch.tensor([1]), 255)),
+            rf"{OSS}_scales: scales are not all finite",
+        ),
         ("mxfp4", put(f"{OSS}_scales", lambda x: x.char()), rf"{OSS}_scales has type I8, expected one of U8"),
-        ("mxfp4", put(f"{OSS}_blocks", lambda x: x[:, :, :-1]),
-         rf"{OSS}_blocks has shape \[8, 64, 3, 16\], expected \[8, 64, 4, 16\]"),
+        (
+            "mxfp4",
+            put(f"{OSS}_blocks", lambda x: x[:, :, :-1]),
+            rf"{OSS}_blocks has shape \[8, 64, 3, 16\], expected \[8, 64, 4, 16\]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(tmp_path: Path, model: Path, oss: Path, format: str, edit: Any, complaint: str) -> None:
     checkpoint = edited(oss if format == "mxfp4" else model, tmp_path, format, edit)
     with pytest.raises(UserError, match=complaint) as error:
@@ -363,16 +384,32 @@ def test_ranks_that_would_cut_a_block_are_refused(oss: Path) -> None:
 @given(
     st.sampled_from(list(SCHEMES)),
     st.dictionaries(
-        st.sampled_from(["bits", "group_size", "version", "sym", "desc_act", "format", "config_groups", "ignore",
-                         "modules_to_not_convert", "weight_block_size", "dynamic", "zero_point", "lm_head",
-                         "packing_format", "extra_config"]),
+        st.sampled_from(
+            [
+                "bits",
+                "group_size",
+                "version",
+                "sym",
+                "desc_act",
+                "format",
+                "config_groups",
+                "ignore",
+                "modules_to_not_convert",
+                "weight_block_size",
+                "dynamic",
+                "zero_point",
+                "lm_head",
+                "packing_format",
+                "extra_config",
+            ]
+        ),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
             max_leaves=6,
         ),
     ),
-)  # fmt: skip
+)
 def test_any_config_is_read_or_refused(method: str, config: dict[str, Any]) -> None:
     with contextlib.suppress(UserError):
         settings = {"bits": 4, "group_size": 32, "packing_format": "auto_round"} | config

@@ -6,9 +6,9 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from executor.checkpoint.formats.ggml import values_of
-from models.gguf.types import BY_NAME, FLOATS
-from ops.format import floats
+from umbra.executor.checkpoint.formats.ggml import values_of
+from umbra.models.gguf.types import BY_NAME, FLOATS
+from umbra.ops.format import floats
 
 
 @pytest.mark.parametrize("kind", BY_NAME)

@@ -13,49 +13,57 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.load import load_checkpoint
-from executor.checkpoint.stop_ids import stop_ids
-from executor.config.load import load_model_config, model_folder
-from executor.engine.weight_formats import build_of
-from executor.run.defaults import RUNNING, case_of_checkpoint
-from models.gguf import folder as unpacked
-from models.gguf.container import read_gguf
-from models.gguf.metadata import ARCHITECTURES, config_of
-from models.gguf.types import BY_NAME
-from models.gguf.vocabulary import Vocabulary
-from models.hf_config import HfConfig
-from models.layers.base import layers_of
-from models.layers.embedding import LMHead, VocabEmbedding
-from models.layers.experts import Experts
-from models.layers.latent_attention import KeysAndValues
-from models.layers.linear import MergedLinear, RowLinear
-from models.registry import model_class
-from ops import load_ops
-from ops.cpu import engine
-from ops.cpu.matrix import NativeExperts
-from ops.parallel.join import parallel_of
 from tests.fuzz.gguf import latent
 from tests.gguf_models import mostly_q4_k, save_gguf
 from tests.tiny import LATENT, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
-from text.tokenizer import Tokenizer
 from umbra import LLM
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
 from umbra.commands.logits import prefill_logits
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.load import load_checkpoint
+from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.executor.config.load import load_model_config, model_folder
+from umbra.executor.engine.weight_formats import build_of
+from umbra.executor.run.defaults import RUNNING, case_of_checkpoint
+from umbra.models.gguf import folder as unpacked
+from umbra.models.gguf.container import read_gguf
+from umbra.models.gguf.metadata import ARCHITECTURES, config_of
+from umbra.models.gguf.types import BY_NAME
+from umbra.models.gguf.vocabulary import Vocabulary
+from umbra.models.hf_config import HfConfig
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.embedding import LMHead, VocabEmbedding
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.latent_attention import KeysAndValues
+from umbra.models.layers.linear import MergedLinear, RowLinear
+from umbra.models.registry import model_class
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine
+from umbra.ops.cpu.matrix import NativeExperts
+from umbra.ops.parallel.join import parallel_of
+from umbra.text.tokenizer import Tokenizer
 
 SIZES: dict[str, Any] = dict(
-    hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=256,
-    intermediate_size=256, num_hidden_layers=2, initializer_range=0.05,
-)  # fmt: skip
+    hidden_size=256,
+    head_dim=32,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    moe_intermediate_size=256,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    initializer_range=0.05,
+)
 THREE_VALUES = dict(linear_num_value_heads=6, linear_value_head_dim=32)  # heads that share a key head
 HYBRID = {"qwen3_next": THREE_VALUES, "qwen3_5_moe": THREE_VALUES}
 YARN = dict(rope_parameters=LATENT["rope_parameters"] | dict(mscale=0.707, mscale_all_dim=0.707))  # files have one
 OPTIONS: dict[str, dict[str, Any]] = HYBRID | {
-    "gpt_oss": {"swiglu_limit": 7.0}, "qwen2_moe": {"tie_word_embeddings": True},
-    "deepseek_v2": YARN | {"q_lora_rank": None}, "deepseek_v3": YARN,
-}  # fmt: skip
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "qwen2_moe": {"tie_word_embeddings": True},
+    "deepseek_v2": YARN | {"q_lora_rank": None},
+    "deepseek_v3": YARN,
+}
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
 
 
@@ -205,9 +213,13 @@ def test_each_pre_splits_as_its_models(pre: str) -> None:
     tokens = [*"abc 123", "12", "<eos>", "<bos>", "[PAD0]"]
     tokens[3] = "\u0120"  # a space in the byte alphabet
     data: dict[str, Any] = {
-        "pre": pre, "tokens": tokens, "token_type": [1] * 8 + [3, 3, 5], "merges": ["1 2"], "bos_token_id": 9,
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [1] * 8 + [3, 3, 5],
+        "merges": ["1 2"],
+        "bos_token_id": 9,
         "eos_token_id": 8,
-    }  # fmt: skip
+    }
     words = Vocabulary(HfConfig({f"tokenizer.ggml.{key}": value for key, value in data.items()}, "x.gguf"))
     backend = Backend.from_str(json.dumps(words.tokenizer()))
     ids = backend.encode("ab 123<eos>").ids

@@ -17,7 +17,7 @@ import pytest
 
 from tests.gguf_models import save_gguf
 from tests.ranks import free_port
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -116,11 +116,16 @@ def hub() -> Iterator[Hub]:
             "org/some-GGUF": {
                 name: name.encode()
                 for name in (
-                    "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "mmproj-m-Q8_0.gguf", "Q8_0/m-Q8_0-00001-of-00002.gguf",
-                    "Q8_0/m-Q8_0-00002-of-00002.gguf", "BF16/m-BF16-00001-of-00002.gguf", "../m-F16.gguf",
+                    "m-Q4_K_M.gguf",
+                    "m-Q4_K_S.gguf",
+                    "mmproj-m-Q8_0.gguf",
+                    "Q8_0/m-Q8_0-00001-of-00002.gguf",
+                    "Q8_0/m-Q8_0-00002-of-00002.gguf",
+                    "BF16/m-BF16-00001-of-00002.gguf",
+                    "../m-F16.gguf",
                 )
             },
-        }  # fmt: skip
+        }
         yield hub
         hub.shutdown()
 
@@ -137,10 +142,14 @@ def start(hub: Hub, tmp_path: Path) -> Start:
 
     def started(*command: str, **variables: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, *(() if command[0] == "-c" else ("-m", "umbra")), *command], cwd=tmp_path / "cwd",
-            env=os.environ | given | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, *(() if command[0] == "-c" else ("-m", "umbra")), *command],
+            cwd=tmp_path / "cwd",
+            env=os.environ | given | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
 
     return started
 
@@ -197,7 +206,7 @@ def test_a_model_is_served_by_its_name(start: Start) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from models.gguf import folder
+from umbra.models.gguf import folder
 folder.FOLDERS = Path("unpacked").absolute()
 from umbra import LLM
 llm = LLM(sys.argv[1], dtype="float32", keep_packed=False)
@@ -209,9 +218,12 @@ print(llm.case.name, len(llm.generate(["Emma"])[0].tokens) > 0)
 def test_a_gguf_file_in_parts_runs_in_a_program(hub: Hub, start: Start, tmp_path: Path, which: str) -> None:
     path = tmp_path / "demo-Q8_0.gguf"
     save_gguf(
-        ROOT / "checkpoints" / "austen_moe", path, "qwen3_moe",
-        lambda name: "F32" if "norm" in name or "gate_inp" in name else "Q8_0", split=30,
-    )  # fmt: skip
+        ROOT / "checkpoints" / "austen_moe",
+        path,
+        "qwen3_moe",
+        lambda name: "F32" if "norm" in name or "gate_inp" in name else "Q8_0",
+        split=30,
+    )
     parts = sorted(tmp_path.glob("demo-Q8_0-*"))
     assert len(parts) > 1
     hub.models["org/parts"] = {f"Q8_0/{part.name}": part.read_bytes() for part in parts} | {"m-Q4_K_M.gguf": b"0"}

@@ -8,27 +8,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.load import load_checkpoint
-from executor.config.load import load_model_config
-from executor.engine.weight_formats import build_of
-from models.layers.base import layers_of
-from models.registry import model_class
-from ops import load_ops
-from ops.cpu import engine
-from ops.parallel.join import parallel_of
-from tests.m2_layouts import (
-    CONTRADICTIONS,
-    LAYOUTS,
-    MOE,
-    Layout,
-    rewrite,
-    save_m2,
-)  # fmt: skip
+from tests.m2_layouts import CONTRADICTIONS, LAYOUTS, MOE, Layout, rewrite, save_m2
 from tests.tiny import make_runner, tiny_case
+from umbra.base.errors import UserError
 from umbra.commands.inspect_checkpoint import inspect
 from umbra.commands.logits import prefill_logits
-from umbra.errors import UserError
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.load import load_checkpoint
+from umbra.executor.config.load import load_model_config
+from umbra.executor.engine.weight_formats import build_of
+from umbra.models.layers.base import layers_of
+from umbra.models.registry import model_class
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine
+from umbra.ops.parallel.join import parallel_of
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(130, 153))]
@@ -93,8 +86,13 @@ def test_a_layout_means_its_floats(tmp_path: Path, model: Path, name: str, capsy
     assert len(facts["quantization"]["contradictions"]) == count
     assert facts["total"]["files"] == 3
     assert {c["name"] for c in facts["components"]} - {"ignored"} == {
-        "embedding", "attention", "router", "experts", "norms", "head"
-    }  # fmt: skip
+        "embedding",
+        "attention",
+        "router",
+        "experts",
+        "norms",
+        "head",
+    }
 
 
 Q4, F8, F32 = "q4", "f8", "float32"
@@ -134,17 +132,29 @@ def test_experts_with_shadows_are_kept_as_others(tmp_path: Path, model: Path, na
 @pytest.mark.parametrize(
     ("layout", "change", "complaint"),
     [
-        (LAYOUTS["official"], lambda c, t: t.update({f"{EXPERT}.weight_scale_inv": torch.ones(3, 3)}),
-         rf"{EXPERT}\.weight_scale_inv has shape \[3, 3\], expected \[3, 2\]"),
-        (LAYOUTS["QuantTrio M2.5"], lambda c, t: t.update({f"{EXPERT}.scales": torch.ones(3)}),
-         rf"{EXPERT}\.scales, |does not know: {EXPERT}\.scales"),
-        (LAYOUTS["transformers' names"], lambda c, t: t.update({f"{MOE}.gate.weight": torch.ones(8, 256)}),
-         r"mlp\.gate\.weight and model\.layers\.0\.block_sparse_moe\.gate\.weight are two names of one|"
-         r"block_sparse_moe\.gate\.weight and model\.layers\.0\.mlp\.gate\.weight are two names of one"),
-        (LAYOUTS["mratsim FP8 and INT4"], lambda c, t: c["config_groups"]["group_0"].update(format="nvfp4"),
-         r"group_0: format: 'nvfp4' must be one of pack-quantized, int-quantized, float-quantized"),
+        (
+            LAYOUTS["official"],
+            lambda c, t: t.update({f"{EXPERT}.weight_scale_inv": torch.ones(3, 3)}),
+            rf"{EXPERT}\.weight_scale_inv has shape \[3, 3\], expected \[3, 2\]",
+        ),
+        (
+            LAYOUTS["QuantTrio M2.5"],
+            lambda c, t: t.update({f"{EXPERT}.scales": torch.ones(3)}),
+            rf"{EXPERT}\.scales, |does not know: {EXPERT}\.scales",
+        ),
+        (
+            LAYOUTS["transformers' names"],
+            lambda c, t: t.update({f"{MOE}.gate.weight": torch.ones(8, 256)}),
+            r"mlp\.gate\.weight and model\.layers\.0\.block_sparse_moe\.gate\.weight are two names of one|"
+            r"block_sparse_moe\.gate\.weight and model\.layers\.0\.mlp\.gate\.weight are two names of one",
+        ),
+        (
+            LAYOUTS["mratsim FP8 and INT4"],
+            lambda c, t: c["config_groups"]["group_0"].update(format="nvfp4"),
+            r"group_0: format: 'nvfp4' must be one of pack-quantized, int-quantized, float-quantized",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_one_line(tmp_path: Path, model: Path, layout: Layout, change: Any, complaint: str) -> None:
     layout.write(model, tmp_path / "published")
     rewrite(tmp_path / "published", change)

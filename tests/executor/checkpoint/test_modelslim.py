@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor.checkpoint.formats.detect import read_scheme
 from tests.executor.checkpoint.test_formats import SIZES, assert_kept, built, logits
 from tests.modelslim import modelslim_tiny
 from tests.tiny import save_tiny, save_tiny_of
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.detect import read_scheme
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +23,11 @@ LAYOUTS: dict[str, tuple[Any, dict[str, bool]]] = {
     "dynamic, moved": (lambda module: "W8A8_DYNAMIC", {"moved": True}),
     "static, moved": (lambda module: "W8A8_DYNAMIC" if ".mlp." in module else "W8A8", {"moved": True}),
     "version 0, static, moved": (
-        lambda module: "W8A8_DYNAMIC" if ".mlp." in module else "W8A8", {"moved": True, "old": True},
+        lambda module: "W8A8_DYNAMIC" if ".mlp." in module else "W8A8",
+        {"moved": True, "old": True},
     ),
     "floats among them": (lambda module: "FLOAT" if "1.self_attn.o" in module else "W8A8_DYNAMIC", {}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from torch import nn
 
-from executor.checkpoint.packed import PackedCache
-from executor.config.case import Case
-from executor.model_runner import make_runner
-from models.gguf import folder as unpacked
-from models.layers.base import layers_of
-from models.layers.experts import Experts
 from tests.gguf_models import mostly_q4_k, save_gguf
 from tests.quantised import mxfp4_tiny
 from tests.tiny import ONE_RANK, save_tiny, save_tiny_of, tiny_case
 from umbra.commands.logits import collect_logits
+from umbra.executor.checkpoint.packed import PackedCache
+from umbra.executor.config.case import Case
+from umbra.executor.model_runner import make_runner
+from umbra.models.gguf import folder as unpacked
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.experts import Experts
 
 IDS = [[5, 17, 3], list(range(30, 53))]
 

@@ -8,15 +8,23 @@ from typing import Any
 
 import pytest
 
-from executor.config.case import Case, ParallelSettings
-from executor.config.env import NodeEnv, RankEnv, node_env, rank_env
-from executor.config.load import CASES, list_cases, load_case, load_model_config, make_case, model_folder, set_keys
-from executor.config.resolved import read_resolved, write_resolved
-from executor.config.schema import key, override, section
-from executor.launch.preflight import check_prompts
-from tools.config_docs import config_docs
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.case import Case, ParallelSettings
+from umbra.executor.config.env import NodeEnv, RankEnv, node_env, rank_env
+from umbra.executor.config.load import (
+    CASES,
+    list_cases,
+    load_case,
+    load_model_config,
+    make_case,
+    model_folder,
+    set_keys,
+)
+from umbra.executor.config.resolved import read_resolved, write_resolved
+from umbra.executor.config.schema import key, override, section
+from umbra.executor.launch.preflight import check_prompts
+from umbra.tools.config_docs import config_docs
 
 
 def error_of(name: str, *overrides: str) -> str:
@@ -44,7 +52,7 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         (["dtype=float31"], "'float31' is not one of bfloat16, float16, float32, did you mean 'float32'?"),
         (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of cpu's: eager, graph"),
         (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
-        (["prompts=[\"\\ud800\"]"], "data_config.prompts: ['\\ud800'] has half of a surrogate pair: not text"),
+        (['prompts=["\\ud800"]'], "data_config.prompts: ['\\ud800'] has half of a surrogate pair: not text"),
         (["temperature=1e-320"], "temperature: 1e-320 must be 0 or at least 1e-06: logits divided by less overflow"),
         (["model_path=''"], "demo.yaml: model_path is missing: name the folder of the checkpoint"),
         (["model_path=nowhere"], "nowhere is not a folder"),
@@ -52,15 +60,20 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         (["sequence_parallel_tokens=9"], "sequence_parallel_tokens: 9 needs a world_size above 1"),
         (
             [*RANKS_8, "sequence_parallel_tokens=65", "chunked_prefill_size=64"],
-            "sequence_parallel_tokens: 65 is more than the 64 tokens of the largest prefill step: lower it, or raise",
+            "sequence_parallel_tokens: 65 is more than the 64 tokens of the largest prefill step: lower it, or",
         ),
-        ([*RANKS_8, "expert_slots=5", "moe_tp_size=1"], "parallel_config.expert_slots: 5 needs several ranks with rows "
-         "and whole experts of their own: set attn_tp_size: 1 and moe_tp_size: 1 (they are 8 and 1, world_size is 8)"),
+        (
+            [*RANKS_8, "expert_slots=5", "moe_tp_size=1"],
+            "parallel_config.expert_slots: 5 needs several ranks with rows and whole experts of their own: set "
+            "attn_tp_size: 1 and moe_tp_size: 1 (they are 8 and 1, world_size is 8)",
+        ),
         ([*APART_8, "expert_slots=3"], "expert_slots: 3 must be from 4 to 32: 8 ranks hold the model's 32 experts"),
         ([*APART_8, "expert_slots=5", "mode=elastic"], "expert_slots: 5 and offload_config.mode: elastic exclude each"),
         (["rebalance_steps=5"], "parallel_config.rebalance_steps: has no meaning with parallel_config.expert_slots: 0"),
-        (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
-         "world_size / moe_tp_size: 64 does not divide num_experts: 32"),
+        (
+            ["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
+            "world_size / moe_tp_size: 64 does not divide num_experts: 32",
+        ),
         ([*RANKS_8, "attn_tp_size=2", "batch_size=6"], "batch_size: 6 is not divisible by attn_dp: 4"),
         ([*EAGER_8, "attn_tp_size=2", "lmhead_tp_size=4"], "lmhead_tp_size: 4 does not divide attn_tp_size: 2"),
         (["group_size=48"], "quantization.group_size: 48 must be 32, 64 or 128"),
@@ -74,7 +87,7 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         ([*ASCEND, "deterministic=true", "aiv_group=world"], "aiv_group: world exclude each other"),
         (["input_max_len=2000", "max_new_tokens=100"], "input_max_len + max_new_tokens: 2100 exceed the model's 2048"),
     ],
-)  # fmt: skip
+)
 def test_impossible_values_are_named(overrides: list[str], complaint: str) -> None:
     assert complaint in error_of("demo", *overrides)
 
@@ -181,7 +194,7 @@ def test_aliases_that_would_make_a_huge_file_are_refused(tmp_path: Path) -> None
 
 def test_config_docs_are_fresh() -> None:
     for name, text in config_docs().items():
-        assert (ROOT / "docs" / name).read_text() == text, "run .venv/bin/python -m tools.config_docs"
+        assert (ROOT / "docs" / name).read_text() == text, "run .venv/bin/python -m umbra.tools.config_docs"
 
 
 def test_the_rows_of_a_decode_step() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.engine.request import Request, SamplingParams
-from executor.launch.rank import run_rank
-from executor.model_runner import ModelRunner, make_runner
 from tests.fakes.drafts import HalfRight
 from tests.ranks import join_once
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import ModelRunner, make_runner
 
 NEW = 24
 

@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from executor.engine.batching import pack
-from executor.engine.pages import Block, Holding, PagePool
-from executor.engine.request import Request
-from executor.engine.sequence import new_sequence
-from ops import load_ops
+from umbra.executor.engine.batching import pack
+from umbra.executor.engine.pages import Block, Holding, PagePool
+from umbra.executor.engine.request import Request
+from umbra.executor.engine.sequence import new_sequence
+from umbra.ops import load_ops
 
 OPS = load_ops("reference")
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from executor.engine.chunk_size import ChunkSize
+from umbra.executor.engine.chunk_size import ChunkSize
 
 LONG, PAGE, PAUSE_S = 2000, 16, 0.2
 COSTS = {  # seconds of a step, a token, a pair of tokens

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from executor.engine.kv_caches import recurrent
-from executor.engine.loop import Loop
-from executor.engine.request import Request, SamplingParams
-from executor.engine.sequence import Sequence
 from tests.fakes.drafts import lookup
 from tests.tiny import make_runner, save_tiny_of, tiny_case
+from umbra.executor.engine.kv_caches import recurrent
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.sequence import Sequence
 
 PAGE = 16
 ASKS = [7, 8, 9]  # the generation prompt, of which the history has all but the last token
@@ -52,10 +52,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loop_of(model: Path, checkpoints: int, drafts: int = 0) -> Loop:
     data = {"batch_size": 4, "input_max_len": 600, "max_new_tokens": 40}
     case = tiny_case(
-        model.parent, model, model_name="qwen3_next", exe_mode="graph", data_config=data,
+        model.parent,
+        model,
+        model_name="qwen3_next",
+        exe_mode="graph",
+        data_config=data,
         draft_config=lookup(drafts),
         cache_config={"page_size": PAGE, "state_checkpoints": checkpoints},
-    )  # fmt: skip
+    )
     engine = make_runner(case, model.parent).engine
     any_place = recurrent(engine.model)[0].delta
     any_place.as_strided((any_place.untyped_storage().nbytes() // 4,), (1,), 0).fill_(nan)  # what others left

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from llguidance import LLMatcher, LLTokenizer
 
-from executor.engine.drafts import Drafts
-from executor.engine.grammar import Matcher
-from executor.engine.loop import Loop
-from executor.engine.ngrams import MATCH, NgramIndex
-from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.sequence import Sequence, new_sequence
-from models.registry import family_in
 from tests.fakes.drafts import FreeDrafts, lookup
 from tests.quantised import mxfp4_tiny
 from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
+from umbra.executor.engine.drafts import Drafts
+from umbra.executor.engine.grammar import Matcher
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.ngrams import MATCH, NgramIndex
+from umbra.executor.engine.request import Event, Request, SamplingParams
+from umbra.executor.engine.sequence import Sequence, new_sequence
+from umbra.models.registry import family_in
 
 PROMPTS = [[5, 17, 3] * 4, [7, 8, 9, 7, 8, 9, 7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -97,10 +97,11 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
 ) -> None:
     model = request.getfixturevalue(name)
     options: dict[str, Any] = {
-        "model_name": family_in(model), "quantization": quantization,
+        "model_name": family_in(model),
+        "quantization": quantization,
         "cache_config": {"page_size": 4, "kv_dtype": "int8"},
         "offload_config": {"mode": "elastic", "arena_mb": 0.3, "max_swaps": 2},
-    }  # fmt: skip
+    }
     tokens = [
         {id: [t for e in events for t in e.tokens] for id, events in answers(loop, SAMPLING["sampled"]).items()}
         for loop in (loop_of(model, most, "graph", **options) for most in (0, 7))

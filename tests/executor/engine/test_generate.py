@@ -8,13 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from executor.config.load import load_case
-from executor.engine.request import Request, SamplingParams
-from executor.engine.sequence import Sequence
-from executor.model_runner import make_runner as new_runner
-from executor.run.prompts import encode_prompts
-from models.layers.base import layers_of
-from models.layers.experts import Experts
 from tests.spy import spy_on
 from tests.tiny import (
     ONE_RANK,
@@ -26,9 +19,16 @@ from tests.tiny import (
     save_tiny_of,
     tiny_case,
 )
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.sequence import Sequence
+from umbra.executor.model_runner import make_runner as new_runner
+from umbra.executor.run.prompts import encode_prompts
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.experts import Experts
+from umbra.text.tokenizer import Tokenizer
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 
@@ -123,8 +123,13 @@ def test_profiler_writes_traces_of_both_phases(tmp_path: Path) -> None:
     case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config=settings)
     new_runner(case, tmp_path, ONE_RANK).run()
     names = sorted(p.name for p in tmp_path.glob("trace_*.json"))
-    assert names == ["trace_decode0_rank0.json", "trace_decode1_rank0.json", "trace_decode2_rank0.json",
-                     "trace_decode3_rank0.json", "trace_prefill0_rank0.json"]  # fmt: skip
+    assert names == [
+        "trace_decode0_rank0.json",
+        "trace_decode1_rank0.json",
+        "trace_decode2_rank0.json",
+        "trace_decode3_rank0.json",
+        "trace_prefill0_rank0.json",
+    ]
     for name in names:
         events = json.loads((tmp_path / name).read_text())["traceEvents"]
         assert any("linear" in str(e.get("name")) for e in events)

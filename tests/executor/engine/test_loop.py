@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from executor.engine.request import Event, Request, SamplingParams
-from executor.model_runner import ModelRunner
-from ops.sampling import uniform
 from tests.spy import spy_on
 from tests.tiny import make_runner, save_tiny, tiny_case
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.request import Event, Request, SamplingParams
+from umbra.executor.model_runner import ModelRunner
+from umbra.ops.sampling import uniform
 
 PROMPTS = [[5, 17, 3], [7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.engine.expert_totals import ExpertTotals
-from executor.engine.memory_split import MemorySplit
-from executor.engine.pages import PagePool
-from executor.engine.prefixes import PageCache
 from tests.fakes.shadow_experts import FakeShadowExperts
+from umbra.executor.engine.expert_totals import ExpertTotals
+from umbra.executor.engine.memory_split import MemorySplit
+from umbra.executor.engine.pages import PagePool
+from umbra.executor.engine.prefixes import PageCache
 
 HERE = np.array([[True, False, False, True], [False, True, False, False]])
 LASTING = [8.0, 1.0, 5.0, 2.0, -3.0, 4.0, 7.0, 0.5]

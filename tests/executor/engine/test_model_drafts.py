@@ -7,24 +7,27 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from executor.engine.loop import Loop
-from executor.engine.request import Grammar, Request, SamplingParams
-from executor.engine.sequence import Sequence
 from tests.fakes.drafts import FreeDrafts
 from tests.tiny import make_runner, tiny_case
-from text.tokenizer import Tokenizer
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.request import Grammar, Request, SamplingParams
+from umbra.executor.engine.sequence import Sequence
+from umbra.text.tokenizer import Tokenizer
 
 CHECKPOINTS = ROOT / "checkpoints"
 TEXTS = [
     "It is a truth universally acknowledged, that a single man in possession of a good fortune",
-    "Emma was", "Elizabeth, having rather expected to affront him, was amazed at his gallantry; but there was",
-    "Mr. Darcy", "“I have not the smallest objection,” said",
-]  # fmt: skip
+    "Emma was",
+    "Elizabeth, having rather expected to affront him, was amazed at his gallantry; but there was",
+    "Mr. Darcy",
+    "“I have not the smallest objection,” said",
+]
 SAMPLINGS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.8, "top_p": 0.95, "seed": 3, "repetition_penalty": 1.05},
+    {},
+    {"temperature": 0.8, "top_p": 0.95, "seed": 3, "repetition_penalty": 1.05},
     {"temperature": 0.8, "seed": 1, "grammar": Grammar("regex", "[a-z ,;]+(Mr|Mrs)[.][A-Za-z ,;.]{0,60}[.]")},
-]  # fmt: skip
+]
 
 
 class Demo(NamedTuple):
@@ -44,11 +47,16 @@ def answers(
 ) -> tuple[list[list[int]], Loop, int]:
     """Without `drafts` there are none."""
     case = tiny_case(
-        folder, CHECKPOINTS / demo.name, model_name=demo.family, exe_mode=exe_mode,
-        draft_config=demo.drafts if drafts else {}, **demo.more,
+        folder,
+        CHECKPOINTS / demo.name,
+        model_name=demo.family,
+        exe_mode=exe_mode,
+        draft_config=demo.drafts if drafts else {},
+        **demo.more,
         data_config={"batch_size": 3, "input_max_len": 120, "max_new_tokens": 40, "chunked_prefill_size": 16},
-        serve_config={"reserve": 0}, cache_config={"page_size": 4, "state_checkpoints": 30},
-    )  # fmt: skip
+        serve_config={"reserve": 0},
+        cache_config={"page_size": 4, "state_checkpoints": 30},
+    )
     loop = Loop(make_runner(case, folder).engine, frozenset({0}), serving=True)
     if drafts:
         loop.scheduler.drafts = drafts

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_offload.cpu import CpuDevice, CpuExperts
-from executor.model_runner import ModelRunner
-from executor.platform.cpu import CpuPlatform
-from executor.run.shadow_report import write_shadow_report
-from ops.parallel.groups import Group
 from tests.fakes.shadow_experts import CopyingPlatform
 from tests.quantised import mxfp4_tiny
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
+from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits
-from umbra.errors import UserError
+from umbra.cpu_offload.cpu import CpuDevice, CpuExperts
+from umbra.executor.model_runner import ModelRunner
+from umbra.executor.platform.cpu import CpuPlatform
+from umbra.executor.run.shadow_report import write_shadow_report
+from umbra.ops.parallel.groups import Group
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 MB = 60 / 1024  # size of the arena: room for the whole cache and few experts, or for more experts and little cache

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.model_runner import ModelRunner
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
-from tools.benchmarks.elastic import Request, serve, swings
+from umbra.executor.model_runner import ModelRunner
+from umbra.tools.benchmarks.elastic import Request, serve, swings
 
 pytestmark = pytest.mark.slow
 

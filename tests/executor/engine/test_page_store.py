@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.engine.page_store import HEAD, LEAST_SEGMENTS, PageStore, Record, WriteBehind
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.page_store import HEAD, LEAST_SEGMENTS, PageStore, Record, WriteBehind
 
 SIZE = 3000
 LIMIT = 40 * LEAST_SEGMENTS * SIZE

@@ -11,15 +11,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from executor.engine import states as recurrent
-from executor.engine.batch_limits import Limits
-from executor.engine.pages import Block, PagePool, States
-from executor.engine.prefixes import extend_keys, key_of
-from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Scheduler, Step
-from executor.engine.sequence import Sequence, new_sequence
-from models.config import Expansion
 from tests.fakes.drafts import FreeDrafts
+from umbra.executor.engine import states as recurrent
+from umbra.executor.engine.batch_limits import Limits
+from umbra.executor.engine.pages import Block, PagePool, States
+from umbra.executor.engine.prefixes import extend_keys, key_of
+from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.scheduler import Scheduler, Step
+from umbra.executor.engine.sequence import Sequence, new_sequence
+from umbra.models.config import Expansion
 
 LONGEST = 40
 
@@ -133,10 +133,19 @@ def test_every_request_gets_its_tokens_whatever_gives_way(seed: int) -> None:
     draw = random.Random(seed)
     groups = draw.randint(1, 3)
     limits = Limits(
-        3 * groups, LONGEST, draw.randint(1, 4), groups, draw.choice([None, 5]), 3, draw.choice([None, 0, 1, 7]),
-        draw.random() < 0.9, draw.randint(0, 3), draw.choice([0, 1, 3, 9]),
-        draw.choice([(None,), (None,), (None, 6), (1,), (None, None, 3, 9)]), draw.choice([0, 1, 4, 4]),
-    )  # fmt: skip
+        3 * groups,
+        LONGEST,
+        draw.randint(1, 4),
+        groups,
+        draw.choice([None, 5]),
+        3,
+        draw.choice([None, 0, 1, 7]),
+        draw.random() < 0.9,
+        draw.randint(0, 3),
+        draw.choice([0, 1, 3, 9]),
+        draw.choice([(None,), (None,), (None, 6), (1,), (None, None, 3, 9)]),
+        draw.choice([0, 1, 4, 4]),
+    )
     pages = limits.pages_of(LONGEST) + draw.choice([0, 0, 1, 5, 12, 30])
     ranks = [Rank(limits, pages, number) for number in range(3)]
     wanted: dict[int, int] = {}

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from executor.config.load import load_case
-from executor.engine.grammar import LARGEST, Grammars, Matcher, checked
-from executor.engine.loop import Loop
-from executor.engine.request import LARGEST_SEED, Event, Grammar, Request, SamplingParams
-from executor.model_runner import ModelRunner
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.grammar import LARGEST, Grammars, Matcher, checked
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.request import LARGEST_SEED, Event, Grammar, Request, SamplingParams
+from umbra.executor.model_runner import ModelRunner
+from umbra.text.tokenizer import Tokenizer
 
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [  # what is taken, and what is not
     ("max_tokens", [1], [0, True, 1.0]),
@@ -87,7 +87,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 def answer(demo: ModelRunner, **options: Any) -> tuple[str, str]:
-    from text.tokenizer import Tokenizer
+    from umbra.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(demo.folder)
     ids = tuple(tokenizer.encode("Emma was", False))
@@ -113,11 +113,14 @@ def test_no_token_ends_an_answer_that_is_too_short(demo: ModelRunner) -> None:
 
 def test_an_answer_follows_a_json_schema(demo: ModelRunner) -> None:
     schema = {
-        "type": "object", "additionalProperties": False, "required": ["name", "age"],
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name", "age"],
         "properties": {
-            "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99, "minimum": 1},
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "maximum": 99, "minimum": 1},
         },
-    }  # fmt: skip
+    }
     text, reason = answer(demo, grammar=Grammar("json", json.dumps(schema)), temperature=1.0, seed=1)
     value = json.loads(text)
     assert set(value) == {"name", "age"}

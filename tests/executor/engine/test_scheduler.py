@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from executor.engine.batch_limits import Limits
-from executor.engine.pages import PagePool
-from executor.engine.request import Event, Request, SamplingParams, TokenLogprob
-from executor.engine.scheduler import MOST_PREEMPTIONS, Scheduler
-from executor.engine.sequence import FAILED, Sequence, new_sequence
 from tests.fakes.drafts import FreeDrafts
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.batch_limits import Limits
+from umbra.executor.engine.pages import PagePool
+from umbra.executor.engine.request import Event, Request, SamplingParams, TokenLogprob
+from umbra.executor.engine.scheduler import MOST_PREEMPTIONS, Scheduler
+from umbra.executor.engine.sequence import FAILED, Sequence, new_sequence
 
 PAGE, STOP, OWN_STOP = 4, 9, 8
 
@@ -103,10 +103,7 @@ def test_the_youngest_gives_back_its_pages_and_waits() -> None:
     assert scheduler.preempted == []
 
 
-@pytest.mark.parametrize(
-    ("priorities", "preempted", "gone"),
-    [((1, 0), (0, 0), 0), ((0, 0), (0, MOST_PREEMPTIONS), 0)],
-)
+@pytest.mark.parametrize(("priorities", "preempted", "gone"), [((1, 0), (0, 0), 0), ((0, 0), (0, MOST_PREEMPTIONS), 0)])
 def test_who_is_preempted(priorities: tuple[int, int], preempted: tuple[int, int], gone: int) -> None:
     """Whoever is of less priority, or came later, unless it was preempted often already."""
     pair = [sequence(id, 7, most=5, priority=priority) for id, priority in enumerate(priorities)]

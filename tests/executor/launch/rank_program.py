@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from executor.config.env import RankEnv
-from executor.config.resolved import read_resolved
-from executor.launch.join import init_parallel
-from executor.launch.platform_settings import platform_settings
-from executor.launch.rank import run_rank
-from executor.platform import load_platform
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.resolved import read_resolved
+from umbra.executor.launch.join import init_parallel
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.platform import load_platform
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from executor.launch.causes import Cause, cause_of
-from executor.launch.results import create_results, discard_results, share_results
-from umbra.errors import EXIT_STATUS, UserError
+from umbra.base.errors import EXIT_STATUS, UserError
+from umbra.executor.launch.causes import Cause, cause_of
+from umbra.executor.launch.results import create_results, discard_results, share_results
 
 STACK = "Traceback\n  a line\nValueError: the cup is empty\n"
 

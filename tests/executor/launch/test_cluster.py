@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from executor.config.env import NodeEnv
-from executor.launch.nodes import Nodes
 from tests.nodes import Cluster, Job, Node, cluster, parent, until
 from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.env import NodeEnv
+from umbra.executor.launch.nodes import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -36,9 +36,14 @@ def write_job(folder: Path, name: str, ranks: int, tokens: int, **parallel: Any)
         (model / file).write_bytes((ROOT / "checkpoints/austen_moe" / file).read_bytes())
     data = {"prompts": ["x"], "input_max_len": 48, "max_new_tokens": tokens, "batch_size": 1, "warm_up": False}
     path = write_case(
-        folder / f"{name}.yaml", model, world_size=ranks, threads=1, data_config=data, parallel_config=parallel,
+        folder / f"{name}.yaml",
+        model,
+        world_size=ranks,
+        threads=1,
+        data_config=data,
+        parallel_config=parallel,
         sampling_config={"ignore_eos": True},
-    )  # fmt: skip
+    )
     return str(path)
 
 

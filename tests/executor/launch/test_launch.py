@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch.processes import is_running, rank_of
 from tests.nodes import until
 from tests.ranks import launch_ranks
 from tests.variants import thorough_but
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.executor.launch.processes import is_running, rank_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -68,9 +68,19 @@ def test_demo_answers_and_reports(demo: str) -> None:
     (folder,) = folders(demo) - before
     report = json.loads((folder / "report.json").read_text())
     wanted = {
-        "case", "platform", "exe_mode", "world_size", "completions", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99",
-        "prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_bytes", "versions",
-    }  # fmt: skip
+        "case",
+        "platform",
+        "exe_mode",
+        "world_size",
+        "completions",
+        "ttft_ms",
+        "tpot_ms_p50",
+        "tpot_ms_p99",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+        "peak_memory_bytes",
+        "versions",
+    }
     assert wanted <= report.keys()
     assert (report["case"], report["world_size"]) == (Path(demo).stem, ranks)
     assert len(report["completions"]) == 4
@@ -132,8 +142,11 @@ def test_ranks_end_with_their_launcher(demo: str) -> None:
     before = folders(demo)
     job = subprocess.Popen(
         ["bash", "infer.sh", demo, "--set", "world_size=2", "max_new_tokens=1500", "ignore_eos=true"],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     ranks = wait_for_ranks(job, 2)
     (folder,) = until(lambda: folders(demo) - before)
     log = folder / "rank1.log"
@@ -147,8 +160,8 @@ def test_a_halted_rank_ends_its_job_and_is_named(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from executor.launch.halts import Halts
-from executor.launch.launch import run_ranks
+from umbra.executor.launch.halts import Halts
+from umbra.executor.launch.launch import run_ranks
 command = ["sh", "-c", "test $RANK = 0 || kill -STOP $$$$; exec sleep 600"]
 print(run_ranks(command, 2, sys.argv[1], Path("results"), halts=Halts(0.5, 0.1)).text)
 """

@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from executor.config.case import Case
-from executor.config.load import load_case, load_model_config
-from executor.launch.platform_settings import platform_settings
-from executor.platform import start_environment
-from executor.platform.ascend.exchange import why_gathered, why_refused
-from executor.platform.ascend.hccl import AI_CPU, AIV, HOST, group_options
-from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gemv_tokens
-from executor.platform.settings import PlatformSettings
-from executor.run.model_sketch import sketch_of
-from models.qwen3_moe.config import Qwen3MoeConfig
-from ops.ascend import vector_core
-from ops.ascend.weights import AscendExperts
-from ops.format import Format
-from ops.parallel.partitions import GROUPS
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_case, load_model_config
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform import start_environment
+from umbra.executor.platform.ascend.exchange import why_gathered, why_refused
+from umbra.executor.platform.ascend.hccl import AI_CPU, AIV, HOST, group_options
+from umbra.executor.platform.ascend.kernels import check_offsets, chosen_kernels, gemv_tokens
+from umbra.executor.platform.settings import PlatformSettings
+from umbra.executor.run.model_sketch import sketch_of
+from umbra.models.qwen3_moe.config import Qwen3MoeConfig
+from umbra.ops.ascend import vector_core
+from umbra.ops.ascend.weights import AscendExperts
+from umbra.ops.format import Format
+from umbra.ops.parallel.partitions import GROUPS
 
 A2, A3 = "Ascend910B3", "Ascend910_9391"
 ON_ASCEND = ("platform=ascend", "exe_mode=ge_graph", "method=none", "batch_size=16")
@@ -49,10 +49,12 @@ def ascend(*overrides: str) -> Case:
         (["deterministic=true"], "deterministic: true and hccl_config.aiv_group: attn_tp exclude each other"),
         (["aiv_group=moe_tp"], "hccl_config.aiv_group: 'moe_tp' is not one of none, world, attn_tp"),
         (["base_port=80"], "ascend_config.base_port: 80 is the system's: choose 1024 or more, or 0"),
-        (["world_size=8", "world_buffer_mb=100", "attn_tp_buffer_mb=400"],
-         "hccl_config.world_buffer_mb: 100 and hccl_config.attn_tp_buffer_mb: 400: both are the group of the same 8"),
+        (
+            ["world_size=8", "world_buffer_mb=100", "attn_tp_buffer_mb=400"],
+            "hccl_config.world_buffer_mb: 100 and hccl_config.attn_tp_buffer_mb: 400: both are the group of the same 8",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_ascend_cannot_do_is_named(overrides: list[str], complaint: str) -> None:
     with pytest.raises(UserError) as raised:
         ascend(*overrides)
@@ -98,7 +100,7 @@ def test_only_the_chosen_group_runs_on_the_vector_cores() -> None:
         (["base_port=50000", "socket_ifname=eth1"], {"HCCL_IF_BASE_PORT": "50000", "HCCL_SOCKET_IFNAME": "eth1"}),
         (["cpu_affinity=false"], {"CPU_AFFINITY_CONF": None, "HCCL_SOCKET_IFNAME": None}),
     ],
-)  # fmt: skip
+)
 def test_keys_reach_the_environment(overrides: list[str], wanted: dict[str, str | None]) -> None:
     made = environment(ascend("world_size=8", *overrides), {})
     assert {name: made.get(name) for name in wanted} == wanted
@@ -127,8 +129,8 @@ def test_the_launcher_sets_it_before_the_rank_starts() -> None:
     """Also with one rank, which takes the launcher's place."""
     code = f"""
 import sys
-from executor.config.load import load_case
-from executor.launch.launch import launch
+from umbra.executor.config.load import load_case
+from umbra.executor.launch.launch import launch
 launch(load_case("demo", {list(ON_ASCEND)}), ["-c", "import os; print(os.environ['CPU_AFFINITY_CONF'])"])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True)

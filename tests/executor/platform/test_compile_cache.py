@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from executor.config.load import load_case, load_model_config
-from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.compile_cache import (
+from tests.command import umbra
+from umbra.base.errors import UserError
+from umbra.executor.config.load import load_case, load_model_config
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform.ascend.compile_cache import (
     LIMIT,
     CompileCache,
     clear_cache,
     compile_facts,
     first_difference,
 )
-from executor.platform.ascend.versions import Versions
-from tests.command import umbra
-from umbra.errors import UserError
+from umbra.executor.platform.ascend.versions import Versions
 
 FACTS = {"torch": "2.13.0", "torch_npu": "2.13.0", "case": {"data_config": {"batch_size": 4}, "sizes": (1, 2)}}
 SHAPES = [[[4], "int64"]]

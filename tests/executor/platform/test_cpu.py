@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from executor.config.load import load_case
-from executor.launch.platform_settings import platform_settings
-from executor.platform.base import graph_rows
-from executor.platform.cpu import CpuPlatform
-from ops.parallel.partitions import ParallelSizes
 from tests.tiny import ONE_RANK
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.load import load_case
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform.base import graph_rows
+from umbra.executor.platform.cpu import CpuPlatform
+from umbra.ops.parallel.partitions import ParallelSizes
 
 SHADOWS = ("exe_mode=graph", "offload_config.mode=resident")
 

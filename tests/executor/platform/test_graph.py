@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from ops import load_ops
-from ops.cpu import engine
 from tests.tiny import make_runner, save_tiny, tiny_case
 from umbra.commands.logits import collect_logits
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine
 
 cpu = load_ops("cpu")
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.platform.ascend.versions import Versions, check_versions, read_versions
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.platform.ascend.versions import Versions, check_versions, read_versions
 
 TESTED = Versions("2.13.0+cpu", "2.13.0", None, None)
 CLAIMED = Versions("2.10.0", "2.10.0.post4", "9.1.0", "25.5.2")
@@ -22,7 +22,7 @@ CLAIMED = Versions("2.10.0", "2.10.0.post4", "9.1.0", "25.5.2")
         (replace(CLAIMED, driver="25.0.rc1.1"), "driver 25.0.rc1.1 is too old for CANN 9.1.0: install 25.2 or later"),
         (replace(TESTED, cann="8.5.0", driver="24.1.0"), "driver 24.1.0 is too old for CANN 8.5.0: install 25.0"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_belong_together_is_refused(found: Versions, complaint: str) -> None:
     with pytest.raises(UserError) as raised:
         check_versions(found, strict=False)
@@ -56,13 +56,19 @@ def install(home: Path, **files: str) -> Path:
     ("files", "runtime", "cann"),
     [
         ({"info": "package_name=Ascend-cann-toolkit\nversion=8.5.0\ninnerversion=V100\n"}, None, "8.5.0"),
-        ({"cfg": "# version: 1.0\nruntime_running_version=[7.0:7.0.0]\n"
-                 "toolkit_running_version=[7.7.T9.0.B057:8.1.T6][7.7.T20.0.B210:8.1.RC1]\n"
-                 "toolkit_installed_version=[7.7.T9.0.B057:8.1.T6]\n"}, None, "8.1.RC1"),
+        (
+            {
+                "cfg": "# version: 1.0\nruntime_running_version=[7.0:7.0.0]\n"
+                "toolkit_running_version=[7.7.T9.0.B057:8.1.T6][7.7.T20.0.B210:8.1.RC1]\n"
+                "toolkit_installed_version=[7.7.T9.0.B057:8.1.T6]\n"
+            },
+            None,
+            "8.1.RC1",
+        ),
         ({"cfg": "nothing here\n"}, "8.3.RC1", "8.3.RC1"),
         ({}, None, None),
     ],
-)  # fmt: skip
+)
 def test_cann_is_read_from_its_files_or_its_runtime(
     tmp_path: Path, files: dict[str, str], runtime: str | None, cann: str | None
 ) -> None:

@@ -13,13 +13,13 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.engine.teacher_forcing import ForcedRun
-from executor.launch.rank import run_rank
-from executor.model_runner import make_runner
 from tests.ranks import join_once
 from umbra.commands.logits import collect_logits, sized_for
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import make_runner
 
 
 def main() -> None:

@@ -15,18 +15,18 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 import torch
 
-from cpu_offload.cpu import CpuDevice
-from cpu_offload.manager import ShadowExperts
-from executor.config.case import Case, OffloadSettings
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.launch.join import init_parallel
-from executor.launch.platform_settings import platform_settings
-from executor.launch.rank import run_rank
-from executor.model_runner import ModelRunner, make_runner
-from executor.platform.cpu import CpuPlatform
 from tests.fakes.shadow_experts import CopyingPlatform, any_swaps
 from umbra.commands.logits import collect_logits
+from umbra.cpu_offload.cpu import CpuDevice
+from umbra.cpu_offload.manager import ShadowExperts
+from umbra.executor.config.case import Case, OffloadSettings
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.launch.join import init_parallel
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.executor.platform.cpu import CpuPlatform
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 

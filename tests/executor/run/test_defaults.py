@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from executor.config.load import load_case, make_case
-from executor.config.units import GB
-from executor.run.defaults import RUNNING, SERVING, case_of_checkpoint, open_case
-from executor.run.host_memory import check_host_memory
-from executor.run.model_sketch import sketch_of, weights_of
 from tests.command import umbra
-from text.tokenizer import Tokenizer
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.load import load_case, make_case
+from umbra.executor.config.units import GB
+from umbra.executor.run.defaults import RUNNING, SERVING, case_of_checkpoint, open_case
+from umbra.executor.run.host_memory import check_host_memory
+from umbra.executor.run.model_sketch import sketch_of, weights_of
+from umbra.text.tokenizer import Tokenizer
 
 DEMO = ROOT / "checkpoints/austen_moe"
 
@@ -46,15 +46,21 @@ def test_a_context_that_the_model_has(
 
 @pytest.mark.parametrize(
     ("gigabytes", "method", "sequences", "context"),
-    [(100, "auto", 8, 32_768), (3, "auto", 8, 16_384), (1.7, "auto", 4, 8192), (1.2, "q8", 2, 8192),
-     (0.9, "q4", 1, 4096), (0.01, "q4", 1, 256)],
-)  # fmt: skip
+    [
+        (100, "auto", 8, 32_768),
+        (3, "auto", 8, 16_384),
+        (1.7, "auto", 4, 8192),
+        (1.2, "q8", 2, 8192),
+        (0.9, "q4", 1, 4096),
+        (0.01, "q4", 1, 256),
+    ],
+)
 def test_settings_follow_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, method: str, sequences: int, context: int
 ) -> None:
     """The model has 0.5 GB of weights and 8 kB of KV cache a token."""
     model = folder(tmp_path / "model", 40_960, num_hidden_layers=16, num_experts=64, moe_intermediate_size=640)
-    monkeypatch.setattr("executor.run.defaults.free_memory", lambda: int(gigabytes * GB))
+    monkeypatch.setattr("umbra.executor.run.defaults.free_memory", lambda: int(gigabytes * GB))
     case, keys = case_of_checkpoint(model, SERVING)
     data = case.data_config
     assert (case.quantization.method, data.batch_size, case.max_sequence_length) == (method, sequences, context)
@@ -66,7 +72,7 @@ def test_mxfp4_is_counted_as_it_is_and_never_quantised_again(
 ) -> None:
     config = {"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 24}))
-    monkeypatch.setattr("executor.run.defaults.free_memory", lambda: GB)
+    monkeypatch.setattr("umbra.executor.run.defaults.free_memory", lambda: GB)
     case, _ = case_of_checkpoint(tmp_path, SERVING)
     assert case.quantization.method == "auto"
     # 16 pages of all tokens and 16 of windows, each 16 tokens of keys and values in 12 layers: 384 kB

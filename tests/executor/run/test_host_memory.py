@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from executor.config.load import load_case
-from executor.config.units import GB
-from executor.run.host_memory import check_host_memory, memory_limit, too_much_here
-from executor.run.model_sketch import sketch_of
 from tests.tiny import save_tiny, tiny_case
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.load import load_case
+from umbra.executor.config.units import GB
+from umbra.executor.run.host_memory import check_host_memory, memory_limit, too_much_here
+from umbra.executor.run.model_sketch import sketch_of
 
 
 def write(path: Path, text: str) -> Path:
@@ -74,7 +74,7 @@ def test_what_a_refusal_names_makes_it_fit(
         program = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # which counts too
         return int(gigabytes * GB) + program, "this machine's memory"
 
-    monkeypatch.setattr("executor.run.host_memory.memory_limit", limit)
+    monkeypatch.setattr("umbra.executor.run.host_memory.memory_limit", limit)
     case = load_case("qwen3_30b_a3b_q4_cpu", overrides)
     with pytest.raises(UserError, match=r"GB of this machine's memory: ") as refused:
         check_host_memory(case, 1, sketch_of(case))

@@ -10,30 +10,30 @@ from typing import Any, cast
 import pytest
 import torch
 
-from executor.config.case import Case
-from executor.config.load import list_cases, load_case, load_model_config
-from executor.config.units import GB
-from executor.engine.batch_limits import limits_of
-from executor.engine.kv_caches import bind_caches
-from executor.engine.weight_formats import build_of
-from executor.run.activations import Ledger
-from executor.run.ascend_memory_plan import make_plan
-from executor.run.chunk_plan import STEP, plan_with_arena, with_chunk
-from executor.run.counted_shadows import CountedShadows
-from executor.run.memory_report import check_fits, print_plan
-from models.layers.base import layers_of
-from models.registry import model_class
-from ops.ascend.layout import AscendLayout
-from ops.ascend.slots import ArenaSlots
-from ops.ascend.weights import AscendExperts
-from ops.counted import CountedOps
-from ops.format import FORMATS, W8A8, Format
-from ops.interface import SILU_EXPERTS
-from ops.parallel.join import parallel_of
 from tests.command import umbra
 from tests.tiny import save_tiny, tiny_case
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import list_cases, load_case, load_model_config
+from umbra.executor.config.units import GB
+from umbra.executor.engine.batch_limits import limits_of
+from umbra.executor.engine.kv_caches import bind_caches
+from umbra.executor.engine.weight_formats import build_of
+from umbra.executor.run.activations import Ledger
+from umbra.executor.run.ascend_memory_plan import make_plan
+from umbra.executor.run.chunk_plan import STEP, plan_with_arena, with_chunk
+from umbra.executor.run.counted_shadows import CountedShadows
+from umbra.executor.run.memory_report import check_fits, print_plan
+from umbra.models.layers.base import layers_of
+from umbra.models.registry import model_class
+from umbra.ops.ascend.layout import AscendLayout
+from umbra.ops.ascend.slots import ArenaSlots
+from umbra.ops.ascend.weights import AscendExperts
+from umbra.ops.counted import CountedOps
+from umbra.ops.format import FORMATS, W8A8, Format
+from umbra.ops.interface import SILU_EXPERTS
+from umbra.ops.parallel.join import parallel_of
 
 pytestmark = pytest.mark.slow
 
@@ -128,9 +128,12 @@ def tiny(folder: Path, *, config: dict[str, Any] | None = None, **sections: Any)
         save_tiny(folder / "model", **sizes)
     data = {"prompts": ["x"], "input_max_len": 100, "max_new_tokens": 60, "batch_size": 4}
     on_ascend: dict[str, Any] = {
-        "platform": "ascend", "exe_mode": "ge_graph", "model_config": {"dtype": "bfloat16"}, "data_config": data,
+        "platform": "ascend",
+        "exe_mode": "ge_graph",
+        "model_config": {"dtype": "bfloat16"},
+        "data_config": data,
         "cache_config": {"page_size": 128},
-    }  # fmt: skip
+    }
     return tiny_case(folder, folder / "model", **on_ascend | sections)
 
 

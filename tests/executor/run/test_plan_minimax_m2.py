@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from executor.config.case import Case
-from executor.config.load import load_case
-from executor.run.ascend_memory_plan import make_plan
-from executor.run.shadow_plan import host_bytes, sizes_of
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_case
+from umbra.executor.run.ascend_memory_plan import make_plan
+from umbra.executor.run.shadow_plan import host_bytes, sizes_of
 
 pytestmark = pytest.mark.slow
 

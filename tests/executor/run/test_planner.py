@@ -8,18 +8,24 @@ from typing import Any
 
 import pytest
 
-from cpu_offload.costs import Costs, Line
-from cpu_offload.planner.model import Planner, Sample, Shape, fit
-from executor.config.case import Case
-from executor.model_runner import make_runner
-from executor.run.memory_report import show_plan
 from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
+from umbra.cpu_offload.costs import Costs, Line
+from umbra.cpu_offload.planner.model import Planner, Sample, Shape, fit
+from umbra.executor.config.case import Case
+from umbra.executor.model_runner import make_runner
+from umbra.executor.run.memory_report import show_plan
 
 SHAPE = Shape(layers=10, experts=64, top_k=8)
 COSTS = Costs(
-    base=0.01, device=Line(0.002, 0.001, 0.0002), shadow=Line(0.04, 0.02, 0.001), slip=0.0, copy=0.052,
-    block_bytes=4_200_000, threads=(4, 2), seconds=1.0,
-)  # fmt: skip
+    base=0.01,
+    device=Line(0.002, 0.001, 0.0002),
+    shadow=Line(0.04, 0.02, 0.001),
+    slip=0.0,
+    copy=0.052,
+    block_bytes=4_200_000,
+    threads=(4, 2),
+    seconds=1.0,
+)
 
 
 def test_fit_finds_the_coefficients() -> None:
@@ -60,31 +66,40 @@ def case_of(model: Path, folder: Path, family: str = "qwen3_moe", arena_kb: int 
 @pytest.mark.parametrize(
     ("offload", "wanted"),
     [
-        ({"mode": "elastic", "arena_kb": 100}, [
-            "100 frames of 1024 bytes, each a page of 4 tokens or part of 1 slots in 12 frames",
-            "16 with shadows, 12288 bytes each; 16 may be resident",
-            "KV pages: 56 for 4 sequence(s) at their longest, 99 can be had\n",
-            "no sequence         0 pages,      8 slots:  50% of the experts fit",
-            "slots             as many as the KV cache leaves room for",
-            "half as long       28 pages,      5 slots:  31%",
-            "the longest        56 pages,      3 slots:  19%",
-        ]),
-        ({"mode": "fixed", "slots": -1, "max_swaps": -1, "stream_tokens": 9, "shadow_threads": 2}, [
-            "16 with shadows, 12288 bytes each; 0 may be resident",
-            "slots             0 of 16: given",
-            "max_swaps         0: given",
-            "stream_tokens     9: given",
-            "+ 2: ",
-        ]),
-        ({"mode": "resident"}, [
-            "slots             all 16",
-            "max_swaps         0: all experts stay",
-            "stream_tokens     ",
-            "249 frames",
-            "the longest        56 pages,     16 slots: 100%",
-        ]),
+        (
+            {"mode": "elastic", "arena_kb": 100},
+            [
+                "100 frames of 1024 bytes, each a page of 4 tokens or part of 1 slots in 12 frames",
+                "16 with shadows, 12288 bytes each; 16 may be resident",
+                "KV pages: 56 for 4 sequence(s) at their longest, 99 can be had\n",
+                "no sequence         0 pages,      8 slots:  50% of the experts fit",
+                "slots             as many as the KV cache leaves room for",
+                "half as long       28 pages,      5 slots:  31%",
+                "the longest        56 pages,      3 slots:  19%",
+            ],
+        ),
+        (
+            {"mode": "fixed", "slots": -1, "max_swaps": -1, "stream_tokens": 9, "shadow_threads": 2},
+            [
+                "16 with shadows, 12288 bytes each; 0 may be resident",
+                "slots             0 of 16: given",
+                "max_swaps         0: given",
+                "stream_tokens     9: given",
+                "+ 2: ",
+            ],
+        ),
+        (
+            {"mode": "resident"},
+            [
+                "slots             all 16",
+                "max_swaps         0: all experts stay",
+                "stream_tokens     ",
+                "249 frames",
+                "the longest        56 pages,     16 slots: 100%",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_plan_counts_memory_and_predicts_without_the_checkpoint(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], offload: dict[str, Any], wanted: list[str]
 ) -> None:

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from executor.config.load import load_case
-from executor.engine.timings import Timings
-from executor.run.report import Completion, make_report
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.timings import Timings
+from umbra.executor.run.report import Completion, make_report
 
 
 def test_the_report_of_a_run() -> None:
@@ -14,11 +14,23 @@ def test_the_report_of_a_run() -> None:
     assert set(report.pop("versions")) == {"python", "torch", "machine"}
     assert report.pop("settings") == dataclasses.asdict(case)
     assert report == {
-        "case": "demo", "platform": "cpu", "exe_mode": "graph", "world_size": 1,
+        "case": "demo",
+        "platform": "cpu",
+        "exe_mode": "graph",
+        "world_size": 1,
         "completions": [{"prompt": "p", "text": "t", "tokens": [1, 2], "finish_reason": "stop"}],
-        "ttft_ms": 200.0, "tpot_ms_p50": 20.0, "tpot_ms_p99": 40.0, "prefill_tokens": 50,
-        "prefill_tokens_per_s": 100.0, "decode_tokens": 30, "decode_tokens_per_s": 15.0, "drafted_tokens": 9,
-        "accepted_tokens": 4, "peak_memory_bytes": 123, "kernels": {"a": "b"}, "placements": [{"x": 1}],
-    }  # fmt: skip
+        "ttft_ms": 200.0,
+        "tpot_ms_p50": 20.0,
+        "tpot_ms_p99": 40.0,
+        "prefill_tokens": 50,
+        "prefill_tokens_per_s": 100.0,
+        "decode_tokens": 30,
+        "decode_tokens_per_s": 15.0,
+        "drafted_tokens": 9,
+        "accepted_tokens": 4,
+        "peak_memory_bytes": 123,
+        "kernels": {"a": "b"},
+        "placements": [{"x": 1}],
+    }
     none = make_report(case, [], Timings([0.5], 1, 0.5), 0, {}, [])
     assert (none["tpot_ms_p50"], none["tpot_ms_p99"], none["decode_tokens_per_s"]) == (None, None, None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 HERE = Path(__file__).parent
 

@@ -41,11 +41,7 @@ class Launch:
 
 
 def host(
-    op: str,
-    inputs: Sequence[Input | None],
-    cores: int = 48,
-    folder: Path = OP_HOST,
-    attributes: Sequence[int] = (),
+    op: str, inputs: Sequence[Input | None], cores: int = 48, folder: Path = OP_HOST, attributes: Sequence[int] = ()
 ) -> Launch:
     """Runs the host side of `op`, given by its GE type. `inputs` has one entry for each input of the definition, None
     for an optional input that is absent. `attributes` are in the definition's order; optional attributes that are left

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.fakes.ascend_c.build import Library, build
 from tests.fakes.ascend_c.host import host
 from tests.fakes.ascend_c.run import Counts, run
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 ARGUMENTS = {
@@ -27,19 +27,22 @@ OPS = {
 
 
 def launch(
-    op: str,
-    *inputs: Tensor | None,
-    attributes: tuple[int, ...],
-    cores: int = 48,
-    library: Library | None = None,
+    op: str, *inputs: Tensor | None, attributes: tuple[int, ...], cores: int = 48, library: Library | None = None
 ) -> tuple[Tensor, Counts]:
     """y and the counts of `op` of ARGUMENTS with `inputs` in their order. `attributes` may leave out float_sums."""
     shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in inputs]
     decided = host(OPS[op], shapes, cores, attributes=attributes)
     given = dict(zip(ARGUMENTS[op], inputs, strict=True))
     made, counts = run(
-        library or build(KERNELS / f"umbra_{op}_w4a16.cpp"), f"umbra_{op}_w4a16", given, decided.outputs,
-        decided.tiling, decided.workspace, decided.blocks, decided.key, decided.schedule_mode,
-    )  # fmt: skip
+        library or build(KERNELS / f"umbra_{op}_w4a16.cpp"),
+        f"umbra_{op}_w4a16",
+        given,
+        decided.outputs,
+        decided.tiling,
+        decided.workspace,
+        decided.blocks,
+        decided.key,
+        decided.schedule_mode,
+    )
     (y,) = made.values()
     return y, counts

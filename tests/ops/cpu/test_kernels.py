@@ -11,8 +11,8 @@ import subprocess
 
 import pytest
 
-from ops.cpu import engine
 from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources, made_once, program, run
+from umbra.ops.cpu import engine
 
 pytestmark = pytest.mark.slow
 

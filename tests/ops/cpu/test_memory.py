@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.cpu import engine, memory
-from umbra.errors import refusal
-from umbra.files import ROOT
+from umbra.base.errors import refusal
+from umbra.base.files import ROOT
+from umbra.ops.cpu import engine, memory
 
 SIZE = 300_001  # no whole pages, and less than a huge one, which the system may refuse
 

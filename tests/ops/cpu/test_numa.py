@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from ops import load_ops
-from ops.cpu import engine
-from ops.cpu.engine import worth_having
-from ops.cpu.matrix import NativeMatrix
-from ops.format import FORMATS
 from tests.ops.cpu.native.build import PRODUCTS, SOURCES, TESTS, program
 from tests.tiny import make_runner, save_tiny, tiny_case
+from umbra.base.files import ROOT
 from umbra.commands.logits import collect_logits
-from umbra.files import ROOT
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine
+from umbra.ops.cpu.engine import worth_having
+from umbra.ops.cpu.matrix import NativeMatrix
+from umbra.ops.format import FORMATS
 
 pytestmark = pytest.mark.slow
 
@@ -246,13 +246,15 @@ def test_two_pools_divide_the_cores(tmp_path: Path) -> None:
     assert divided(tmp_path, {0: "0-15"}, 16, 1) == [[(-1, 16)], [(-1, 1)]]
     assert divided(tmp_path, {0: "0-15"}, 16, 0) == [[(-1, 16)], []]
     assert divided(tmp_path, four, 64, 32) == [
-        [(n, 16, 24 * n, 24 * n + 15) for n in range(4)], [(n, 8, 24 * n + 16, 24 * n + 23) for n in range(4)],
-    ]  # fmt: skip
+        [(n, 16, 24 * n, 24 * n + 15) for n in range(4)],
+        [(n, 8, 24 * n + 16, 24 * n + 23) for n in range(4)],
+    ]
     one = [(0, 23, 0, 22), *((n, 24, 24 * n, 24 * n + 23) for n in (1, 2, 3))]
     assert divided(tmp_path, four, 95, 1) == [one, [(0, 1, 23)]]
     assert divided(tmp_path, four, 96, 4) == [
-        [(n, 24, 24 * n, 24 * n + 23) for n in range(4)], [(n, 1, 24 * n, 24 * n + 23) for n in range(4)],
-    ]  # fmt: skip
+        [(n, 24, 24 * n, 24 * n + 23) for n in range(4)],
+        [(n, 1, 24 * n, 24 * n + 23) for n in range(4)],
+    ]
     for rank in range(2):
         assert divided(tmp_path, four, 36, 12, rank, 2) == [
             [(n, 18, 24 * n, 24 * n + 17) for n in (2 * rank, 2 * rank + 1)],
@@ -313,11 +315,34 @@ def test_pages_and_threads_on_a_machine_of_four_nodes(tmp_path: Path) -> None:
     print("booting", flush=True)
     done = subprocess.run(
         # Intel's way of telling hyperthreads is the one that qemu knows without hardware.
-        ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max,vendor=GenuineIntel",
-         "-m", "512", "-smp", "8,sockets=4,cores=1,threads=2", "-nographic", "-no-reboot", "-nodefaults",
-         "-serial", "stdio", *nodes, "-kernel", str(kernels[-1]), "-initrd", str(tmp_path / "initrd"),
-         "-append", "console=ttyS0 quiet panic=-1 mitigations=off nokaslr"],
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+        [
+            "qemu-system-x86_64",
+            "-accel",
+            "tcg,thread=multi",
+            "-machine",
+            "q35",
+            "-cpu",
+            "max,vendor=GenuineIntel",
+            "-m",
+            "512",
+            "-smp",
+            "8,sockets=4,cores=1,threads=2",
+            "-nographic",
+            "-no-reboot",
+            "-nodefaults",
+            "-serial",
+            "stdio",
+            *nodes,
+            "-kernel",
+            str(kernels[-1]),
+            "-initrd",
+            str(tmp_path / "initrd"),
+            "-append",
+            "console=ttyS0 quiet panic=-1 mitigations=off nokaslr",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     print(done.stdout)
     assert "RESULT PASS" in done.stdout, done.stdout + done.stderr

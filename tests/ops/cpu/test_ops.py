@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.config.case import Case
-from executor.config.schema import leaves
-from executor.engine.request import SamplingParams
-from ops import IMPLEMENTATIONS, load_ops, reference
-from ops.cpu import engine
-from ops.cpu import ops as cpu
-from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, W8A8, Format, in_int8
-from ops.interface import SILU_EXPERTS, ExpertKind, Groups, Ops, Paged
-from ops.reference import DenseExperts, DenseMatrix
-from ops.sampling import Choice, adjust, filtered_probabilities, uniform
 from tests.quantised import nested
-from tools.native_stub import STUB, native_stub
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.case import Case
+from umbra.executor.config.schema import leaves
+from umbra.executor.engine.request import SamplingParams
+from umbra.ops import IMPLEMENTATIONS, load_ops, reference
+from umbra.ops.cpu import engine
+from umbra.ops.cpu import ops as cpu
+from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix
+from umbra.ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, W8A8, Format, in_int8
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Groups, Ops, Paged
+from umbra.ops.reference import DenseExperts, DenseMatrix
+from umbra.ops.sampling import Choice, adjust, filtered_probabilities, uniform
+from umbra.tools.native_stub import STUB, native_stub
 
 CPU = torch.device("cpu")
 NONE = torch.empty(0, dtype=torch.int64)
@@ -393,9 +393,15 @@ def paged(
     ],
 )
 def test_attention(
-    lens: list[int], new: list[int], kv_heads: int, heads: int, dim: int, page_size: int, dtype: torch.dtype,
+    lens: list[int],
+    new: list[int],
+    kv_heads: int,
+    heads: int,
+    dim: int,
+    page_size: int,
+    dtype: torch.dtype,
     kernels: str,
-) -> None:  # fmt: skip
+) -> None:
     caches, tables, v = paged(lens, kv_heads, dim, page_size, dtype)
     q, starts = torch.randn(sum(new), heads, dim) * 3, torch.tensor([0, *new]).cumsum(0)
     seen = Paged(NONE, tables, starts, torch.tensor(lens))
@@ -609,4 +615,4 @@ def test_impossible_shapes_and_sets_are_named() -> None:
 
 def test_the_stub_is_fresh() -> None:
     """The committed signatures of the native module are those of the built one."""
-    assert STUB.read_text() == native_stub(), "run .venv/bin/python -m tools.native_stub"
+    assert STUB.read_text() == native_stub(), "run .venv/bin/python -m umbra.tools.native_stub"

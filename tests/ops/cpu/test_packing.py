@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.awq import ORDER
-from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.cpu.memory import table
-from ops.cpu.ops import fill_table
-from ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format, Quantised, every_other, in_order
-from ops.words import Words
 from tests.quantised import nested
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.awq import ORDER
+from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix
+from umbra.ops.cpu.memory import table
+from umbra.ops.cpu.ops import fill_table
+from umbra.ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format, Quantised, every_other, in_order
+from umbra.ops.words import Words
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

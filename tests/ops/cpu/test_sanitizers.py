@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ops.cpu import engine
 from tests.ops.cpu.native.build import (
     PRODUCTS,
     SHADOW,
@@ -22,10 +21,11 @@ from tests.ops.cpu.native.build import (
     project_with,
     run,
     sanitized,
-)  # fmt: skip
+)
 from tests.ops.cpu.native.fuzzing import TARGETS, compiler, fuzz
 from tests.ops.cpu.native.ordering import PROGRAMS, explore, weakened
 from tests.ops.cpu.traffic import DONE, MODES, built, under_sanitizer
+from umbra.ops.cpu import engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import load_ops
-from ops.cpu import engine, shadow
-from ops.cpu.engine import native
-from ops.cpu.matrix import NativeExperts, write_bias
-from ops.format import FORMATS, MXFP4, Format
 from tests.experts import fill_experts, kind_of
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine, shadow
+from umbra.ops.cpu.engine import native
+from umbra.ops.cpu.matrix import NativeExperts, write_bias
+from umbra.ops.format import FORMATS, MXFP4, Format
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.ascend.bridge import DONE, SUBMIT, Job
-from ops.cpu import engine, shadow
-from ops.format import FORMATS
 from tests.ops.cpu.test_shadow import KINDS, MANY, Model, cpu, heavy, routing, teams
+from umbra.ops.ascend.bridge import DONE, SUBMIT, Job
+from umbra.ops.cpu import engine, shadow
+from umbra.ops.format import FORMATS
 
 TYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -115,13 +115,25 @@ def lasting() -> shadow.Worker:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.sampled_from(list(KINDS.values())), st.sampled_from(TYPES), st.sampled_from([0, 2, 100]), st.integers(0, 1),
-    st.data(), st.lists(st.integers(0, 7), unique=True), st.sampled_from([1, 2, 7, 9, 40]), st.integers(1, 8),
-)  # fmt: skip
+    st.sampled_from(list(KINDS.values())),
+    st.sampled_from(TYPES),
+    st.sampled_from([0, 2, 100]),
+    st.integers(0, 1),
+    st.data(),
+    st.lists(st.integers(0, 7), unique=True),
+    st.sampled_from([1, 2, 7, 9, 40]),
+    st.integers(1, 8),
+)
 def test_any_job(
-    format: Any, dtype: torch.dtype, first: int, layer: int, data: st.DataObject, resident: list[int], tokens: int,
+    format: Any,
+    dtype: torch.dtype,
+    first: int,
+    layer: int,
+    data: st.DataObject,
+    resident: list[int],
+    tokens: int,
     top_k: int,
-) -> None:  # fmt: skip
+) -> None:
     """Of two layers, which share scratch memory. Any ids: of others, negative, one several times in a token; some rows
     are padding."""
     worker = lasting()

@@ -5,13 +5,13 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from ops import load_ops
-from ops.cpu import engine, shadow
-from ops.cpu.engine import native
-from ops.cpu.matrix import NativeExperts
-from ops.cpu.store import ExpertStore, joined
-from ops.format import FORMATS, MXFP4, Format
 from tests.experts import fill_experts, kind_of
+from umbra.ops import load_ops
+from umbra.ops.cpu import engine, shadow
+from umbra.ops.cpu.engine import native
+from umbra.ops.cpu.matrix import NativeExperts
+from umbra.ops.cpu.store import ExpertStore, joined
+from umbra.ops.format import FORMATS, MXFP4, Format
 
 CPU = torch.device("cpu")
 COUNT, INNER, HIDDEN = 5, 192, 128

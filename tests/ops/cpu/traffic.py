@@ -28,10 +28,10 @@ def traffic(
     folder: Path, exe_mode: str, offload: str, drafts: int, family: str, steps: int, choose: random.Random
 ) -> str:
     """Runs `steps` steps and returns what they did."""
-    from executor.engine.loop import Loop
-    from executor.engine.request import Request, SamplingParams
     from tests.fakes.drafts import lookup
     from tests.tiny import make_runner, tiny_case
+    from umbra.executor.engine.loop import Loop
+    from umbra.executor.engine.request import Request, SamplingParams
 
     shadow: dict[str, dict[str, Any]] = {
         "none": {},
@@ -39,13 +39,18 @@ def traffic(
         "elastic": {"arena_mb": 40 / 1024, "max_swaps": 8},
     }
     case = tiny_case(
-        folder, folder / family, model_name=family, exe_mode=exe_mode, threads=2,
+        folder,
+        folder / family,
+        model_name=family,
+        exe_mode=exe_mode,
+        threads=2,
         data_config={"batch_size": 5, "max_new_tokens": 24, "chunked_prefill_size": 16},
         draft_config=lookup(drafts),
         offload_config={"mode": offload, "measure_s": 0.01, "shadow_threads": 2} | shadow[offload]
-        if offload != "none" else {"mode": "none"},
+        if offload != "none"
+        else {"mode": "none"},
         serve_config={"reserve": 0, "prefix_floor": 4},
-    )  # fmt: skip
+    )
     runner = make_runner(case, folder)
     loop = Loop(runner.engine, runner.loop.stop_ids, serving=True)
     preempted = aborted = tokens = 0
@@ -56,10 +61,15 @@ def traffic(
             tail = [choose.randrange(96) for _ in range(choose.randint(4, 36))]
             prompt = tuple((choose.choice(stems) if choose.random() < 0.5 else []) + tail)
             sampling = SamplingParams(
-                max_tokens=choose.randint(4, 24), temperature=choose.choice([0.0, 1.0]), seed=choose.randrange(99),
-                top_p=choose.choice([1.0, 0.8]), top_k=choose.choice([None, 5]), ignore_eos=True,
-                frequency_penalty=choose.choice([0.0, 0.3]), logprobs=choose.choice([None, 2]),
-            )  # fmt: skip
+                max_tokens=choose.randint(4, 24),
+                temperature=choose.choice([0.0, 1.0]),
+                seed=choose.randrange(99),
+                top_p=choose.choice([1.0, 0.8]),
+                top_k=choose.choice([None, 5]),
+                ignore_eos=True,
+                frequency_penalty=choose.choice([0.0, 0.3]),
+                logprobs=choose.choice([None, 2]),
+            )
             running.add(loop.submit(Request(prompt, sampling, priority=choose.randrange(2))).id)
         if running and choose.random() < 0.1:
             loop.abort(choose.choice(sorted(running)))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from ops.parallel.rows import RowShares
+from umbra.ops.parallel.rows import RowShares
 
 
 def each_takes_the_first_share(patch: pytest.MonkeyPatch) -> None:

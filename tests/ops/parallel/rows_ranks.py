@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.parallel.groups import Parallel
-from ops.parallel.join import parallel_of
-from ops.parallel.partitions import ParallelSizes, partitions
-from ops.parallel.rows import GroupRows, RowShares
 from tests.ops.parallel.row_mistakes import ROW_MISTAKES
+from umbra.ops.parallel.groups import Parallel
+from umbra.ops.parallel.join import parallel_of
+from umbra.ops.parallel.partitions import ParallelSizes, partitions
+from umbra.ops.parallel.rows import GroupRows, RowShares
 
 COLUMNS = 24
 

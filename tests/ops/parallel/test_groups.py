@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistError
 
-from ops.parallel.connections import readable_connection_errors
-from ops.parallel.groups import Shard
-from ops.parallel.partitions import ParallelSizes, names_sharing, partitions
 from tests.ranks import run_ranks
+from umbra.ops.parallel.connections import readable_connection_errors
+from umbra.ops.parallel.groups import Shard
+from umbra.ops.parallel.partitions import ParallelSizes, names_sharing, partitions
 
 
 def test_parts_of_a_dimension_follow_each_other() -> None:

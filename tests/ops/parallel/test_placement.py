@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from ops.parallel.placement import Held, first_placement, imbalance, moves, next_placement, slots_for
+from umbra.ops.parallel.placement import Held, first_placement, imbalance, moves, next_placement, slots_for
 
 
 @st.composite

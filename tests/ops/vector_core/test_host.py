@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.ascend.vector_core.planes import Planes, planes_of
 from tests.fakes.ascend_c import Launch, TwinError, host
+from umbra.ops.ascend.vector_core.planes import Planes, planes_of
 
 pytestmark = pytest.mark.slow
 
@@ -43,14 +43,24 @@ def matrix(rows: int, columns: int, planes: Planes, lead: Shape, dtype: torch.dt
 
 
 def fused(
-    tokens: int = 2, hidden: int = 256, inner: int = 96, group: int = 64, group2: int = 32, top_k: int = 3,
-    experts: int = 5, zeros: bool = False, dtype: torch.dtype = BF16,
-) -> Inputs:  # fmt: skip
+    tokens: int = 2,
+    hidden: int = 256,
+    inner: int = 96,
+    group: int = 64,
+    group2: int = 32,
+    top_k: int = 3,
+    experts: int = 5,
+    zeros: bool = False,
+    dtype: torch.dtype = BF16,
+) -> Inputs:
     up, down = planes_of(hidden, group), planes_of(inner, group2, ordered=True)
     return [
-        ((tokens, hidden), dtype), *matrix(hidden, 2 * inner, up, (experts,), dtype, zeros),
-        *matrix(inner, hidden, down, (experts,), dtype, zeros), ((tokens, top_k), INT), ((tokens, top_k), dtype),
-    ]  # fmt: skip
+        ((tokens, hidden), dtype),
+        *matrix(hidden, 2 * inner, up, (experts,), dtype, zeros),
+        *matrix(inner, hidden, down, (experts,), dtype, zeros),
+        ((tokens, top_k), INT),
+        ((tokens, top_k), dtype),
+    ]
 
 
 def scored(experts: int = 40, bias: bool = True, type: torch.dtype = FLOAT, tokens: int = 2, **sizes: Any) -> Inputs:
@@ -75,9 +85,12 @@ def slots() -> Inputs:
 
 
 GROUPS: dict[str, tuple[int, ...]] = {
-    FUSED: (64, 32), SCORES: (3, True, 35, 64, 32), SLOTS: (96, 32, 32, 0), GEMV: (128,),
+    FUSED: (64, 32),
+    SCORES: (3, True, 35, 64, 32),
+    SLOTS: (96, 32, 32, 0),
+    GEMV: (128,),
     UNPACK: (32, True, False, True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -90,16 +103,17 @@ def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> Non
     expected = {
         FUSED: (fused(zeros=zeros, dtype=dtype), (2, 256), two | dict(tokens=2, topK=3, k=256, n=96, pairs=1)),
         SCORES: (
-            scored(zeros=zeros, dtype=dtype), (2, 256),
+            scored(zeros=zeros, dtype=dtype),
+            (2, 256),
             two | dict(tokens=2, topK=3, k=256, n=96, pairs=1, scored=40, first=35, sigmoid=1, floatScores=1),
         ),
-        GEMV: (
-            gemv(zeros=zeros, dtype=dtype), (2, 96), one | dict(tokens=2, topK=1, experts=1, k=256, n=96, pairs=0),
-        ),
+        GEMV: (gemv(zeros=zeros, dtype=dtype), (2, 96), one | dict(tokens=2, topK=1, experts=1, k=256, n=96, pairs=0)),
         UNPACK: (
-            unpack(zeros=zeros, dtype=dtype), (5, 64, 96), none | dict(tokens=0, topK=0, k=96, n=64, pairs=0, tiles=1),
+            unpack(zeros=zeros, dtype=dtype),
+            (5, 64, 96),
+            none | dict(tokens=0, topK=0, k=96, n=64, pairs=0, tiles=1),
         ),
-    }  # fmt: skip
+    }
     for op, (inputs, shape, fields) in expected.items():
         launch = host(op, inputs, cores=40, attributes=GROUPS[op])
         assert launch.outputs == {"y": (shape, dtype)}
@@ -177,7 +191,7 @@ def widened(make: Callable[[], Inputs], place: int) -> Inputs:
         (SLOTS, slots(), (96, 32, 32), "the attribute zeros is required"),
         (UNPACK, unpack(n=40), (32, True, False, True), r"N must be a multiple of 16 in tiles \(found 40\)"),
     ],
-)  # fmt: skip
+)
 def test_refusals(op: str, inputs: Inputs, attributes: Sequence[int], complaint: str) -> None:
     with pytest.raises(TwinError, match=complaint):
         host(op, inputs, attributes=attributes)

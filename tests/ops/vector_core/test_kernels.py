@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.ascend.vector_core import reference
-from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Library
 from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.weights import Mutation, Weight, distinct, random_weight, unnoticed
 from tests.variants import thorough_but
+from umbra.ops.ascend.vector_core import reference
+from umbra.ops.ascend.vector_core.planes import planes_of
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +40,17 @@ def random_matrix(k: int, n: int, group: int, dtype: torch.dtype, zeros: bool) -
     return w, scales, None if offsets is None else offsets[0]
 
 
-def gemv(rows: int, k: int, n: int, group: int, dtype: torch.dtype, zeros: bool, scale: float = 1.0, cores: int = 48,
-         float_sums: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gemv(
+    rows: int,
+    k: int,
+    n: int,
+    group: int,
+    dtype: torch.dtype,
+    zeros: bool,
+    scale: float = 1.0,
+    cores: int = 48,
+    float_sums: bool = False,
+) -> tuple[Tensor, Tensor]:
     """(y, its exact value)"""
     weight = random_matrix(k, n, group, dtype, zeros)
     x = (torch.randn(rows, k) * scale).to(dtype)
@@ -49,10 +58,22 @@ def gemv(rows: int, k: int, n: int, group: int, dtype: torch.dtype, zeros: bool,
     return y, reference.gemv_w4a16(x, *weight, group, precise=True)
 
 
-def fused(tokens: int, top_k: int, experts: int, hidden: int, inner: int, groups: tuple[int, int], dtype: torch.dtype,
-          zeros: bool, ids: Tensor | None = None, scale: float = 1.0, cores: int = 48,
-          library: Library | None = None, float_sums: bool = False,
-          largest: float = 0.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+def fused(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    groups: tuple[int, int],
+    dtype: torch.dtype,
+    zeros: bool,
+    ids: Tensor | None = None,
+    scale: float = 1.0,
+    cores: int = 48,
+    library: Library | None = None,
+    float_sums: bool = False,
+    largest: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     up = random_weight(experts, hidden, 2 * inner, groups[0], dtype, zeros)
     down = random_weight(experts, inner, hidden, groups[1], dtype, zeros, ordered=True)
     x = (torch.randn(tokens, hidden) * scale).to(dtype)
@@ -66,8 +87,16 @@ def fused(tokens: int, top_k: int, experts: int, hidden: int, inner: int, groups
 
 
 SHAPES = [  # K, N; also more rows than the buffers hold, and two sections of K
-    (32, 8), (96, 104), (192, 64), (320, 64), (768, 96), (1024, 768), (4096, 256), (96, 1288), (8192, 64),
-]  # fmt: skip
+    (32, 8),
+    (96, 104),
+    (192, 64),
+    (320, 64),
+    (768, 96),
+    (1024, 768),
+    (4096, 256),
+    (96, 1288),
+    (8192, 64),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,8 +123,10 @@ def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None
 
 
 REAL = [  # hidden, inner, groups: of Qwen3-30B, of MiniMax-M2 over 16, of its AWQ over 8
-    (2048, 768, (32, 32)), (3072, 96, (32, 32)), (3072, 192, (128, 64)),
-]  # fmt: skip
+    (2048, 768, (32, 32)),
+    (3072, 96, (32, 32)),
+    (3072, 192, (128, 64)),
+]
 
 
 @pytest.mark.parametrize(("hidden", "inner", "groups"), REAL)
@@ -174,8 +205,7 @@ def test_any_number_of_cores_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
-    ("k", "n", "group", "ordered"),
-    [(2048, 64, 32, False), (768, 96, 32, True), (192, 160, 64, True)],
+    ("k", "n", "group", "ordered"), [(2048, 64, 32, False), (768, 96, 32, True), (192, 160, 64, True)]
 )
 def test_unpack(k: int, n: int, group: int, ordered: bool, zeros: bool, pairs: bool) -> None:
     """Every value is rounded once, so the bits are the reference's."""
@@ -239,20 +269,26 @@ MISTAKES: dict[str, Mutation] = {  # the twin stops, or a number is wrong
     "a tile too far": (PRODUCT, "route.begin + tile * route.width", "route.begin + tile * route.width + 8"),
     "a buffer too small": (ROOM, "pipe.InitBuffer(wordsBuf, 2 * kWords);", "pipe.InitBuffer(wordsBuf, kWords);"),
     "buffers too large": (
-        ROOM, "pipe.InitBuffer(stream, depth, kMoved);", "pipe.InitBuffer(stream, depth, 2 * kMoved);",
+        ROOM,
+        "pipe.InitBuffer(stream, depth, kMoved);",
+        "pipe.InitBuffer(stream, depth, 2 * kMoved);",
     ),
     "sums that nobody began": (PRODUCT, "work.plane == 0 || !alone", "work.plane == 99"),
     "a section's sums begin again": (
-        PRODUCT, "AscendC::Axpy(room.sums, room.last, static_cast<half>(1.0f), count);",
+        PRODUCT,
+        "AscendC::Axpy(room.sums, room.last, static_cast<half>(1.0f), count);",
         "AscendC::Cast(room.sums, room.last, RoundMode::CAST_NONE, count);",
     ),
     "sums are overwritten": (PRODUCT, "while (pending.fresh && reduction.NeedsSums()) Pass();", ";"),
     "float sums of one plane": (
-        PRODUCT, "AscendC::Axpy(room.sums, room.words[p * pitch], static_cast<half>(1.0f), work.width * lanes);",
+        PRODUCT,
+        "AscendC::Axpy(room.sums, room.words[p * pitch], static_cast<half>(1.0f), work.width * lanes);",
         "AscendC::Axpy(room.sums, room.words[0], static_cast<half>(1.0f), work.width * lanes);",
     ),
     "float sums that nobody began": (
-        PRODUCT, "if (next.fresh) AscendC::Duplicate(room.sums, 0.0f, work.width * lanes);", ";",
+        PRODUCT,
+        "if (next.fresh) AscendC::Duplicate(room.sums, 0.0f, work.width * lanes);",
+        ";",
     ),
     "sums of eight planes": (PRODUCT, "w[5 * pitch]", "w[4 * pitch]"),
     "sums of four planes": (PRODUCT, "w[2 * pitch]", "w[pitch]"),
@@ -279,7 +315,7 @@ MISTAKES: dict[str, Mutation] = {  # the twin stops, or a number is wrong
     "another token": (FUSED, "unit.pair[r] / t.topK", "unit.pair[0] / t.topK"),
     "a tile is stored too early": (FUSED, "block.unit + 1 < units.count", "block.unit + 2 < units.count"),
     "rows are numbered by units": ("umbra_plan.h", "unit[u].first = rows;", "unit[u].first = next - 1;"),
-}  # fmt: skip
+}
 SHARED = torch.tensor([[0, 2], [0, 1], [1, 2]], dtype=torch.int32)
 CASES = [  # hidden, inner, ids, zeros, largest value of x
     (1024, 96, SHARED[:1], False, 1e5),
@@ -294,9 +330,20 @@ CASES = [  # hidden, inner, ids, zeros, largest value of x
 def right(library: Library) -> bool:
     for float_sums, (hidden, inner, ids, zeros, largest) in product((False, True), CASES):
         y, expected = fused(
-            len(ids), ids.shape[1], 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
-            float_sums=float_sums, largest=largest,
-        )  # fmt: skip
+            len(ids),
+            ids.shape[1],
+            3,
+            hidden,
+            inner,
+            (32, 32),
+            BFLOAT,
+            zeros,
+            ids,
+            cores=6,
+            library=library,
+            float_sums=float_sums,
+            largest=largest,
+        )
         errors = (y.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         if not errors.max() < BOUND[BFLOAT]:
             return False

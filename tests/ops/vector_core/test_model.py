@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from executor.config.load import load_case, model_folder
-from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Counts
 from tests.fakes.ascend_c.launch import launch
-from text.tokenizer import Tokenizer
-from tools.benchmarks.vector_core_examples import WITHIN, Example, examples
-from tools.benchmarks.vector_core_machine import HIGH, LOW, Phase, pipes, predict
-from tools.benchmarks.vector_core_model import BFLOAT16, bank, count
-from tools.benchmarks.vector_core_precision import TEXT, compare, in_runs
+from umbra.executor.config.load import load_case, model_folder
+from umbra.ops.ascend.vector_core.planes import planes_of
+from umbra.text.tokenizer import Tokenizer
+from umbra.tools.benchmarks.vector_core_examples import WITHIN, Example, examples
+from umbra.tools.benchmarks.vector_core_machine import HIGH, LOW, Phase, pipes, predict
+from umbra.tools.benchmarks.vector_core_model import BFLOAT16, bank, count
+from umbra.tools.benchmarks.vector_core_precision import TEXT, compare, in_runs
 
 pytestmark = pytest.mark.slow
 

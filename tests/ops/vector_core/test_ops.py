@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ops.ascend.vector_core import reference, schemas
-from ops.ascend.vector_core.planes import planes_of
-from ops.ascend.weights import AscendExperts, AscendMatrix, signed
-from ops.format import Format, Quantised
+from umbra.ops.ascend.vector_core import reference, schemas
+from umbra.ops.ascend.vector_core.planes import planes_of
+from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, signed
+from umbra.ops.format import Format, Quantised
 
 SLOTS, SCORES, TILES = "fused_moe_slots_w4a16", "fused_moe_scores_w4a16", "unpack_tiles_w4a16"
 T, K, N, E, TOP = 3, 128, 64, 4, 2  # for fused_moe_w4a16: K is H, N is I
@@ -96,7 +96,7 @@ def test_tiles_are_written_to_the_bank() -> None:
         (SLOTS, "inner", 4128, "inner: 4128: must be a multiple of 32, 4096 at most"),
         (SLOTS, "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_belong_together_is_named(op: str, name: str, wrong: Any, complaint: str) -> None:
     with pytest.raises((TypeError, RuntimeError), match=complaint) as raised:
         getattr(torch.ops.umbra, op)(**good(op) | {name: wrong})
@@ -135,8 +135,8 @@ def test_the_reference_is_the_dense_product(group: int, zeros: bool, monkeypatch
         given.append(((nibbles.unflatten(1, (-1, group)) + offsets[..., None]) * scales[..., None].double()).flatten(1))
         return nibbles, scales, offsets
 
-    monkeypatch.setattr("ops.ascend.weights.signed", rounded)
-    monkeypatch.setattr("ops.ascend.weights.in_order", lambda part, order: part[order])
+    monkeypatch.setattr("umbra.ops.ascend.weights.signed", rounded)
+    monkeypatch.setattr("umbra.ops.ascend.weights.in_order", lambda part, order: part[order])
     experts, matrix = stored(E, zeros, group)
     order = planes_of(N, group, ordered=True).order()
     dense, parts = torch.cat(given[:2]), given[2:]
@@ -155,11 +155,9 @@ def test_the_reference_is_the_dense_product(group: int, zeros: bool, monkeypatch
     w13, w2 = experts.w13, experts.w2
     planes = w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets
     calls: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Tensor]] = {
-        "gemv": (
-            reference.gemv_w4a16, (x, matrix.data, matrix.scales, matrix.offsets, group), x.double() @ dense.T,
-        ),
+        "gemv": (reference.gemv_w4a16, (x, matrix.data, matrix.scales, matrix.offsets, group), x.double() @ dense.T),
         "fused": (reference.fused_moe_w4a16, (x, *planes, ids, weights, group, group), moe),
-    }  # fmt: skip
+    }
     for name, (op, arguments, expected) in calls.items():
         exact, once = op(*arguments, precise=True), op(*arguments)
         assert (exact.dtype, once.dtype) == (torch.float64, torch.float16), name

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from executor.config.load import load_case
-from executor.launch.platform_settings import platform_settings
-from executor.platform import start_environment
-from ops.ascend import vector_core
-from ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.executor.config.load import load_case
+from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.platform import start_environment
+from umbra.ops.ascend import vector_core
+from umbra.ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
 
 pytestmark = pytest.mark.slow
 
@@ -80,12 +80,15 @@ def copy(tmp_path: Path) -> Path:
 
 
 def build(copy: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of tools/requirements/main.txt's cmake
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # cmake among them
     own = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "PYTHON"))}
     return subprocess.run(
         ["bash", str(copy / "ops/ascend/vector_core/build.sh"), *arguments],
-        env={**own, "PATH": path, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**own, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_refusals(copy: Path) -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import reference as interface
-from ops.ascend.vector_core import reference
 from tests.fakes.ascend_c import Counts, Library
 from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_kernels import BOUND, worst_row
 from tests.ops.vector_core.weights import random_weight, unnoticed
+from umbra.ops import reference as interface
+from umbra.ops.ascend.vector_core import reference
 
 pytestmark = pytest.mark.slow
 
@@ -25,18 +25,23 @@ def seeded() -> None:
 
 
 def mixture(
-    scores: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, here: range | None = None,
-    dtype: torch.dtype = BFLOAT, cores: int = 6, library: Library | None = None, float_sums: bool = False,
-) -> tuple[Tensor, Tensor, Counts]:  # fmt: skip
+    scores: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    here: range | None = None,
+    dtype: torch.dtype = BFLOAT,
+    cores: int = 6,
+    library: Library | None = None,
+    float_sums: bool = False,
+) -> tuple[Tensor, Tensor, Counts]:
     """y, its exact value, and the counts. Experts differ by far, so that a wrong choice is seen."""
     experts = len(here) if here else scores.shape[1]
     up = random_weight(experts, HIDDEN, 2 * INNER, 32, dtype, False)
     down = random_weight(experts, INNER, HIDDEN, 32, dtype, False, ordered=True)
     x = torch.randn(len(scores), HIDDEN).to(dtype)
     inputs, attributes = (x, *up, *down, scores, bias), (top_k, sigmoid, here.start if here else 0, *GROUPS)
-    y, counts = launch(
-        "fused_moe_scores", *inputs, attributes=(*attributes, float_sums), cores=cores, library=library
-    )  # fmt: skip
+    y, counts = launch("fused_moe_scores", *inputs, attributes=(*attributes, float_sums), cores=cores, library=library)
     return y, reference.fused_moe_scores_w4a16(*inputs, *attributes, precise=True), counts
 
 
@@ -150,10 +155,12 @@ MISTAKES = {  # what becomes what
     "|AscendC::Add(score[i * pitch], good, biases, pitch);",
 }
 CASES = [  # tokens, k, experts, sigmoid, bias, scores' type, experts here
-    (3, 3, 40, False, False, BFLOAT, None), (3, 3, 200, True, True, FLOAT, None),
-    (3, 3, 36, True, True, FLOAT, range(2, 10)), (4, 4, 104, False, False, BFLOAT, None),
+    (3, 3, 40, False, False, BFLOAT, None),
+    (3, 3, 200, True, True, FLOAT, None),
+    (3, 3, 36, True, True, FLOAT, range(2, 10)),
+    (4, 4, 104, False, False, BFLOAT, None),
     (2, 8, 200, False, False, FLOAT, None),
-]  # fmt: skip
+]
 
 
 def right(library: Library) -> bool:

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.ascend.vector_core import reference
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
-from ops.ascend.vector_core.planes import planes_of
-from ops.format import Format
-from ops.interface import SILU_EXPERTS
 from tests.fakes.ascend_c import Counts, Library, TwinError, host
 from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_host import FIELDS, laid
 from tests.ops.vector_core.test_kernels import BFLOAT, BOUND, HALF, worst_row
 from tests.ops.vector_core.weights import Mutation, distinct, random_weight, unnoticed
+from umbra.ops.ascend.vector_core import reference
+from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
+from umbra.ops.ascend.vector_core.planes import planes_of
+from umbra.ops.format import Format
+from umbra.ops.interface import SILU_EXPERTS
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +78,13 @@ def test_unquantised_experts_are_two_planes() -> None:
 
 @settings(deadline=None)  # the first call compiles
 @given(
-    st.integers(1, 200), st.integers(1, 200), st.sampled_from([32, 64, 128]), st.sampled_from([32, 64, 128]),
-    st.booleans(), st.sampled_from([HALF, BFLOAT]),
-)  # fmt: skip
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.sampled_from([32, 64, 128]),
+    st.sampled_from([32, 64, 128]),
+    st.booleans(),
+    st.sampled_from([HALF, BFLOAT]),
+)
 def test_the_kernel_is_told_the_same_places(
     wide: int, tall: int, group: int, group2: int, zeros: bool, dtype: torch.dtype
 ) -> None:
@@ -248,20 +252,19 @@ def test_an_arena_beyond_4_gb(tmp_path: Path) -> None:
 PLAN, MATRIX, SLOTS = "umbra_plan.h", "umbra_matrix.h", "umbra_fused_moe_slots_w4a16.cpp"
 MISTAKES: dict[str, Mutation] = {  # another answer, or the twin stops
     "missing ones are computed": (PLAN, "if (chosen.place[i] < 0) continue;", ";"),
-    "the expert's number is its place": (
-        PLAN, "place[i] = in.GetValue(id[i] - begin);", "place[i] = id[i];",
-    ),
+    "the expert's number is its place": (PLAN, "place[i] = in.GetValue(id[i] - begin);", "place[i] = id[i];"),
     "the table is not read": (PLAN, "room.Fetch(in, table[begin], some);", ";"),
     "32 bits": ("umbra_product.h", "place * m.apart", "static_cast<uint32_t>(place * m.apart)"),
     "32 bits of scales": ("umbra_product.h", "place * m.scalesApart", "static_cast<uint32_t>(place * m.scalesApart)"),
     "scales are a matrix apart": (
-        MATRIX, "bank.apart ? bank.apart : static_cast<uint64_t>(sections) * n * kept * sizeof(half)",
+        MATRIX,
+        "bank.apart ? bank.apart : static_cast<uint64_t>(sections) * n * kept * sizeof(half)",
         "static_cast<uint64_t>(sections) * n * kept * sizeof(half)",
     ),
     "zero points are scales": (SLOTS, "arena + t.z13", "arena + t.s13"),
     "zero points of w2 are scales": (SLOTS, "arena + t.z2", "arena + t.s2"),
     "no weights": ("umbra_pairs.h", "weights.of[i] = room.sums.GetValue(i);", "weights.of[i] = 1;"),
-}  # fmt: skip
+}
 
 
 def test_every_mistake_is_noticed(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Library, TwinError, build
 from tests.fakes.ascend_c.launch import KERNELS
+from umbra.ops.ascend.vector_core.planes import planes_of
 
 Weight = tuple[Tensor, Tensor, Tensor | None]
 Mutation = tuple[str, str, str]  # file, what, becomes what

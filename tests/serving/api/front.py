@@ -11,15 +11,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from executor.config.load import load_case
-from serving.api.auth import Keys
-from serving.api.front import Front, Text
-from serving.api.server import listening, make_server
-from serving.ranks.client import EngineClient
-from serving.ranks.messages import Submit
 from tests.fakes.serving_engine import FakeEngine
 from tests.text.checkpoints import write_tokenizer
-from text.tokenizer import Tokenizer
+from umbra.executor.config.load import load_case
+from umbra.serving.api.auth import Keys
+from umbra.serving.api.front import Front, Text
+from umbra.serving.api.server import listening, make_server
+from umbra.serving.ranks.client import EngineClient
+from umbra.serving.ranks.messages import Submit
+from umbra.text.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0  # machines are busy
 Result = TypeVar("Result")
@@ -94,9 +94,14 @@ class Connection:
 
 
 async def connect(
-    port: int, path: str, data: Any = None, method: str = "POST", headers: dict[str, str] | None = None,
-    raw: bytes | None = None, buffer: int = 0,
-) -> Connection:  # fmt: skip
+    port: int,
+    path: str,
+    data: Any = None,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    raw: bytes | None = None,
+    buffer: int = 0,
+) -> Connection:
     """A connection on which a request was sent, with `data` as JSON or `raw` as its body. `buffer` is the number of
     bytes that the system keeps of an answer which is not read; 0: its choice."""
     connection = socket.socket()
@@ -153,9 +158,13 @@ async def until(condition: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def serving(
-    answer: str | Callable[[Submit], Sequence[int] | str] = "Hello!", family: str = "qwen3", ready: bool = True,
-    keys: Keys | None = None, engine: dict[str, Any] | None = None, **settings: Any,
-) -> AsyncIterator[Server]:  # fmt: skip
+    answer: str | Callable[[Submit], Sequence[int] | str] = "Hello!",
+    family: str = "qwen3",
+    ready: bool = True,
+    keys: Keys | None = None,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Server]:
     """`answer` is the text of every answer, or a function of the request. `settings` are keys of `serve_config`."""
     tokenizer = family_tokenizer(family)
     case = load_case("demo_chat", settings={f"serve_config.{key}": value for key, value in settings.items()})

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from serving.api.auth import Keys
 from tests.serving.api.front import Reply, Server, run
 from tests.serving.api.test_chat import TOOL as CHAT_TOOL
+from umbra.serving.api.auth import Keys
 
 PATH = "/v1/messages"
 TOWN = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
@@ -55,18 +55,21 @@ def test_a_message_and_its_usage(family: str) -> None:
             {"type": "tool_use", "name": "weather", "input": {"town": "Łódź"}},
         ]
         assert whole["usage"] == {
-            "input_tokens": len(server.engine.submitted[0].ids) - 3, "cache_creation_input_tokens": 0,
+            "input_tokens": len(server.engine.submitted[0].ids) - 3,
+            "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 3,
             "output_tokens": len(server.tokenizer.encode(ANSWERS[family], chat=False)) + 1,
             "output_tokens_details": {"thinking_tokens": len("Hm, rain?")},
-        }  # fmt: skip
+        }
         events = told(await server.ask(PATH, asked | {"stream": True}))
         kinds = [(event["type"], event.get("index")) for event in events]
         block = [f"content_block_{name}" for name in ("start", "delta", "stop")]
         order = [("message_start", None), *((kind, n) for n in range(3) for kind in block)]
         assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
-            *order, ("message_delta", None), ("message_stop", None),
-        ]  # fmt: skip
+            *order,
+            ("message_delta", None),
+            ("message_stop", None),
+        ]
         assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
         assert events[-2]["usage"] == whole["usage"]
 
@@ -112,7 +115,7 @@ def test_a_conversation_is_the_same_prompt_as_that_of_a_chat() -> None:
                 {"role": "user", "content": [failed, text]},
             ],
             "tools": [TOOL],
-        }  # fmt: skip
+        }
         reply = await server.ask(PATH, asked)
         counted = await server.ask(f"{PATH}/count_tokens", {k: v for k, v in asked.items() if k != "max_tokens"})
         calls = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Bath"}'}}]

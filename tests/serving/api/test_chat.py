@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from executor.engine.request import SamplingParams
 from tests.serving.api.front import Server, run, until
+from umbra.executor.engine.request import SamplingParams
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -344,9 +344,18 @@ def test_settings_reach_the_engine() -> None:
 
     async def scenario(server: Server) -> None:
         given: dict[str, Any] = {
-            "temperature": 0.5, "top_p": 0.0, "top_k": 3, "min_p": 0.5, "presence_penalty": 1.0, "seed": 3,
-            "frequency_penalty": -1.0, "repetition_penalty": 1.5, "ignore_eos": True, "max_tokens": 5, "min_tokens": 2,
-        }  # fmt: skip
+            "temperature": 0.5,
+            "top_p": 0.0,
+            "top_k": 3,
+            "min_p": 0.5,
+            "presence_penalty": 1.0,
+            "seed": 3,
+            "frequency_penalty": -1.0,
+            "repetition_penalty": 1.5,
+            "ignore_eos": True,
+            "max_tokens": 5,
+            "min_tokens": 2,
+        }
         await server.complete(**given, logit_bias={"5": -100}, stop_token_ids=[9], priority=3, cache_salt="a")
         submit = server.engine.submitted[-1]
         assert submit.sampling == SamplingParams(**given, stop_token_ids=(9,), logit_bias={5: -100.0})

@@ -13,11 +13,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from serving.api.auth import Keys
 from tests.serving.api import test_anthropic as messages
 from tests.serving.api.front import Server, run
 from tests.serving.api.test_anthropic import CALL, THINKS, told
 from tests.serving.api.test_chat import TOOL
+from umbra.serving.api.auth import Keys
 
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[Any] = [TOOL]
@@ -48,9 +48,10 @@ def anthropics(
 
 
 CHATS: list[tuple[str, dict[str, Any]]] = [
-    ("minimax_m2", {"n": 2, "logprobs": True, "top_logprobs": 2}), ("qwen3", {"max_tokens": 2}),
+    ("minimax_m2", {"n": 2, "logprobs": True, "top_logprobs": 2}),
+    ("qwen3", {"max_tokens": 2}),
     ("qwen3", {"tools": TOOLS, "tool_choice": "required"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "fields"), CHATS)
@@ -93,9 +94,10 @@ def test_completions_have_the_types_of_the_client(fields: dict[str, Any]) -> Non
 
 RESPONSES: list[tuple[str, dict[str, Any]]] = [
     ("minimax_m2", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
-    ("qwen3", {"max_output_tokens": 2}), ("qwen3", {"text": {"format": {"type": "json_object"}}}),
+    ("qwen3", {"max_output_tokens": 2}),
+    ("qwen3", {"text": {"format": {"type": "json_object"}}}),
     ("qwen3", {"tools": RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "weather"}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "fields"), RESPONSES)

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from serving.api import (
+from tests.serving.api.front import Connection, Server, run, until
+from tests.serving.api.test_chat import TOOL
+from umbra.base.files import ROOT
+from umbra.serving.api import (
     anthropic,
     app,
     body,
@@ -21,11 +24,8 @@ from serving.api import (
     sse,
     structured,
 )
-from serving.api.errors import ApiError
-from serving.ranks import client
-from tests.serving.api.front import Connection, Server, run, until
-from tests.serving.api.test_chat import TOOL
-from umbra.files import ROOT
+from umbra.serving.api.errors import ApiError
+from umbra.serving.ranks import client
 
 LONG = "word " * 200
 
@@ -40,33 +40,52 @@ def named(name: str, **function: Any) -> dict[str, Any]:
 
 # What grammars may be is in test_structured.
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 2}, "top_p"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
-    ({"n": 0}, "n"), ({"n": 65}, "n"), ({"stop": ["x"] * 17}, "stop"), ({"stop": ""}, "stop"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"priority": (1 << 31) + 1}, "priority"),
-    ({"stop_token_ids": [1 << 70]}, "stop_token_ids"), ({"top_k": -5}, "top_k"), ({"top_logprobs": 1}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"min_p": -0.5}, "min_p"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"), ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"), ({"messages": "Hi"}, "messages"),
-    (said(role="king", content=""), "messages[0].role"), (said(role="user", content=5), "messages[0].content"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"priority": (1 << 31) + 1}, "priority"),
+    ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
+    ({"top_k": -5}, "top_k"),
+    ({"top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"min_p": -0.5}, "min_p"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    (said(role="king", content=""), "messages[0].role"),
+    (said(role="user", content=5), "messages[0].content"),
     (said(role="user", content=[{"type": "image_url"}]), "messages[0].content[0]"),
     (said(role="user", content=[{"text": ""}, {"type": "text", "text": 5}]), "messages[0].content[1].text"),
     (said(role="user", content="", name=5), "messages[0].name"),
     (said(role="tool", content="", tool_call_id=5), "messages[0].tool_call_id"),
     (said(role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
     (said(role="assistant", tool_calls=[{}]), "messages[0].tool_calls[0]"),
-    ({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs"), ({"chat_template": "{{"}, "chat_template"),
+    ({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs"),
+    ({"chat_template": "{{"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "{{"}}, "chat_template_kwargs"),
-    ({"tools": [TOOL] * 129}, "tools"), ({"tools": [{"type": "custom"}]}, "tools[0].type"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [named("a b")]}, "tools[0].function.name"),
+    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tools": [named("a b")]}, "tools[0].function.name"),
     ({"tools": [named("a", parameters=["x"])]}, "tools[0].function.parameters"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ({"tools": [named("a", parameters={"type": "bogus"})], "tool_choice": "required"}, "tools"),
-    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"), ({"guided_regex": "("}, "guided_regex"),
-]  # fmt: skip
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_regex": "("}, "guided_regex"),
+]
 
 
 def test_a_wrong_field_is_named() -> None:
@@ -85,9 +104,10 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70, made_up=1)).status == 200
         assert server.front.unread == {"made_up"}
         for path, asked, unsupported in (
-            ("completions", {"prompt": "a"}, fields.UNSUPPORTED), ("responses", {"input": "a"}, responses.UNSUPPORTED),
+            ("completions", {"prompt": "a"}, fields.UNSUPPORTED),
+            ("responses", {"input": "a"}, responses.UNSUPPORTED),
             ("messages", {**said(role="user", content="a"), "max_tokens": 1}, anthropic.UNSUPPORTED),
-        ):  # fmt: skip
+        ):
             for name, idle in unsupported.items():
                 for value in [None, *idle]:
                     assert (await server.ask(f"/v1/{path}", asked | {name: value})).status == 200, name
@@ -101,9 +121,16 @@ def test_what_is_no_request() -> None:
     async def scenario(server: Server) -> None:
         path = "/v1/completions"
         for raw, status in [
-            (b"", 400), (b"{", 400), (b"[]", 400), (b"\xff", 400), (b'"x"', 400), (b"{}", 400),
-            (b"[" * 10**6, 400), (b'{"prompt":' + b"[" * 80 + b"]" * 80 + b"}", 400), (b"x" * (9 << 20), 413),
-        ]:  # fmt: skip
+            (b"", 400),
+            (b"{", 400),
+            (b"[]", 400),
+            (b"\xff", 400),
+            (b'"x"', 400),
+            (b"{}", 400),
+            (b"[" * 10**6, 400),
+            (b'{"prompt":' + b"[" * 80 + b"]" * 80 + b"}", 400),
+            (b"x" * (9 << 20), 413),
+        ]:
             reply = await server.ask(path, raw=raw)
             assert reply.status == status, raw[:20]
             assert reply.error["type"] == "invalid_request_error"
@@ -131,9 +158,10 @@ def test_the_description_has_all_routes_and_its_examples_are_answered() -> None:
         assert described == {(method, path.replace(":path", "")) for method, path, _ in app.ROUTES}
         examples = [
             (path, example["value"])
-            for path, methods in paths.items() if "requestBody" in methods.get("post", {})
+            for path, methods in paths.items()
+            if "requestBody" in methods.get("post", {})
             for example in methods["post"]["requestBody"]["content"]["application/json"]["examples"].values()
-        ]  # fmt: skip
+        ]
         assert len(examples) > 10
         for path, example in examples:
             assert (await server.ask(path, example)).status == 200
@@ -344,7 +372,7 @@ def test_a_quiet_stream_gets_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADER_S", 0.3)
     monkeypatch.setattr(server, "UNREAD_S", 0.3)
-    monkeypatch.setattr("serving.api.body.BODY_S", 0.3)
+    monkeypatch.setattr("umbra.serving.api.body.BODY_S", 0.3)
 
     async def scenario(server: Server) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from executor.config.case import ServeSettings
-from serving.api.errors import ApiError
-from serving.api.limits import LONGEST_S, Admission, Ticket
-from serving.ranks.messages import Ready
 from tests.fakes.clock import Clock
+from umbra.executor.config.case import ServeSettings
+from umbra.serving.api.errors import ApiError
+from umbra.serving.api.limits import LONGEST_S, Admission, Ticket
+from umbra.serving.ranks.messages import Ready
 
 READY = Ready(416, 4, 96, 16, 50, 1, [0], 100.0)
 FAST = 1e6  # prompt tokens that are computed in a second

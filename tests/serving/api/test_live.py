@@ -11,19 +11,30 @@ from typing import Any
 
 import pytest
 
-from serving.api import live
-from serving.api.auth import Keys
-from serving.ranks.messages import Group, Residency, Running, State
 from tests.serving.api.front import Connection, Reply, Server, run, until
+from umbra.serving.api import live
+from umbra.serving.api.auth import Keys
+from umbra.serving.ranks.messages import Group, Residency, Running, State
 
 TEXT = live.PAGE.read_text()
 SCRIPT = re.findall(r"<script.*?>(.*)</script>", TEXT, re.DOTALL)[0]
 RESIDENCY = Residency(2, 8, b"\x0f\x01", bytes(range(16)))
 STATE = State(
-    step=9, waiting=3, running=[Running(i, 900, 901, 1, 1000, 0) for i in range(64)], groups=[Group(10, 2, 30, 2, 3)],
-    preemptions=1, queue=[Running(i, 900, 0, 0, 1000, 1) for i in range(64, 80)], experts_resident=5, experts=16,
-    expert_hits=90, expert_misses=10, arena_frames=100, expert_frames=48, free_frames=4, set_frames=2,
-)  # fmt: skip
+    step=9,
+    waiting=3,
+    running=[Running(i, 900, 901, 1, 1000, 0) for i in range(64)],
+    groups=[Group(10, 2, 30, 2, 3)],
+    preemptions=1,
+    queue=[Running(i, 900, 0, 0, 1000, 1) for i in range(64, 80)],
+    experts_resident=5,
+    experts=16,
+    expert_hits=90,
+    expert_misses=10,
+    arena_frames=100,
+    expert_frames=48,
+    free_frames=4,
+    set_frames=2,
+)
 
 
 async def watch(server: Server) -> Connection:

@@ -6,18 +6,32 @@ import re
 
 import msgspec
 
-from serving.api import metrics as module
-from serving.api.metrics import Metrics, memory
-from serving.ranks.messages import Group, Ready, Row, Running, State, Submit
 from tests.fakes.clock import Clock
 from tests.serving.api.front import Reply, Server, family_tokenizer, run, until
-from umbra.files import ROOT
+from umbra.base.files import ROOT
+from umbra.serving.api import metrics as module
+from umbra.serving.api.metrics import Metrics, memory
+from umbra.serving.ranks.messages import Group, Ready, Row, Running, State, Submit
 
 STATE = State(
-    step=9, waiting=2, running=[Running(5, 40, 60, 20, 140, 0)], groups=[Group(10, 2, 30, 2, 3)], preemptions=1,
-    drafted=8, accepted=5, step_tokens=[1, 40, 1], experts_resident=7, experts=16, expert_hits=90, expert_misses=10,
-    arena_frames=100, expert_frames=48, free_frames=4, set_frames=2, shadow_exposed_s=0.5,
-)  # fmt: skip
+    step=9,
+    waiting=2,
+    running=[Running(5, 40, 60, 20, 140, 0)],
+    groups=[Group(10, 2, 30, 2, 3)],
+    preemptions=1,
+    drafted=8,
+    accepted=5,
+    step_tokens=[1, 40, 1],
+    experts_resident=7,
+    experts=16,
+    expert_hits=90,
+    expert_misses=10,
+    arena_frames=100,
+    expert_frames=48,
+    free_frames=4,
+    set_frames=2,
+    shadow_exposed_s=0.5,
+)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -41,10 +55,15 @@ def test_a_request_is_counted_and_timed() -> None:
     metrics = Metrics("m", clock := Clock())
     served(metrics, clock)
     for name, sum_ in {
-        "request_queue_time": 1, "request_prefill_time": 2, "time_to_first_token": 3, "request_decode_time": 4,
-        "inter_token_latency": 4, "request_time_per_output_token": 4, "request_inference_time": 6,
+        "request_queue_time": 1,
+        "request_prefill_time": 2,
+        "time_to_first_token": 3,
+        "request_decode_time": 4,
+        "inter_token_latency": 4,
+        "request_time_per_output_token": 4,
+        "request_inference_time": 6,
         "e2e_request_latency": 7,
-    }.items():  # fmt: skip
+    }.items():
         assert value(metrics, f"{name}_seconds_sum") == sum_, name
         assert value(metrics, f"{name}_seconds_count") == 1
     assert value(metrics, "prompt_tokens_total") == value(metrics, "prefix_cache_queries_total") == 40
@@ -59,11 +78,20 @@ def test_the_state_of_the_engine() -> None:
     metrics.take(Ready(416, 4, 96, 16, 50, 2, [0], 100.0))
     metrics.take(STATE)
     for name, wanted in {
-        "num_requests_running": 1, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.1, "num_preemptions_total": 1,
-        "spec_decode_num_draft_tokens_total": 8, "spec_decode_num_accepted_tokens_total": 5,
-        "iteration_tokens_total_sum": 42, "expert_hits_total": 90, "expert_misses_total": 10, "experts": 16,
-        "experts_resident": 7, "engine_starts_total": 1, "shadow_exposed_seconds_total": 0.5,
-    }.items():  # fmt: skip
+        "num_requests_running": 1,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc": 0.1,
+        "num_preemptions_total": 1,
+        "spec_decode_num_draft_tokens_total": 8,
+        "spec_decode_num_accepted_tokens_total": 5,
+        "iteration_tokens_total_sum": 42,
+        "expert_hits_total": 90,
+        "expert_misses_total": 10,
+        "experts": 16,
+        "experts_resident": 7,
+        "engine_starts_total": 1,
+        "shadow_exposed_seconds_total": 0.5,
+    }.items():
         assert value(metrics, name) == wanted, name
     assert value(metrics, "iteration_tokens_total_bucket", le="1.0") == 2
     assert [value(metrics, "arena_frames", tenant=tenant) for tenant in module.TENANTS] == [14, 24, 10, 48, 4]

@@ -52,10 +52,12 @@ def test_a_response_and_its_usage(family: str) -> None:
         tokens = len(server.tokenizer.encode(ANSWERS[family], chat=False)) + 1
         prompt = len(server.engine.submitted[0].ids)
         assert whole["usage"] == {
-            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
-            "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": len("Hm, rain?")},
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+            "output_tokens": tokens,
+            "output_tokens_details": {"reasoning_tokens": len("Hm, rain?")},
             "total_tokens": prompt + tokens,
-        }  # fmt: skip
+        }
 
     run(scenario, ANSWERS[family], family=family, engine={"cached_tokens": 3})
 
@@ -84,7 +86,7 @@ def test_a_conversation_is_the_same_prompt_as_that_of_a_chat() -> None:
                 ],
                 "tools": [TOOL],
             },
-        )  # fmt: skip
+        )
         calls = [{"id": "a", "type": "function", "function": call}]
         messages = [
             {"role": "system", "content": "Be brief."},

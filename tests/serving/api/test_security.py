@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from serving.api import auth, server
-from serving.api.auth import Keys, check_address, check_origin
-from serving.api.body import LARGEST_BODY
-from serving.api.errors import ApiError
 from tests.serving.api.front import Connection, Server, run
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.serving.api import auth, server
+from umbra.serving.api.auth import Keys, check_address, check_origin
+from umbra.serving.api.body import LARGEST_BODY
+from umbra.serving.api.errors import ApiError
 
 
 def test_keys_of_a_file(tmp_path: Path) -> None:
@@ -40,8 +40,11 @@ def test_keys_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario(server: Server) -> None:
         monkeypatch.setattr(hmac, "compare_digest", compare)
-        for headers in ({"authorization": "bearer  first "}, {"authorization": "Basic x", "x-api-key": "first"},
-                        {"x-api-key": "second"}):  # fmt: skip
+        for headers in (
+            {"authorization": "bearer  first "},
+            {"authorization": "Basic x", "x-api-key": "first"},
+            {"x-api-key": "second"},
+        ):
             assert (await server.ask("/v1/completions", {"prompt": "Hi"}, headers=headers)).status == 200
         salts = [submit.salt for submit in server.engine.submitted]
         assert salts[0] == salts[1] != salts[2]
@@ -65,10 +68,15 @@ def test_only_this_machine_needs_no_key() -> None:
 @pytest.mark.parametrize(
     ("host", "origin", "code"),
     [
-        ("a:80", "", ""), ("10.0.0.1:80", "", ""), ("[::1]:80", "", ""), ("b:80", "", "wrong_host"),
-        ("a:80", "http://a:80", ""), ("a:80", "http://a", "cross_origin"), ("a", "null", "cross_origin"),
+        ("a:80", "", ""),
+        ("10.0.0.1:80", "", ""),
+        ("[::1]:80", "", ""),
+        ("b:80", "", "wrong_host"),
+        ("a:80", "http://a:80", ""),
+        ("a:80", "http://a", "cross_origin"),
+        ("a", "null", "cross_origin"),
     ],
-)  # fmt: skip
+)
 def test_pages_of_other_sites_are_told_by_their_headers(host: str, origin: str, code: str) -> None:
     """A foreign page does not know the key, so a name of its own does not matter where one is wanted."""
     headers = Headers({"host": host} | ({"origin": origin} if origin else {}))

@@ -12,17 +12,17 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from executor.engine.grammar import Grammars
-from executor.engine.request import Grammar
-from serving.api import compiling, structured
-from serving.api.compiling import Compiler
-from serving.api.errors import ApiError
-from serving.api.fields import Fields
-from serving.ranks.messages import Ready
 from tests.serving.api.front import family_tokenizer
 from tests.text.checkpoints import FORMAT_OF
-from text.formats import FORMATS, TAGS, Mark
-from text.parser import reader
+from umbra.executor.engine.grammar import Grammars
+from umbra.executor.engine.request import Grammar
+from umbra.serving.api import compiling, structured
+from umbra.serving.api.compiling import Compiler
+from umbra.serving.api.errors import ApiError
+from umbra.serving.api.fields import Fields
+from umbra.serving.ranks.messages import Ready
+from umbra.text.formats import FORMATS, TAGS, Mark
+from umbra.text.parser import reader
 
 
 def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
@@ -89,19 +89,25 @@ def test_what_a_request_asks_for(field: str, value: Any, good: str, bad: str) ->
 
 
 NONE: list[dict[str, Any]] = [
-    {}, {"response_format": {}}, {"response_format": {"type": "text", "pattern": "a"}}, {"structured_outputs": {}},
+    {},
+    {"response_format": {}},
+    {"response_format": {"type": "text", "pattern": "a"}},
+    {"structured_outputs": {}},
     {"structured_outputs": {"json_object": False}},
-]  # fmt: skip
+]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": "{"}, "guided_json: is no JSON"),
     ({"guided_regex": "ab\\"}, "guided_regex: ends with a backslash that escapes nothing"),
     ({"guided_regex": "é" * (structured.LARGEST // 2 + 1)}, "guided_regex: must have 1 to 65536 bytes"),
-    *(({"response_format": format}, f"response_format.{error}") for format, error in [
-        ({"pattern": "a"}, "type: None is none of text, json_object, json_schema, regex, grammar"),
-        ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "json_schema.schema: must be a JSON schema"),
-        ({"type": "regex", "grammar": "a"}, "pattern: must be a string"),
-    ]),
-]  # fmt: skip
+    *(
+        ({"response_format": format}, f"response_format.{error}")
+        for format, error in [
+            ({"pattern": "a"}, "type: None is none of text, json_object, json_schema, regex, grammar"),
+            ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "json_schema.schema: must be a JSON schema"),
+            ({"type": "regex", "grammar": "a"}, "pattern: must be a string"),
+        ]
+    ),
+]
 
 
 def test_what_is_no_grammar_is_named() -> None:

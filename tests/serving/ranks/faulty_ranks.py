@@ -8,11 +8,11 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
-from executor.engine.scheduler import Scheduler, Step
-from executor.model_runner import ModelRunner
-from serving.ranks import launcher, worker
-from serving.ranks.processes import run_and_leave
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.scheduler import Scheduler, Step
+from umbra.executor.model_runner import ModelRunner
+from umbra.serving.ranks import launcher, worker
+from umbra.serving.ranks.processes import run_and_leave
 
 FAULT = os.environ["FAULT"]
 steps = 0

@@ -12,20 +12,20 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.engine import disk_prefixes, states
-from executor.engine.disk_prefixes import DiskPrefixes
-from executor.engine.loop import Loop
-from executor.engine.memory_split import MemorySplit
-from executor.engine.page_store import PageStore
-from executor.engine.request import SamplingParams
-from executor.engine.scheduler import Step
-from executor.launch.rank import run_rank
-from executor.model_runner import make_runner
-from serving.ranks.messages import Abort, Message, Out, Refused, Row, Stop, Submit, Tick
-from serving.ranks.worker import Worker
 from tests.fakes.shadow_experts import any_swaps
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.engine import disk_prefixes, states
+from umbra.executor.engine.disk_prefixes import DiskPrefixes
+from umbra.executor.engine.loop import Loop
+from umbra.executor.engine.memory_split import MemorySplit
+from umbra.executor.engine.page_store import PageStore
+from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.scheduler import Step
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import make_runner
+from umbra.serving.ranks.messages import Abort, Message, Out, Refused, Row, Stop, Submit, Tick
+from umbra.serving.ranks.worker import Worker
 
 VOCABULARY = 96
 LONG = b"other" * 1000  # a salt that makes a tick longer than the broadcast that every step makes
@@ -91,9 +91,12 @@ class Traffic:
         ids = [*start, *(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 8 if start else 20)))]
         hot, again = draw.random() < 0.5, draw.random() < 0.3
         sampling = SamplingParams(
-            draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True,
+            draw.randint(1, 16),
+            0.8 if hot else 0.0,
+            seed=draw.randrange(1 << 40),
+            ignore_eos=True,
             logit_bias={3: 50.0, 5: 50.0} if again else {},  # which repeat soon
-        )  # fmt: skip
+        )
         salt, branches = draw.choice([b"", b"", LONG]), (draw.randint(0, len(ids)), max(0, len(ids) - 3))
         submit = Submit(len(self.submitted), ids, sampling, draw.randint(0, 1), salt, branches)
         self.submitted.append(submit)
@@ -115,9 +118,15 @@ class Traffic:
         restored = sum(rows[0].restored_tokens > 0 for rows in self.rows.values())
         whole = len([id for id, _ in alone if id in ended])
         return dict(
-            submitted=len(self.submitted), ended=len(ended), hits=hits, refused=self.refused, aborted=self.aborted,
-            alone=len(alone), whole=whole, restored=restored,
-        )  # fmt: skip
+            submitted=len(self.submitted),
+            ended=len(ended),
+            hits=hits,
+            refused=self.refused,
+            aborted=self.aborted,
+            alone=len(alone),
+            whole=whole,
+            restored=restored,
+        )
 
 
 def any_cost(took: Callable[..., None]) -> Callable[..., None]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
-from executor.config.load import load_case
-from serving.ranks.client import EngineClient
-from serving.ranks.launcher import launcher_of
-from serving.ranks.supervisor import Supervisor
+from umbra.executor.config.load import load_case
+from umbra.serving.ranks.client import EngineClient
+from umbra.serving.ranks.launcher import launcher_of
+from umbra.serving.ranks.supervisor import Supervisor
 
 
 async def main(case: str, path: Path, phase: str) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
-from executor.config.env import RankEnv
-from executor.config.load import load_case
-from executor.engine.request import SamplingParams
-from executor.launch.rank import run_rank
-from executor.model_runner import make_runner
-from serving.ranks.messages import Stop, Submit
-from serving.ranks.worker import Worker
 from tests.fakes.scripted import Script
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.request import SamplingParams
+from umbra.executor.launch.rank import run_rank
+from umbra.executor.model_runner import make_runner
+from umbra.serving.ranks.messages import Stop, Submit
+from umbra.serving.ranks.worker import Worker
 
 
 class Front(Script):

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from executor.engine.request import SamplingParams
-from serving.ranks import channel
-from serving.ranks.channel import HEADER, Channel, framed
-from serving.ranks.client import ENDED, EngineClient
-from serving.ranks.messages import Abort, Message, Out, Ping, Pong, Progress, Ready, Row, Stop, Submit
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.engine.request import SamplingParams
+from umbra.serving.ranks import channel
+from umbra.serving.ranks.channel import HEADER, Channel, framed
+from umbra.serving.ranks.client import ENDED, EngineClient
+from umbra.serving.ranks.messages import Abort, Message, Out, Ping, Pong, Progress, Ready, Row, Stop, Submit
 
 READY = Ready(416, 4, 96, 16, 50, 2, [0], 100.0)
 COLD = msgspec.msgpack.encode({"type": "Submit", "id": 1, "ids": [2], "sampling": {"temperature": -1.0}})
@@ -92,7 +92,7 @@ def test_a_front_that_does_not_read_is_behind() -> None:
         (framed(Ping(3)) + HEADER.pack(1 << 30), [Ping(3), None], "cannot be read: a message of 1073741824 bytes"),
         (HEADER.pack(len(COLD)) + COLD, [None], "cannot be read: temperature: -1.0 must be"),
     ],
-)  # fmt: skip
+)
 def test_rank_0_leaves_when_its_front_is_gone(
     orphans: None, capsys: pytest.CaptureFixture[str], sent: bytes, found: list[Any], said: str
 ) -> None:

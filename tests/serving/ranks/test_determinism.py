@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor, equal
 
-from executor.engine.engine import Engine
-from executor.engine.sequence import Sequence
 from tests.fakes.scripted import Server
 from tests.quantised import mxfp4_tiny
 from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import thorough_but
+from umbra.executor.engine.engine import Engine
+from umbra.executor.engine.sequence import Sequence
 
 KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena that is too small, fewest hits
     "float32": (0.25, 4, {}),
@@ -24,11 +24,16 @@ KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena
     "states": (0.6, 2, {"model_name": "qwen3_next", "serve_config": {"reserve": 0, "prefix_floor": 200}}),
     # Prompts behind a cached prefix may take another form than whole ones.
     "latents": (0.1, 0, {"model_name": "deepseek_v2", "serve_config": {"reserve": 0, "prefix_cache": False}}),
-    "absorbed": (0.022, 1, {
-        "model_name": "deepseek_v3", "cache_config": {"page_size": 4, "kv_dtype": "int8"},
-        "quantization": {"method": "q4", "group_size": 32},
-    }),
-}  # fmt: skip
+    "absorbed": (
+        0.022,
+        1,
+        {
+            "model_name": "deepseek_v3",
+            "cache_config": {"page_size": 4, "kv_dtype": "int8"},
+            "quantization": {"method": "q4", "group_size": 32},
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", thorough_but(KINDS, "bfloat16", "q4", "mxfp4", "latents"))
@@ -60,11 +65,14 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
     else:
         save_tiny(tmp_path / "model", **sizes)
     case = tiny_case(
-        tmp_path, tmp_path / "model", exe_mode="graph", threads=2,
+        tmp_path,
+        tmp_path / "model",
+        exe_mode="graph",
+        threads=2,
         data_config={"input_max_len": 64, "max_new_tokens": 64, "batch_size": 4, "chunked_prefill_size": 16},
         offload_config={"mode": "elastic", "arena_mb": arena_mb, "max_swaps": 4, "measure_s": 0.01},
         **{"serve_config": {"reserve": 0, "prefix_floor": 16}} | options,
-    )  # fmt: skip
+    )
     server, draw = Server(make_runner(case, tmp_path)), random.Random(5)
     worker, script = server.worker, server.script
     start = [draw.randrange(96) for _ in range(30)]

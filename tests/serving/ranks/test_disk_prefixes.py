@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from executor.model_runner import ModelRunner
-from serving.ranks.messages import Submit
-from serving.ranks.worker import Worker
 from tests.fakes.scripted import Server
 from tests.mtp import Oracle
 from tests.ranks import run_ranks
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case, write_case
 from tests.variants import thorough_but
+from umbra.executor.model_runner import ModelRunner
+from umbra.serving.ranks.messages import Submit
+from umbra.serving.ranks.worker import Worker
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -168,11 +168,15 @@ def test_two_ranks_restore_what_both_have(tmp_path: Path, attn_tp_size: int, los
     found = []
     for disk in ("", "pages", "pages", "pages"):
         case = write_case(
-            tmp_path / "case.yaml", tmp_path / "model", exe_mode="graph", world_size=2,
+            tmp_path / "case.yaml",
+            tmp_path / "model",
+            exe_mode="graph",
+            world_size=2,
             parallel_config={"attn_tp_size": attn_tp_size},
-            data_config={"input_max_len": 700, "max_new_tokens": 8, "batch_size": 2}, model_name="qwen3_next",
+            data_config={"input_max_len": 700, "max_new_tokens": 8, "batch_size": 2},
+            model_name="qwen3_next",
             cache_config={"disk_path": disk and str(tmp_path / disk)},
-        )  # fmt: skip
+        )
         program = [
             "tests/serving/ranks/restarted_ranks.py",
             str(case),

@@ -17,9 +17,7 @@ from tests.tiny import EXPANDED, save_tiny, save_tiny_of, write_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
-DATA = {
-    "input_max_len": 40, "max_new_tokens": 16, "batch_size": 8, "chunked_prefill_size": 24,
-}  # fmt: skip
+DATA = {"input_max_len": 40, "max_new_tokens": 16, "batch_size": 8, "chunked_prefill_size": 24}
 ARENA_KB = 60  # of a rank: too few for experts and all pages
 FEW = {"preemptions": 3, "moved": 1, "hits": 1, "restored": 1, "drafted": 0, "whole": 2}
 MANY = {"preemptions": 3, "moved": 1, "hits": 10, "restored": 5, "drafted": 3, "whole": 15}
@@ -57,9 +55,17 @@ def test_traffic_of_states_on_four_ranks(tmp_path: Path) -> None:
 
 
 def check_traffic(
-    folder: Path, world: int, sizes: dict[str, int], steps: int, alone: int, least: dict[str, int],
-    limit_s: float = 300, kb: int = ARENA_KB, family: str = "", drafts: str = "lookup",
-) -> None:  # fmt: skip
+    folder: Path,
+    world: int,
+    sizes: dict[str, int],
+    steps: int,
+    alone: int,
+    least: dict[str, int],
+    limit_s: float = 300,
+    kb: int = ARENA_KB,
+    family: str = "",
+    drafts: str = "lookup",
+) -> None:
     """About `alone` requests run alone afterwards. Each of `least` happens more often than that."""
     if drafts == "mtp":
         Oracle(folder / "model", family)
@@ -69,12 +75,18 @@ def check_traffic(
     else:
         save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     case = write_case(
-        folder / "case.yaml", folder / "model", exe_mode="graph", world_size=world, parallel_config=sizes,
-        data_config=DATA, draft_config={"method": drafts, "tokens": 3},
+        folder / "case.yaml",
+        folder / "model",
+        exe_mode="graph",
+        world_size=world,
+        parallel_config=sizes,
+        data_config=DATA,
+        draft_config={"method": drafts, "tokens": 3},
         serve_config={"reserve": 2, "prefix_floor": 280 if family else 16},
         offload_config={"mode": "elastic", "arena_mb": kb / 1024, "max_swaps": 2, "measure_s": 0.05},
-        model_name=family or "qwen3_moe", cache_config={"disk_path": str(folder / "pages"), "disk_gb": 0.01},
-    )  # fmt: skip
+        model_name=family or "qwen3_moe",
+        cache_config={"disk_path": str(folder / "pages"), "disk_gb": 0.01},
+    )
     out = folder / "out.json"
     program = ["tests/serving/ranks/lockstep_ranks.py", str(case), str(steps), str(out), str(alone)]
     done = run_ranks(folder, world, program, limit_s)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from serving.ranks.launcher import keep_ranks
-from serving.ranks.processes import SOCKET, processes_of, run_and_leave, send, signal_name
-from umbra.errors import EXIT_STATUS, UserError
+from umbra.base.errors import EXIT_STATUS, UserError
+from umbra.serving.ranks.launcher import keep_ranks
+from umbra.serving.ranks.processes import SOCKET, processes_of, run_and_leave, send, signal_name
 
 
 def fails(argv: list[str]) -> None:

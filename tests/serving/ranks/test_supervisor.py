@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from executor.config.case import Case
-from executor.config.load import load_case
-from executor.engine.request import SamplingParams
-from executor.launch.processes import rank_of
-from serving.ranks.client import EngineClient, EngineGone
-from serving.ranks.launcher import launcher_of
-from serving.ranks.messages import Submit
-from serving.ranks.processes import processes_of
-from serving.ranks.supervisor import Supervisor
 from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
 from tests.variants import thorough_but
-from umbra.errors import EXIT_STATUS
-from umbra.files import ROOT
+from umbra.base.errors import EXIT_STATUS
+from umbra.base.files import ROOT
+from umbra.executor.config.case import Case
+from umbra.executor.config.load import load_case
+from umbra.executor.engine.request import SamplingParams
+from umbra.executor.launch.processes import rank_of
+from umbra.serving.ranks.client import EngineClient, EngineGone
+from umbra.serving.ranks.launcher import launcher_of
+from umbra.serving.ranks.messages import Submit
+from umbra.serving.ranks.processes import processes_of
+from umbra.serving.ranks.supervisor import Supervisor
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
@@ -220,8 +220,11 @@ def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, 
     path = tmp_path / "socket"
     front = subprocess.Popen(
         [sys.executable, "tests/serving/ranks/lonely_front.py", case, str(path), phase],
-        cwd=ROOT, env=os.environ | {"FAULT": phase}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"FAULT": phase},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert front.stdout
     try:
         # A rank's line and its end are two writes, between which the front's line may come.
@@ -247,9 +250,13 @@ def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeyp
     ranks end, and each node says why in one line."""
     common = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
     second = subprocess.Popen(
-        [sys.executable, "-m", "umbra", "serve", case], cwd=ROOT, env=os.environ | common | {"NODE_RANK": "1"},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, "-m", "umbra", "serve", case],
+        cwd=ROOT,
+        env=os.environ | common | {"NODE_RANK": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     for name, value in (common | {"NODE_RANK": "0", "FAULT": "none"}).items():
         monkeypatch.setenv(name, value)
 

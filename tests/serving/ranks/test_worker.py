@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.engine.request import Grammar, SamplingParams
-from executor.model_runner import ModelRunner
-from serving.ranks import worker as worker_module
-from serving.ranks.messages import Ping, Pong, Refused, Residency, State, Submit, Watch
 from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
+from umbra.executor.engine.request import Grammar, SamplingParams
+from umbra.executor.model_runner import ModelRunner
+from umbra.serving.ranks import worker as worker_module
+from umbra.serving.ranks.messages import Ping, Pong, Refused, Residency, State, Submit, Watch
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +147,7 @@ def test_what_the_front_is_told(model: Path, every_step: None) -> None:
 def test_requests_that_cannot_run_are_refused(model: Path) -> None:
     server = Server(runner_of(model))
     script = server.script
-    bad: list[dict[str, Any]] = [
-        {"logit_bias": {96: 1.0}},
-        {"grammar": Grammar("lark", "start: [")},
-    ]
+    bad: list[dict[str, Any]] = [{"logit_bias": {96: 1.0}}, {"grammar": Grammar("lark", "start: [")}]
     for id, fields in enumerate(bad, 1):
         script.messages.append(Submit(id, [1], SamplingParams(2, **fields)))
     script.messages += [Submit(8, [1] * 40, SamplingParams(9999)), Submit(9, [96], SamplingParams(1))]

@@ -12,18 +12,18 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from executor.model_runner import ModelRunner
-from models.gguf import folder as unpacked
-from models.layers.base import layers_of
 from tests.fakes.peer import DyingPeer
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case, write_case
-from tools.benchmarks import cpu, latent_forms
-from tools.benchmarks.gguf_entries import entries
-from tools.benchmarks.gguf_file import TYPES, write_gguf
-from tools.benchmarks.gguf_mix import MIXES, write_mix
-from tools.benchmarks.peer_process import PeerDied, PeerProcess
-from tools.benchmarks.umbra_engine import Umbra
 from umbra.commands.logits import prefill_logits
+from umbra.executor.model_runner import ModelRunner
+from umbra.models.gguf import folder as unpacked
+from umbra.models.layers.base import layers_of
+from umbra.tools.benchmarks import cpu, latent_forms
+from umbra.tools.benchmarks.gguf_entries import entries
+from umbra.tools.benchmarks.gguf_file import TYPES, write_gguf
+from umbra.tools.benchmarks.gguf_mix import MIXES, write_mix
+from umbra.tools.benchmarks.peer_process import PeerDied, PeerProcess
+from umbra.tools.benchmarks.umbra_engine import Umbra
 
 pytestmark = pytest.mark.slow
 
@@ -75,10 +75,13 @@ def latent_case(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("family", "format", "head"),
     [
-        ("case", "q4", "Q8_0"), ("case", "q8", "Q8_0"), ("m2_case", "q4", "Q8_0"), ("gpt_oss_case", "auto", "BF16"),
+        ("case", "q4", "Q8_0"),
+        ("case", "q8", "Q8_0"),
+        ("m2_case", "q4", "Q8_0"),
+        ("gpt_oss_case", "auto", "BF16"),
         ("latent_case", "q4", "Q8_0"),
     ],
-)  # fmt: skip
+)
 def test_gguf_file_has_every_weight(
     family: str, format: str, head: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -131,12 +134,16 @@ def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2"), tmp_path)
     written = {e.name: torch.cat(list(e.read())) for e in entries(runner.engine.model, runner.config)}
     theirs = {
-        "attn_q.weight": "self_attn.q_proj.weight", "attn_k.weight": "self_attn.k_proj.weight",
-        "attn_v.weight": "self_attn.v_proj.weight", "attn_output.weight": "self_attn.o_proj.weight",
-        "attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight",
-        "ffn_gate_inp.weight": "mlp.gate.weight", "exp_probs_b.bias": "mlp.e_score_correction_bias",
+        "attn_q.weight": "self_attn.q_proj.weight",
+        "attn_k.weight": "self_attn.k_proj.weight",
+        "attn_v.weight": "self_attn.v_proj.weight",
+        "attn_output.weight": "self_attn.o_proj.weight",
+        "attn_q_norm.weight": "self_attn.q_norm.weight",
+        "attn_k_norm.weight": "self_attn.k_norm.weight",
+        "ffn_gate_inp.weight": "mlp.gate.weight",
+        "exp_probs_b.bias": "mlp.e_score_correction_bias",
         "ffn_down_exps.weight": "mlp.experts.down_proj",
-    }  # fmt: skip
+    }
     for i in range(3):
         layer = {name: oracle[f"model.layers.{i}.{key}"] for name, key in theirs.items()}
         gate, up = oracle[f"model.layers.{i}.mlp.experts.gate_up_proj"].chunk(2, dim=1)

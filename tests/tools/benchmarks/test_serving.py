@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from tests.serving.api.front import serving
-from tools.benchmarks import conversation
-from tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls
+from umbra.tools.benchmarks import conversation
+from umbra.tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls
 
 
 def test_a_closed_and_an_open_loop() -> None:

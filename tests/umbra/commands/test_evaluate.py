@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.command import umbra
 from tests.tiny import save_tiny, save_tiny_of, write_case
+from umbra.base.files import ROOT
 from umbra.cli import execute
 from umbra.commands import evaluate
-from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -74,10 +74,7 @@ def test_quantisation_costs_little(perplexity: dict[str, float]) -> None:
     [
         (["evaluate", "--text", "nowhere.txt"], "--text nowhere.txt: not readable"),
         (["evaluate", "--text", "README.md", "--window", "5000"], "input_max_len + max_new_tokens: 5001 exceed"),
-        (
-            ["evaluate", "--text", "README.md", "--against-set", "method=none"],
-            "--against-set: belongs to --against",
-        ),
+        (["evaluate", "--text", "README.md", "--against-set", "method=none"], "--against-set: belongs to --against"),
         (["logits", "--out", "x", "--ids", "1,99999", "--set", "world_size=2"], "99999"),
     ],
 )

@@ -11,20 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor.config.case import DraftSettings
-from executor.config.load import load_case
-from executor.run.model_sketch import MTP, kind_of
-from models.causal_lm import CausalLM
-from models.layers.attention import PagedAttention
-from models.layers.base import layers_of
 from tests.command import umbra
 from tests.mtp import Oracle
 from tests.quantised import mxfp4_tiny, quantise_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, write_case
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
 from umbra.cli import execute
 from umbra.commands.inspect_checkpoint import inspect, inspect_rank
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.executor.config.case import DraftSettings
+from umbra.executor.config.load import load_case
+from umbra.executor.run.model_sketch import MTP, kind_of
+from umbra.models.causal_lm import CausalLM
+from umbra.models.layers.attention import PagedAttention
+from umbra.models.layers.base import layers_of
 
 DEMO = ROOT / "checkpoints/austen_moe"
 SIZES = dict(hidden_size=64, moe_intermediate_size=32, num_experts=4)

@@ -13,12 +13,12 @@ import torch_npu
 from torch import Tensor
 from torch_npu.npu.utils import get_cann_version
 
-from executor.config.env import cann_home
-from executor.platform.ascend.versions import read_versions
-from ops.ascend.bridge import DONE, SUBMIT, BridgeError
-from ops.ascend.shadow import ShadowNodes
-from tools.npu_check.numbers import Differs, require
-from tools.npu_check.outcome import Check, Passed
+from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.versions import read_versions
+from umbra.ops.ascend.bridge import DONE, SUBMIT, BridgeError
+from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.tools.npu_check.numbers import Differs, require
+from umbra.tools.npu_check.outcome import Check, Passed
 
 NPU = torch.device("npu")
 TOKENS, TOP_K, HIDDEN, EXPERTS, LAYERS = 3, 2, 64, 4, 2
@@ -75,7 +75,7 @@ class BridgeStep:
         cann = read_versions(cann_home(), get_cann_version() or None).cann
         self.nodes = ShadowNodes(
             self.host.submit, 0, range(LAYERS), EXPERTS, HIDDEN, TOP_K, torch.float32, timeout_s, cann
-        )  # fmt: skip
+        )
         self.nodes.prepare(TOKENS)
         self.x, self.weights = torch.zeros(TOKENS, HIDDEN, device=NPU), torch.zeros(TOKENS, TOP_K, device=NPU)
         self.ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int32, device=NPU)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from ops import load_ops
-from ops.ascend import bridge, vector_core
-from ops.cpu import engine
-from ops.format import FORMATS
-from tools.npu_check.outcome import Check, Passed
-from tools.npu_check.stage import BRIDGE, CPU, OPERATORS
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
+from umbra.ops import load_ops
+from umbra.ops.ascend import bridge, vector_core
+from umbra.ops.cpu import engine
+from umbra.ops.format import FORMATS
+from umbra.tools.npu_check.outcome import Check, Passed
+from umbra.tools.npu_check.stage import BRIDGE, CPU, OPERATORS
 
 FOLDER = Path(vector_core.__file__).parent
 COMPILED = (".cpp", ".h", ".txt", ".sh")
@@ -56,8 +56,13 @@ def operators() -> Passed:
 
 def build() -> "subprocess.CompletedProcess[str]":
     made = subprocess.run(
-        ["bash", str(FOLDER / "build.sh")], cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
+        ["bash", str(FOLDER / "build.sh")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
     print(made.stdout)
     return made

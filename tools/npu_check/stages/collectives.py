@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from executor.config.env import rank_env
-from tools.npu_check import ranks
-from tools.npu_check.environment import ascend_overrides, case_environment, demo_case
-from tools.npu_check.outcome import Check, Passed
-from tools.npu_check.stage import TWO_AIV
-from tools.npu_check.stages.model import require_dies
+from umbra.executor.config.env import rank_env
+from umbra.tools.npu_check import ranks
+from umbra.tools.npu_check.environment import ascend_overrides, case_environment, demo_case
+from umbra.tools.npu_check.outcome import Check, Passed
+from umbra.tools.npu_check.stage import TWO_AIV
+from umbra.tools.npu_check.stages.model import require_dies
 
 BYTES = (4 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)  # 8 KB is a token of 235B
 LOOPS, ROUNDS = 10, 10
@@ -34,7 +34,7 @@ def over(logs: Path, size: int, aiv: bool) -> Passed:
     require_dies(size)
     overrides, name = overrides_of(size, aiv), f"{size}{'aiv' if aiv else ''}"
     environment = case_environment(demo_case(overrides), os.environ)
-    place = "tools.npu_check.stages.collectives:rank_body"
+    place = "umbra.tools.npu_check.stages.collectives:rank_body"
     rows: list[dict[str, Any]]
     rows = ranks.run(place, size, environment, logs / name, {"overrides": overrides, "sizes": BYTES})[0]["rows"]
     way = f"all-reduce of {size} ranks{', AIV' if aiv else ''}"
@@ -50,11 +50,11 @@ def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
     """One rank: checks every size, then times it."""
     import torch
 
-    from executor.launch.join import init_parallel
-    from executor.launch.platform_settings import platform_settings
-    from executor.platform.ascend.device import AscendPlatform
-    from tools.benchmarks.npu_layers import Graph, alternate
-    from tools.npu_check.numbers import require
+    from umbra.executor.launch.join import init_parallel
+    from umbra.executor.launch.platform_settings import platform_settings
+    from umbra.executor.platform.ascend.device import AscendPlatform
+    from umbra.tools.benchmarks.npu_layers import Graph, alternate
+    from umbra.tools.npu_check.numbers import require
 
     case, own = demo_case(overrides), rank_env()
     platform = AscendPlatform(platform_settings(case), own)

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch_npu
 
-from ops.ascend.host_memory import pinned
-from ops.ascend.ops import AscendOps
-from ops.ascend.weights import AscendMatrix
-from ops.format import Format
-from tools.benchmarks.npu_layers import Graph, alternate
-from tools.npu_check.environment import ascend_overrides
-from tools.npu_check.numbers import require
-from tools.npu_check.outcome import Check, Passed
-from tools.npu_check.stage import CAPTURES
-from tools.npu_check.stages import model
+from umbra.ops.ascend.host_memory import pinned
+from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.ascend.weights import AscendMatrix
+from umbra.ops.format import Format
+from umbra.tools.benchmarks.npu_layers import Graph, alternate
+from umbra.tools.npu_check.environment import ascend_overrides
+from umbra.tools.npu_check.numbers import require
+from umbra.tools.npu_check.outcome import Check, Passed
+from umbra.tools.npu_check.stage import CAPTURES
+from umbra.tools.npu_check.stages import model
 
 NPU, BF16 = torch.device("npu"), torch.bfloat16
 TOLERANCE = 0.01  # a graph may fuse what eager mode rounds

@@ -10,18 +10,18 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend import moe, vector_core
-from ops.ascend.grouped import COUNTS
-from ops.ascend.tiles import TileBanks
-from ops.ascend.vector_core import calls, reference
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
-from ops.format import Format
 from tests.fakes.ascend_c import TwinError
 from tests.fakes.ascend_c.launch import launch
-from tools.benchmarks import npu_layers
-from tools.npu_check.numbers import SIZES, SMALL, WHOLE, Size, fused_values, require
-from tools.npu_check.outcome import Check, Passed, Skipped
+from umbra.ops.ascend import moe, vector_core
+from umbra.ops.ascend.grouped import COUNTS
+from umbra.ops.ascend.tiles import TileBanks
+from umbra.ops.ascend.vector_core import calls, reference
+from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
+from umbra.ops.format import Format
+from umbra.tools.benchmarks import npu_layers
+from umbra.tools.npu_check.numbers import SIZES, SMALL, WHOLE, Size, fused_values, require
+from umbra.tools.npu_check.outcome import Check, Passed, Skipped
 
 NPU = torch.device("npu")
 TOLERANCE = {True: 0.01, False: 0.02}  # with float sums and with sums in half, relative to the result's norm

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.config.env import rank_env
-from executor.config.load import load_model_config, model_folder
-from executor.engine.teacher_forcing import ForcedRun
-from executor.model_runner import make_runner
-from executor.platform.ascend.fallbacks import ABOUT_STRICT
-from executor.run.prompts import encode_prompts
-from text.tokenizer import open_tokenizer
-from tools.npu_check import ranks
-from tools.npu_check.environment import ascend_overrides, case_environment, demo_case
-from tools.npu_check.numbers import Differs
-from tools.npu_check.outcome import Check, Passed, Skipped
 from umbra.commands.logits import with_room
+from umbra.executor.config.env import rank_env
+from umbra.executor.config.load import load_model_config, model_folder
+from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.model_runner import make_runner
+from umbra.executor.platform.ascend.fallbacks import ABOUT_STRICT
+from umbra.executor.run.prompts import encode_prompts
+from umbra.text.tokenizer import open_tokenizer
+from umbra.tools.npu_check import ranks
+from umbra.tools.npu_check.environment import ascend_overrides, case_environment, demo_case
+from umbra.tools.npu_check.numbers import Differs
+from umbra.tools.npu_check.outcome import Check, Passed, Skipped
 
 STEPS = 16
 TOLERANCE = 0.02  # of a token's logits in bfloat16 against the CPU's, relative to their norm
@@ -73,7 +73,7 @@ def logits_of(overrides: list[str], logs: Path, forced: Logits | None = None) ->
     logs.mkdir(parents=True, exist_ok=True)
     out = logs / "logits.npz"
     given = {"overrides": overrides, "out": str(out), "steps": STEPS, "tokens": tokens}
-    place = "tools.npu_check.stages.model:rank_logits"
+    place = "umbra.tools.npu_check.stages.model:rank_logits"
     measured = ranks.run(place, case.world_size, case_environment(case, os.environ), logs, given)[0]
     for line in (logs / "rank0.log").read_text(errors="replace").splitlines():
         if ABOUT_STRICT in line:

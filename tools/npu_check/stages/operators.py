@@ -12,18 +12,18 @@ import torch_npu
 from torch import Tensor
 from torch_npu.npu.utils import get_cann_version
 
-from executor.config.env import cann_home
-from executor.platform.ascend.versions import read_versions
-from ops import reference
-from ops.ascend.layout import TILE
-from ops.ascend.moe import ROUTINGS
-from ops.ascend.ops import AscendOps, installed
-from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices, in_levels
-from ops.format import Format
-from ops.interface import SILU_EXPERTS, ExpertKind, Heads
-from tools.benchmarks.npu_layers import alternate
-from tools.npu_check.numbers import SIZES, Size, require
-from tools.npu_check.outcome import Check, Passed
+from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.versions import read_versions
+from umbra.ops import reference
+from umbra.ops.ascend.layout import TILE
+from umbra.ops.ascend.moe import ROUTINGS
+from umbra.ops.ascend.ops import AscendOps, installed
+from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, Matrices, in_levels
+from umbra.ops.format import Format
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Heads
+from umbra.tools.benchmarks.npu_layers import alternate
+from umbra.tools.npu_check.numbers import SIZES, Size, require
+from umbra.tools.npu_check.outcome import Check, Passed
 
 BF16, NPU, CPU = torch.bfloat16, torch.device("npu"), torch.device("cpu")
 FLOATS, FOUR_BITS, INT8 = Format("bfloat16", tiled=True), Format("q4", 32, zeros=True), Format("w8a8", 32)

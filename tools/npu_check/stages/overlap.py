@@ -5,12 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.npu_check import ranks
-from tools.npu_check.environment import case_environment, demo_case
-from tools.npu_check.numbers import EIGHTH
-from tools.npu_check.outcome import Check, Passed
-from tools.npu_check.stages.collectives import overrides_of
-from tools.npu_check.stages.model import require_dies
+from umbra.tools.npu_check import ranks
+from umbra.tools.npu_check.environment import case_environment, demo_case
+from umbra.tools.npu_check.numbers import EIGHTH
+from umbra.tools.npu_check.outcome import Check, Passed
+from umbra.tools.npu_check.stages.collectives import overrides_of
+from umbra.tools.npu_check.stages.model import require_dies
 
 LOOPS, ROUNDS = 20, 10
 COUNT = 16 << 10  # elements of the all-reduce: four tokens of 235B
@@ -24,7 +24,7 @@ def together(logs: Path) -> Passed:
     require_dies(2)
     overrides = overrides_of(2, True)
     environment = case_environment(demo_case(overrides), os.environ)
-    place = "tools.npu_check.stages.overlap:rank_body"
+    place = "umbra.tools.npu_check.stages.overlap:rank_body"
     us = ranks.run(place, 2, environment, logs / "2aiv", {"overrides": overrides})[0]
     return Passed(
         f"us of a kernel {us['kernel']:.1f}, of an all-reduce {us['reduce']:.1f}, of both at once {us['both']:.1f}", us
@@ -37,13 +37,13 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     import torch
     import torch_npu
 
-    from executor.config.env import rank_env
-    from executor.launch.join import init_parallel
-    from executor.launch.platform_settings import platform_settings
-    from executor.platform.ascend.device import AscendPlatform
-    from ops.ascend import vector_core
-    from tools.benchmarks import npu_layers
-    from tools.npu_check.numbers import require
+    from umbra.executor.config.env import rank_env
+    from umbra.executor.launch.join import init_parallel
+    from umbra.executor.launch.platform_settings import platform_settings
+    from umbra.executor.platform.ascend.device import AscendPlatform
+    from umbra.ops.ascend import vector_core
+    from umbra.tools.benchmarks import npu_layers
+    from umbra.tools.npu_check.numbers import require
 
     case, own = demo_case(overrides), rank_env()
     platform = AscendPlatform(platform_settings(case), own)

@@ -4,9 +4,9 @@ import functools
 from functools import partial
 from pathlib import Path
 
-from tools.npu_check.environment import ascend_overrides
-from tools.npu_check.outcome import Check, Passed
-from tools.npu_check.stages import model
+from umbra.tools.npu_check.environment import ascend_overrides
+from umbra.tools.npu_check.outcome import Check, Passed
+from umbra.tools.npu_check.stages import model
 
 SLOTS = 40  # of 160 experts
 TOLERANCE = 0.02  # the CPU's sums are rounded to bfloat16 apart from the device's

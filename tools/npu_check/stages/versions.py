@@ -3,11 +3,11 @@
 import platform
 from pathlib import Path
 
-from executor.config.env import cann_home
-from executor.platform.ascend.versions import check_versions, read_versions
-from tools.npu_check.outcome import Check, Passed
-from tools.npu_check.stage import DEVICE
-from umbra.errors import UserError
+from umbra.base.errors import UserError
+from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.versions import check_versions, read_versions
+from umbra.tools.npu_check.outcome import Check, Passed
+from umbra.tools.npu_check.stage import DEVICE
 
 
 def checks(logs: Path) -> list[Check]:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ops.format import Quantised
+from umbra.base.errors import UserError
 from umbra.commands.quantize.target import Target
-from umbra.errors import UserError
+from umbra.ops.format import Quantised
 
 BITS, LARGEST = 4, 15
 PACKED = 32 // BITS  # outputs in one int32

@@ -19,14 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from text.tokenizer import Tokenizer
+from umbra.base.errors import UserError
+from umbra.base.files import read_json, write_json, write_whole
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.search import Fold, fold, search_layer
 from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.target import Target
 from umbra.commands.quantize.workers import Each, Progress, workers
-from umbra.errors import UserError
-from umbra.files import read_json, write_json, write_whole
+from umbra.text.tokenizer import Tokenizer
 
 STATE = "quantize_state.json"
 WINDOW = 256  # tokens of calibration text that attend to each other

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.checkpoint.formats.fp8 import BLOCK
+from umbra.base.errors import UserError
 from umbra.commands.quantize.target import Target
-from umbra.errors import UserError
+from umbra.executor.checkpoint.formats.fp8 import BLOCK
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 SMALLEST = torch.finfo(torch.float32).tiny  # scales below it have lost bits
@@ -40,10 +40,7 @@ class Fp8Target(Target):
             "fmt": self.source.family.fp8_name,
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": [
-                *self.source.family.not_fp8(self.source.config),
-                *self.source.mtp_floats,
-            ],
+            "modules_to_not_convert": [*self.source.family.not_fp8(self.source.config), *self.source.mtp_floats],
         }
 
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:

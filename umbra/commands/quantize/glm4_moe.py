@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from models.glm4_moe.config import Glm4MoeConfig
-from ops.reference import route_sigmoid
 from umbra.commands.quantize.layer import LayerMath, Weights
+from umbra.models.glm4_moe.config import Glm4MoeConfig
+from umbra.ops.reference import route_sigmoid
 
 
 class Glm4MoeLayer(LayerMath[Glm4MoeConfig]):

@@ -6,18 +6,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.batch import Batch
-from models.build import Build, Formats
-from models.hybrid_config import HybridConfig
-from models.layers.base import layers_of
-from models.layers.delta_net import DeltaNet
-from ops import load_ops
-from ops.format import FORMATS
-from ops.interface import Recurrent, fixed
-from ops.parallel.groups import Parallel
-from ops.reference import route_softmax
 from umbra.commands.quantize.layer import LayerMath, Weights
 from umbra.commands.quantize.workers import Each
+from umbra.models.batch import Batch
+from umbra.models.build import Build, Formats
+from umbra.models.hybrid_config import HybridConfig
+from umbra.models.layers.base import layers_of
+from umbra.models.layers.delta_net import DeltaNet
+from umbra.ops import load_ops
+from umbra.ops.format import FORMATS
+from umbra.ops.interface import Recurrent, fixed
+from umbra.ops.parallel.groups import Parallel
+from umbra.ops.reference import route_softmax
 
 LINEAR = "linear_attn"
 PLAIN = FORMATS["float32"]
@@ -56,9 +56,13 @@ class HybridLayer(LayerMath[HybridConfig]):
     def _mixed(self, x: Tensor, w: Weights) -> Tensor:
         windows, length, _ = x.shape
         build = Build(
-            load_ops("reference"), Parallel(), Formats(PLAIN, PLAIN, PLAIN), torch.float32, torch.device("cpu"),
+            load_ops("reference"),
+            Parallel(),
+            Formats(PLAIN, PLAIN, PLAIN),
+            torch.float32,
+            torch.device("cpu"),
             max_positions=1,
-        )  # fmt: skip
+        )
         mixer = DeltaNet(self.config, build, f"{LINEAR}.in_proj_qkvz.weight" in self.names)
         for path, layer in layers_of(mixer):
             for piece in layer.pieces(f"{LINEAR}.{path}"):

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.deepseek.config import LatentMoeConfig
-from models.deepseek.model import groups_of
-from models.layers.latent_attention import LATENT_EPS, pairs_of
-from ops.reference import rms_norm, rope, route_sigmoid, route_softmax
 from umbra.commands.quantize.layer import LayerMath, Weights
+from umbra.models.deepseek.config import LatentMoeConfig
+from umbra.models.deepseek.model import groups_of
+from umbra.models.layers.latent_attention import LATENT_EPS, pairs_of
+from umbra.ops.reference import rms_norm, rope, route_sigmoid, route_softmax
 
 
 class LatentLayer(LayerMath[LatentMoeConfig]):

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.layers.attention import AttentionConfig
-from models.layers.rotary import head_order, rotary_angles
-from ops.reference import rms_norm, rope, sigmoid_mul
 from umbra.commands.quantize.workers import Each
+from umbra.models.layers.attention import AttentionConfig
+from umbra.models.layers.rotary import head_order, rotary_angles
+from umbra.ops.reference import rms_norm, rope, sigmoid_mul
 
 Weights = Callable[[str], Tensor]  # maps a tensor's name to its values in float32
 QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from models.minimax_m2.config import MiniMaxM2Config
-from ops.reference import route_sigmoid
 from umbra.commands.quantize.layer import LayerMath, Weights
+from umbra.models.minimax_m2.config import MiniMaxM2Config
+from umbra.ops.reference import route_sigmoid
 
 
 class MiniMaxM2Layer(LayerMath[MiniMaxM2Config]):

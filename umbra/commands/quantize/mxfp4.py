@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.mxfp4 import GROUP
-from executor.checkpoint.formats.patterns import inside
-from ops.format import E2M1
+from umbra.base.errors import UserError
 from umbra.commands.quantize.target import Target
-from umbra.errors import UserError
+from umbra.executor.checkpoint.formats.mxfp4 import GROUP
+from umbra.executor.checkpoint.formats.patterns import inside
+from umbra.ops.format import E2M1
 
 BIAS = 127  # of stored exponents
 SIGN = 8  # bit of a code

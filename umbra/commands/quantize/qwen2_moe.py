@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from models.qwen2_moe.config import Qwen2MoeConfig
-from ops.reference import route_softmax
 from umbra.commands.quantize.layer import LayerMath, Weights
+from umbra.models.qwen2_moe.config import Qwen2MoeConfig
+from umbra.ops.reference import route_softmax
 
 
 class Qwen2MoeLayer(LayerMath[Qwen2MoeConfig]):

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from models.qwen3_moe.config import Qwen3MoeConfig
-from ops.reference import route_softmax
 from umbra.commands.quantize.layer import LayerMath, Weights
+from umbra.models.qwen3_moe.config import Qwen3MoeConfig
+from umbra.ops.reference import route_softmax
 
 
 class Qwen3MoeLayer(LayerMath[Qwen3MoeConfig]):

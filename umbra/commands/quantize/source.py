@@ -10,16 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from executor.checkpoint.files import CheckpointFiles
-from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.fp8 import Fp8Matrix
-from executor.checkpoint.load import problems_of, stored_as, wanted_by
-from models.build import Build, Formats
-from models.registry import FAMILIES as REGISTERED
-from models.registry import family_in, model_class, read_config
-from ops import load_ops
-from ops.format import FORMATS, Alternating, floats
-from ops.parallel.groups import Parallel
+from umbra.base.errors import UserError, listed
+from umbra.base.files import read_json
 from umbra.commands.quantize.glm4_moe import Glm4MoeLayer
 from umbra.commands.quantize.hybrid import HybridLayer
 from umbra.commands.quantize.latent import LatentLayer
@@ -27,8 +19,16 @@ from umbra.commands.quantize.layer import LayerConfig, LayerMath
 from umbra.commands.quantize.minimax_m2 import MiniMaxM2Layer
 from umbra.commands.quantize.qwen2_moe import Qwen2MoeLayer
 from umbra.commands.quantize.qwen3_moe import Qwen3MoeLayer
-from umbra.errors import UserError, listed
-from umbra.files import read_json
+from umbra.executor.checkpoint.files import CheckpointFiles
+from umbra.executor.checkpoint.formats.detect import read_scheme
+from umbra.executor.checkpoint.formats.fp8 import Fp8Matrix
+from umbra.executor.checkpoint.load import problems_of, stored_as, wanted_by
+from umbra.models.build import Build, Formats
+from umbra.models.registry import FAMILIES as REGISTERED
+from umbra.models.registry import family_in, model_class, read_config
+from umbra.ops import load_ops
+from umbra.ops.format import FORMATS, Alternating, floats
+from umbra.ops.parallel.groups import Parallel
 
 CONFIG = "config.json"
 # Files that are copied unchanged where the checkpoint has them.
@@ -66,9 +66,14 @@ class Source:
         scheme = read_scheme(folder)
         self.title = scheme.title
         build = Build(
-            load_ops("reference"), Parallel(), Formats(PLAIN, PLAIN, PLAIN), torch.float32, torch.device("meta"),
-            max_positions=1, holds=scheme.holds,
-        )  # fmt: skip
+            load_ops("reference"),
+            Parallel(),
+            Formats(PLAIN, PLAIN, PLAIN),
+            torch.float32,
+            torch.device("meta"),
+            max_positions=1,
+            holds=scheme.holds,
+        )
         model = model_class(name)(config, build)
         if model.mtp_sign and scheme.holds(model.mtp_sign):
             model = model_class(name)(config, dataclasses.replace(build, mtp=True))
@@ -96,9 +101,10 @@ class Source:
         self.mtp_floats = [
             module
             for module in self.linear
-            if self.mtp and module.startswith(f"{self.mtp}.")
+            if self.mtp
+            and module.startswith(f"{self.mtp}.")
             and (module.endswith(small) or any(piece.router for piece in wanted.get(f"{module}.weight", [])))
-        ]  # fmt: skip
+        ]
         if self.encodings - {Fp8Matrix}:
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
         self._reading = Lock()  # of the maps, which several threads use

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.checkpoint.formats.detect import SCHEMES
-from executor.checkpoint.formats.patterns import inside
-from executor.checkpoint.formats.scheme import Scheme
-from executor.checkpoint.index import INDEX
-from models.hf_config import HfConfig
+from umbra.base.errors import UserError
 from umbra.commands.quantize.source import CONFIG, Source
-from umbra.errors import UserError
+from umbra.executor.checkpoint.formats.detect import SCHEMES
+from umbra.executor.checkpoint.formats.patterns import inside
+from umbra.executor.checkpoint.formats.scheme import Scheme
+from umbra.executor.checkpoint.index import INDEX
+from umbra.models.hf_config import HfConfig
 
 REST = "model-rest.safetensors"
 

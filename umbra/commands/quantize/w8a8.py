@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from executor.checkpoint.formats.modelslim import DYNAMIC, FLOAT
-from executor.checkpoint.formats.patterns import inside
-from executor.checkpoint.formats.scheme import Scheme, Unquantised
-from executor.checkpoint.index import DESCRIPTION
-from ops.format import in_int8
+from umbra.base.errors import UserError
 from umbra.commands.quantize.source import CONFIG
 from umbra.commands.quantize.target import Target
-from umbra.errors import UserError
+from umbra.executor.checkpoint.formats.modelslim import DYNAMIC, FLOAT
+from umbra.executor.checkpoint.formats.patterns import inside
+from umbra.executor.checkpoint.formats.scheme import Scheme, Unquantised
+from umbra.executor.checkpoint.index import DESCRIPTION
+from umbra.ops.format import in_int8
 
 ABOUT = {"model_quant_type": DYNAMIC[0], "version": "1.0.0", "group_size": 0, "metadata": {}}
 LAST = ("weight", "weight_scale", "weight_offset")  # names of a module's tensors

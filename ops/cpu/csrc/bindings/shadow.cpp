@@ -22,7 +22,7 @@ std::shared_ptr<void> kept(const py::object& object) {
 }  // namespace
 
 void bind_shadow(py::module_& m) {
-    py::register_exception<ShadowError>(m, "ShadowError", py::module_::import("umbra.errors").attr("UserError"));
+    py::register_exception<ShadowError>(m, "ShadowError", py::module_::import("umbra.base.errors").attr("UserError"));
     py::class_<ShadowWork, std::shared_ptr<ShadowWork>>(m, "ShadowWork")
         .def(py::init([](const MoeRows& rows, int64_t layer, uintptr_t step, const py::object& keep) {
                  return new ShadowWork(rows, layer, at<const int64_t>(step), kept(keep));

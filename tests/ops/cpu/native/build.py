@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pybind11
 
-from umbra.files import ROOT
+from umbra.base.files import ROOT
 
 SOURCES = ROOT / "ops" / "cpu" / "csrc"
 TESTS = ROOT / "tests" / "ops" / "cpu" / "native"

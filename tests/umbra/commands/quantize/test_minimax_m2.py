@@ -10,24 +10,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
-from executor.config.load import load_case
 from tests.quantised import awq_meaning
 from tests.tiny import make_runner, save_tiny_m2
-from text.tokenizer import Tokenizer
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT, read_json
 from umbra.commands.logits import prefill_logits, sized_for
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import Calibration, convert
 from umbra.commands.quantize.fp8 import Fp8Target
 from umbra.commands.quantize.source import Source
-from umbra.errors import UserError
-from umbra.files import ROOT, read_json
+from umbra.executor.config.load import load_case
+from umbra.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
 SIZES = dict(
-    vocab_size=4096, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=4, num_local_experts=6, num_experts_per_tok=2,
-)  # fmt: skip
+    vocab_size=4096,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+)
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6
 MOE = "block_sparse_moe"
 BIAS = f"{MOE}.e_score_correction_bias"

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import GptOssForCausalLM, Mxfp4Config, PreTrainedModel, Qwen3MoeForCausalLM
 
-from ops.format import E2M1
 from tests import quantised
 from tests.command import umbra
 from tests.quantised import awq_meaning, mxfp4_tiny
 from tests.tiny import TINY_OF, make_runner, oracle_logits, save_pictured, save_tiny, save_tiny_of, tiny_case
+from umbra.base.errors import UserError
+from umbra.base.files import ROOT
 from umbra.commands.logits import collect_logits
 from umbra.commands.quantize import awq, fp8, mxfp4, workers
 from umbra.commands.quantize.awq import AwqTarget, quantise
@@ -26,8 +27,7 @@ from umbra.commands.quantize.mxfp4 import Mxfp4Target
 from umbra.commands.quantize.search import fold, search_layer
 from umbra.commands.quantize.source import FAMILIES, Source
 from umbra.commands.quantize.w8a8 import W8a8Target
-from umbra.errors import UserError
-from umbra.files import ROOT
+from umbra.ops.format import E2M1
 
 pytestmark = pytest.mark.slow
 
@@ -106,9 +106,13 @@ def test_plain_rounding_writes_the_format(tmp_path: Path) -> None:
     assert all(torch.equal(after[n], before[n]) for n in before.keys() - linears)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config.pop("quantization_config") == {
-        "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True,
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
         "modules_to_not_convert": ["mlp.gate"],
-    }  # fmt: skip
+    }
     assert config == json.loads((tmp_path / "model/config.json").read_text())
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == after.keys()

@@ -1,4 +1,4 @@
-"""The project's root folder; writing files so that they appear whole or not at all; reading untrusted JSON."""
+"""The project's folders; writing files so that they appear whole or not at all; reading untrusted JSON."""
 
 import contextlib
 import json
@@ -8,13 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from umbra.errors import UserError
+from umbra.base.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[1]
+IN_TREE = (PACKAGE.parent / "yaml_configs").is_dir()  # else the package is installed, with cases and demos inside it
+ROOT = PACKAGE.parent if IN_TREE else PACKAGE  # has yaml_configs/, checkpoints/ and the folder of each sub-package
+WORK = ROOT if IN_TREE else Path.cwd()  # where relative paths in cases start, programs run and results/ are written
+CACHES = ROOT if IN_TREE else Path.home() / ".cache" / "umbra"  # has compile_cache/ and packed_cache/
 LARGEST_FILE = 24 << 20  # an index of 200,000 tensors has 20 MB
 MOST_VALUES = 1 << 19  # lists, mappings and their entries in a file; each takes up to a hundred bytes of memory
 LFS_POINTER = b"version https://git-lfs.github.com/"  # how a file begins that Git LFS has put in place of a large one
 WIDE = 1 << 20  # bytes of a file with other characters than ASCII: one of them makes all take four bytes
+
+
+def located(path: str | Path) -> Path:
+    """The absolute path of a file or folder that a case names. A relative path starts at WORK; if nothing is there, it
+    may name something that comes along with an installed package."""
+    given = WORK / Path(path).expanduser()
+    return given if IN_TREE or given.exists() or not (ROOT / path).exists() else ROOT / path
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
