@@ -24,16 +24,16 @@ from umbra.executor.engine.request import Request, SamplingParams
 from umbra.executor.engine.sequence import Sequence
 from umbra.executor.engine.timings import Timings
 from umbra.executor.launch.join import init_parallel
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.host_memory import check_host_memory
+from umbra.executor.plan.platform_settings import platform_settings
+from umbra.executor.plan.shadows import plan_run
+from umbra.executor.plan.sketch import sketch_of
 from umbra.executor.platform import load_platform
 from umbra.executor.platform.base import Platform
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.executor.run.chunk_plan import with_chunk
-from umbra.executor.run.host_memory import check_host_memory
-from umbra.executor.run.model_sketch import sketch_of
 from umbra.executor.run.prompts import encode_prompts
 from umbra.executor.run.report import Completion, make_report
-from umbra.executor.run.shadow_plan import plan_run
 from umbra.executor.run.shadow_report import write_shadow_report
 from umbra.ops.parallel.groups import Parallel
 from umbra.text.tokenizer import open_tokenizer

@@ -13,9 +13,9 @@ from umbra.executor.config import env
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.resolved import read_resolved
-from umbra.executor.launch.platform_settings import platform_settings
 from umbra.executor.launch.preflight import check_prompts, check_ready
 from umbra.executor.launch.rank import run_rank
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform import start_environment
 from umbra.executor.platform.ascend.compile_cache import clear_cache
 from umbra.executor.run.defaults import RUNNING, open_case

@@ -1,5 +1,5 @@
 """Simulates prefills whose experts are in host memory on an Ascend device. The ring and the split are those of a run
-(cpu_offload/expert_ring.py); what cpu_offload/ascend_prefill.py gives to streams here takes only time (streams.py):
+(cpu_offload/expert_ring.py); what the device's long steps give to streams here takes only time (streams.py):
 
     copies   groups of experts                           link to the device
     main     attention, ids | groups, residents | sums   device

@@ -19,9 +19,9 @@ from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.engine.batch_limits import limits_of
 from umbra.executor.engine.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
 from umbra.executor.engine.weight_formats import build_of
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.activations import CountedGroup, batch_of
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.ascend.exchange import most_rows, why_gathered
-from umbra.executor.run.activations import CountedGroup, batch_of
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig, with_layers
 from umbra.models.eagle3_config import TAPS

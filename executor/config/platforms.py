@@ -26,12 +26,12 @@ class PlatformEntry:
 
 PLATFORMS = {
     "cpu": PlatformEntry(
-        "umbra.executor.platform.cpu:CpuPlatform",
+        "umbra.executor.platform.cpu.device:CpuPlatform",
         "umbra.ops.cpu.layout:CpuLayout",
         ("eager", "graph"),
         page_size=16,
         quantised=("q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4", "w8a8"),
-        expert_slot="umbra.cpu_offload.cpu:expert_slot",
+        expert_slot="umbra.executor.platform.cpu.shadow_device:expert_slot",
         is_host=True,
         mixes=True,
         keeps_packed=True,

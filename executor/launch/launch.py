@@ -25,9 +25,9 @@ from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.resolved import write_resolved
 from umbra.executor.launch.causes import Cause, cause_of
 from umbra.executor.launch.halts import Halts
-from umbra.executor.launch.platform_settings import platform_settings
 from umbra.executor.launch.preflight import check_prompts, check_ready
 from umbra.executor.launch.results import create_results, discard_results, share_results
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform import start_environment
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from bisect import bisect_left
 
 from umbra.executor.config.case import Case
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.executor.run.ascend_memory_plan import Plan, make_plan
-from umbra.executor.run.shadow_plan import arena_of, sizes_of
+from umbra.executor.plan.shadows import arena_of, sizes_of
+from umbra.executor.platform.ascend.plan.memory import Plan, make_plan
 
 STEP = 1024  # tokens; chunks are multiples of it
 

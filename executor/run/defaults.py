@@ -22,7 +22,7 @@ from umbra.executor.config.rules import check
 from umbra.executor.config.schema import read
 from umbra.executor.config.units import GB, MB
 from umbra.executor.engine.batch_limits import Limits, limits_of
-from umbra.executor.run.host_memory import free_memory
+from umbra.executor.plan.host_memory import free_memory
 from umbra.models.config import ModelConfig
 from umbra.models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
 from umbra.models.registry import family_in, read_config
@@ -221,7 +221,7 @@ def _fitting(
     """The first of the quantisations, contexts and numbers of sequences that fits, or the smallest of them, with a note
     on the quantisation."""
     from umbra.executor.checkpoint.formats.detect import read_scheme
-    from umbra.executor.run.model_sketch import cache_of, sketch_of, weights_of
+    from umbra.executor.plan.sketch import cache_of, sketch_of, weights_of
 
     formats = [encoding.format for encoding in read_scheme(folder).encodings]
     ways = [{"method": method} for method in (("auto",) if any(formats) else ("auto", "q8", "q4"))]

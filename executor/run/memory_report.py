@@ -4,11 +4,21 @@ from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import GB
-from umbra.executor.run.activations import Part
-from umbra.executor.run.ascend_memory_plan import ARENA, CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from umbra.executor.plan.activations import Part
+from umbra.executor.plan.host_memory import check_host_memory, memory_limit
+from umbra.executor.plan.sketch import cache_of, sketch_of, weights_of
+from umbra.executor.platform.ascend.plan.memory import (
+    ARENA,
+    CACHE,
+    GRAPHS,
+    HCCL,
+    PREFILL,
+    REST,
+    WEIGHTS,
+    Plan,
+    make_plan,
+)
 from umbra.executor.run.chunk_plan import with_chunk
-from umbra.executor.run.host_memory import check_host_memory, memory_limit
-from umbra.executor.run.model_sketch import cache_of, sketch_of, weights_of
 
 REMEDIES = {
     WEIGHTS: "raise world_size, or set quantization.method: q4",
@@ -26,7 +36,7 @@ def show_plan(case: Case) -> None:
     arena: list[Part] = []
     case = with_chunk(case)
     if case.offload_config.mode != "none":
-        from umbra.executor.run.shadow_plan import show_offload_plan
+        from umbra.executor.plan.shadows import show_offload_plan
 
         arena = show_offload_plan(case)
         print()

@@ -48,7 +48,7 @@ from umbra.base.files import write_json, write_whole
 from umbra.executor.config.load import CASES, load_case, load_model_config, model_folder
 from umbra.executor.config.units import GB, MB
 from umbra.executor.engine.arena import expert_frames
-from umbra.executor.run.shadow_plan import sizes_of
+from umbra.executor.plan.shadows import sizes_of
 from umbra.planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
 from umbra.planner.cluster import Cluster, Load, Search, Simulation
 from umbra.planner.layouts import Layout, Sizes, case_of

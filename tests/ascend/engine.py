@@ -12,7 +12,6 @@ import torch
 from tests.modelslim import modelslim_tiny
 from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, save_tiny_of, write_case
 from tests.variants import thorough_but
-from umbra.cpu_offload.ascend import AscendDevice
 from umbra.cpu_offload.costs import Costs, Line
 from umbra.cpu_offload.expert_ring import ExpertRing
 from umbra.executor.config.case import Case
@@ -20,6 +19,7 @@ from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
 from umbra.executor.engine.sequence import Sequence
 from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.platform.base import Platform
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.deepseek.config import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
-from umbra.cpu_offload.ascend import AscendDevice
 from umbra.cpu_offload.device import Device
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.ascend.exchange import most_rows
+from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.platform.base import Platform, Step
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.config import ModelConfig

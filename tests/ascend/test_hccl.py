@@ -16,7 +16,7 @@ from tests.ascend.test_ge import casts
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
 from umbra.executor.launch.join import init_parallel
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.ascend.device import AscendPlatform
 from umbra.executor.platform.ascend.environment import ascend_environment
 

@@ -16,7 +16,7 @@ from tests.ascend.test_numerics import save
 from tests.ascend.test_shadow_numerics import WIDE, runner_of
 from tests.ascend.workers import close_nodes
 from umbra.executor.engine.kv_caches import attentions
-from umbra.executor.run.activations import CountedGroup
+from umbra.executor.plan.activations import CountedGroup
 from umbra.models.batch import Batch, Subset
 from umbra.models.build import Build, Formats
 from umbra.models.layers.base import Layer

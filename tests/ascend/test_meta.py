@@ -22,7 +22,7 @@ from umbra.executor.engine.batching import pack
 from umbra.executor.engine.pages import Holding, PagePool
 from umbra.executor.engine.request import Request
 from umbra.executor.engine.sequence import new_sequence
-from umbra.executor.run.activations import CountedGroup
+from umbra.executor.plan.activations import CountedGroup
 from umbra.models.batch import Batch
 from umbra.models.build import Build, Formats
 from umbra.models.causal_lm import CausalLM

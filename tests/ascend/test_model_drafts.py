@@ -42,7 +42,7 @@ from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
 from umbra.executor.engine.loop import Loop
 from umbra.executor.engine.request import Grammar, Request, SamplingParams
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.ascend.environment import ascend_environment
 
 MTP = "strict=true", "draft_config.method=mtp", "draft_config.tokens=3"

@@ -22,8 +22,8 @@ from umbra.commands.logits import collect_logits
 from umbra.executor.config.case import Case, ModelSettings, ParallelSettings
 from umbra.executor.config.env import RankEnv
 from umbra.executor.engine.rebalancing import Rebalancing
-from umbra.executor.launch.platform_settings import platform_settings
 from umbra.executor.model_runner import make_runner
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.ops.ascend.cann import abilities
 from umbra.ops.ascend.moe import ROUTINGS

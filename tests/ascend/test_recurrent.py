@@ -13,7 +13,7 @@ from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import CAPTURE_MODES, HYBRID, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
-from umbra.executor.run.activations import Ledger
+from umbra.executor.plan.activations import Ledger
 from umbra.ops import reference
 from umbra.ops.ascend.layout import AscendLayout
 from umbra.ops.ascend.ops import AscendOps

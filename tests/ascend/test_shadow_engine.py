@@ -19,13 +19,13 @@ from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 from tests.ascend.workers import Gate, WatchedWorker, array, close_nodes
 from umbra.base.errors import UserError
 from umbra.cpu_offload import ascend
-from umbra.cpu_offload.ascend import AscendDevice
 from umbra.cpu_offload.expert_ring import GROUPS
 from umbra.cpu_offload.manager import ShadowExperts
 from umbra.executor.model_runner import ModelRunner
-from umbra.executor.run.ascend_memory_plan import make_plan
+from umbra.executor.plan.shadows import show_offload_plan
+from umbra.executor.platform.ascend.plan.memory import make_plan
+from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.run.memory_report import show_plan
-from umbra.executor.run.shadow_plan import show_offload_plan
 from umbra.models.layers.base import layers_of
 from umbra.ops.ascend import vector_core
 from umbra.ops.ascend.bridge import BridgeError, Job

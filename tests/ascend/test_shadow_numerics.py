@@ -17,10 +17,10 @@ from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 from umbra.commands.logits import collect_logits
-from umbra.cpu_offload import ascend_prefill
-from umbra.cpu_offload.ascend import AscendDevice
 from umbra.executor.config.env import RankEnv
 from umbra.executor.model_runner import ModelRunner, make_runner
+from umbra.executor.platform.ascend import long_steps
+from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.ops.ascend.shadow import ShadowNodes
 from umbra.ops.ascend.vector_core import blocks
 
@@ -112,8 +112,8 @@ def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], famil
 def test_prefills_are_the_same_however_they_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: float, routing: str
 ) -> None:
-    monkeypatch.setattr(ascend_prefill, "group_size", lambda *_: 2)
-    monkeypatch.setattr(ascend_prefill, "JOB_ROWS", 9)
+    monkeypatch.setattr(long_steps, "group_size", lambda *_: 2)
+    monkeypatch.setattr(long_steps, "JOB_ROWS", 9)
     save(QWEN3, tmp_path, **WIDE)
     expected = collect_logits(runner_of(tmp_path), IDS, steps=1)
     runner = runner_of(tmp_path, offload_config=FIVE, routing=routing)

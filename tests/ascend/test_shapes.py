@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, PROLOG, QWEN2, QWEN3, V3, Family
 from umbra.executor.engine.kv_caches import attentions
-from umbra.executor.run.activations import CountedGroup, Ledger, batch_of
+from umbra.executor.plan.activations import CountedGroup, Ledger, batch_of
 from umbra.models.build import Build, Formats
 from umbra.ops.ascend import moe
 from umbra.ops.ascend.cann import ALL_ABILITIES

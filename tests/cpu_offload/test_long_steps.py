@@ -9,8 +9,8 @@ import torch
 from tests.experts import fill_experts, kind_of
 from umbra.base.errors import UserError
 from umbra.cpu_offload.costs import Costs, Line
-from umbra.cpu_offload.cpu import CpuDevice
 from umbra.cpu_offload.history import History
+from umbra.executor.platform.cpu.shadow_device import CpuDevice
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine, shadow
 from umbra.ops.cpu.engine import native

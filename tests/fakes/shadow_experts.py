@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from umbra.cpu_offload.costs import Line
-from umbra.cpu_offload.cpu import CpuDevice
 from umbra.cpu_offload.device import Device
 from umbra.cpu_offload.history import StepRecord
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.cpu_offload.policy.residency import Swap
-from umbra.executor.platform.cpu import CpuPlatform
+from umbra.executor.platform.cpu.device import CpuPlatform
+from umbra.executor.platform.cpu.shadow_device import CpuDevice
 
 
 @dataclass

@@ -13,8 +13,8 @@ import yaml
 
 from umbra.base.errors import UserError
 from umbra.executor.config.load import load_case
-from umbra.executor.run.ascend_memory_plan import make_plan
-from umbra.executor.run.model_sketch import cache_of, sketch_of, weights_of
+from umbra.executor.plan.sketch import cache_of, sketch_of, weights_of
+from umbra.executor.platform.ascend.plan.memory import make_plan
 from umbra.ops.counted import Done, Message
 from umbra.planner.cluster import Cluster, Guesses, Load, Search, Targets, read_cluster
 from umbra.planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of, tokens_by_guesses

@@ -25,7 +25,7 @@ from umbra.executor.config.load import load_case
 from umbra.executor.engine.loop import Loop
 from umbra.executor.engine.request import Request, SamplingParams
 from umbra.executor.model_runner import make_runner
-from umbra.executor.platform.cpu import DecodeGraph
+from umbra.executor.platform.cpu.device import DecodeGraph
 from umbra.models.batch import Batch
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine

@@ -13,7 +13,7 @@ import numpy as np
 
 from umbra.base.errors import UserError
 from umbra.executor.config.load import load_case
-from umbra.executor.run.model_sketch import sketch_of
+from umbra.executor.plan.sketch import sketch_of
 from umbra.models.registry import model_class
 from umbra.tools.benchmarks.gguf_entries import entries
 from umbra.tools.benchmarks.gguf_file import PART, Bytes, Content, write_tensors

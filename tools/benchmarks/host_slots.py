@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from umbra.base.errors import run_main
-from umbra.cpu_offload.slot_store import npu_blocks
+from umbra.executor.platform.ascend.slot_store import npu_blocks
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.engine import native, shadow_teams
 from umbra.ops.cpu.memory import allocate

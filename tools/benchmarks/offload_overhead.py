@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from umbra.cpu_offload.cpu import CpuDevice
 from umbra.cpu_offload.manager import ShadowExperts, ShadowSettings
 from umbra.cpu_offload.memory.arena import Arena
+from umbra.executor.platform.cpu.shadow_device import CpuDevice
 from umbra.ops.cpu.engine import shadow_teams
 from umbra.ops.cpu.shadow import ShadowPool
 from umbra.ops.format import FORMATS

@@ -39,7 +39,7 @@ from umbra.executor.config.case import (
 from umbra.executor.config.load import load_case
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import GB
-from umbra.executor.run.model_sketch import MTP, cache_of, kind_of, sketch_of, weights_of
+from umbra.executor.plan.sketch import MTP, cache_of, kind_of, sketch_of, weights_of
 from umbra.models.gguf.folder import checkpoint_folder, whole_path
 from umbra.models.layers.base import Piece, layers_of
 from umbra.models.registry import family_in

@@ -137,7 +137,7 @@ class AscendPlatform(Platform):
         return min(times)
 
     def shadow_device(self, top_k: int, choices: Choices) -> Device:
-        from umbra.cpu_offload.ascend import AscendDevice
+        from umbra.executor.platform.ascend.shadow_device import AscendDevice
 
         settings = self.settings
         stream_tokens = choices.stream_tokens.value

@@ -13,9 +13,9 @@ from tests.quantised import mxfp4_tiny
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits
-from umbra.cpu_offload.cpu import CpuDevice, CpuExperts
 from umbra.executor.model_runner import ModelRunner
-from umbra.executor.platform.cpu import CpuPlatform
+from umbra.executor.platform.cpu.device import CpuPlatform
+from umbra.executor.platform.cpu.shadow_device import CpuDevice, CpuExperts
 from umbra.executor.run.shadow_report import write_shadow_report
 from umbra.ops.parallel.groups import Group
 

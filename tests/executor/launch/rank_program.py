@@ -11,8 +11,8 @@ from umbra.base.errors import UserError
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.resolved import read_resolved
 from umbra.executor.launch.join import init_parallel
-from umbra.executor.launch.platform_settings import platform_settings
 from umbra.executor.launch.rank import run_rank
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform import load_platform
 
 

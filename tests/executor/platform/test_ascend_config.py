@@ -15,13 +15,13 @@ from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_case, load_model_config
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.platform_settings import platform_settings
+from umbra.executor.plan.sketch import sketch_of
 from umbra.executor.platform import start_environment
 from umbra.executor.platform.ascend.exchange import why_gathered, why_refused
 from umbra.executor.platform.ascend.hccl import AI_CPU, AIV, HOST, group_options
 from umbra.executor.platform.ascend.kernels import check_offsets, chosen_kernels, gemv_tokens
 from umbra.executor.platform.settings import PlatformSettings
-from umbra.executor.run.model_sketch import sketch_of
 from umbra.models.qwen3_moe.config import Qwen3MoeConfig
 from umbra.ops.ascend import vector_core
 from umbra.ops.ascend.weights import AscendExperts

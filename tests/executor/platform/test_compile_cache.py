@@ -10,7 +10,7 @@ import pytest
 from tests.command import umbra
 from umbra.base.errors import UserError
 from umbra.executor.config.load import load_case, load_model_config
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.ascend.compile_cache import (
     LIMIT,
     CompileCache,

@@ -7,9 +7,9 @@ import pytest
 from tests.tiny import ONE_RANK
 from umbra.base.errors import UserError
 from umbra.executor.config.load import load_case
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.base import graph_rows
-from umbra.executor.platform.cpu import CpuPlatform
+from umbra.executor.platform.cpu.device import CpuPlatform
 from umbra.ops.parallel.partitions import ParallelSizes
 
 SHADOWS = ("exe_mode=graph", "offload_config.mode=resident")

@@ -17,16 +17,16 @@ import torch
 
 from tests.fakes.shadow_experts import CopyingPlatform, any_swaps
 from umbra.commands.logits import collect_logits
-from umbra.cpu_offload.cpu import CpuDevice
 from umbra.cpu_offload.manager import ShadowExperts
 from umbra.executor.config.case import Case, OffloadSettings
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
 from umbra.executor.launch.join import init_parallel
-from umbra.executor.launch.platform_settings import platform_settings
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import ModelRunner, make_runner
-from umbra.executor.platform.cpu import CpuPlatform
+from umbra.executor.plan.platform_settings import platform_settings
+from umbra.executor.platform.cpu.device import CpuPlatform
+from umbra.executor.platform.cpu.shadow_device import CpuDevice
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 

@@ -10,9 +10,9 @@ from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.executor.config.load import load_case, make_case
 from umbra.executor.config.units import GB
+from umbra.executor.plan.host_memory import check_host_memory
+from umbra.executor.plan.sketch import sketch_of, weights_of
 from umbra.executor.run.defaults import RUNNING, SERVING, case_of_checkpoint, open_case
-from umbra.executor.run.host_memory import check_host_memory
-from umbra.executor.run.model_sketch import sketch_of, weights_of
 from umbra.text.tokenizer import Tokenizer
 
 DEMO = ROOT / "checkpoints/austen_moe"

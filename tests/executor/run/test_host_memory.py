@@ -11,8 +11,8 @@ from tests.tiny import save_tiny, tiny_case
 from umbra.base.errors import UserError
 from umbra.executor.config.load import load_case
 from umbra.executor.config.units import GB
-from umbra.executor.run.host_memory import check_host_memory, memory_limit, too_much_here
-from umbra.executor.run.model_sketch import sketch_of
+from umbra.executor.plan.host_memory import check_host_memory, memory_limit, too_much_here
+from umbra.executor.plan.sketch import sketch_of
 
 
 def write(path: Path, text: str) -> Path:

@@ -20,10 +20,10 @@ from umbra.executor.config.units import GB
 from umbra.executor.engine.batch_limits import limits_of
 from umbra.executor.engine.kv_caches import bind_caches
 from umbra.executor.engine.weight_formats import build_of
-from umbra.executor.run.activations import Ledger
-from umbra.executor.run.ascend_memory_plan import make_plan
+from umbra.executor.plan.activations import Ledger
+from umbra.executor.platform.ascend.plan.memory import make_plan
+from umbra.executor.platform.ascend.plan.shadows import CountedShadows
 from umbra.executor.run.chunk_plan import STEP, plan_with_arena, with_chunk
-from umbra.executor.run.counted_shadows import CountedShadows
 from umbra.executor.run.memory_report import check_fits, print_plan
 from umbra.models.layers.base import layers_of
 from umbra.models.registry import model_class

@@ -9,8 +9,8 @@ from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_case
-from umbra.executor.run.ascend_memory_plan import make_plan
-from umbra.executor.run.shadow_plan import host_bytes, sizes_of
+from umbra.executor.plan.shadows import host_bytes, sizes_of
+from umbra.executor.platform.ascend.plan.memory import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from umbra.cli import execute
 from umbra.commands.inspect_checkpoint import inspect, inspect_rank
 from umbra.executor.config.case import DraftSettings
 from umbra.executor.config.load import load_case
-from umbra.executor.run.model_sketch import MTP, kind_of
+from umbra.executor.plan.sketch import MTP, kind_of
 from umbra.models.causal_lm import CausalLM
 from umbra.models.layers.attention import PagedAttention
 from umbra.models.layers.base import layers_of

@@ -51,7 +51,7 @@ def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
     import torch
 
     from umbra.executor.launch.join import init_parallel
-    from umbra.executor.launch.platform_settings import platform_settings
+    from umbra.executor.plan.platform_settings import platform_settings
     from umbra.executor.platform.ascend.device import AscendPlatform
     from umbra.tools.benchmarks.npu_layers import Graph, alternate
     from umbra.tools.npu_check.numbers import require

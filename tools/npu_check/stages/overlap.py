@@ -39,7 +39,7 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
 
     from umbra.executor.config.env import rank_env
     from umbra.executor.launch.join import init_parallel
-    from umbra.executor.launch.platform_settings import platform_settings
+    from umbra.executor.plan.platform_settings import platform_settings
     from umbra.executor.platform.ascend.device import AscendPlatform
     from umbra.ops.ascend import vector_core
     from umbra.tools.benchmarks import npu_layers

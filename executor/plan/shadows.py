@@ -11,19 +11,19 @@ from umbra.cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Want
 from umbra.cpu_offload.planner.hits import curve_of
 from umbra.cpu_offload.planner.model import Shape
 from umbra.cpu_offload.planner.planned_run import PlannedRun
-from umbra.cpu_offload.slot_store import npu_blocks
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.engine.arena import expert_frames, frames_of, make_arena, set_pages_of
 from umbra.executor.engine.batch_limits import limits_of
 from umbra.executor.engine.kv_caches import frame_of, state_sizes
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.activations import Part
+from umbra.executor.plan.host_memory import PER_ENTRY, lock_limit, too_much_here
+from umbra.executor.plan.platform_settings import platform_settings
+from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of
 from umbra.executor.platform import load_platform
+from umbra.executor.platform.ascend.slot_store import npu_blocks
 from umbra.executor.platform.base import Platform
-from umbra.executor.run.activations import Part
-from umbra.executor.run.host_memory import PER_ENTRY, lock_limit, too_much_here
-from umbra.executor.run.model_sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of
 from umbra.models.registry import load
 from umbra.ops.cpu.shadow import ExpertBlocks
 from umbra.ops.parallel.groups import Group

@@ -1,4 +1,4 @@
-"""Shadow experts of an Ascend case on meta: what a step makes on the device for them, as cpu_offload/ascend.py does."""
+"""Shadow experts of an Ascend case on meta: what a step makes on the device for them, as shadow_device.py does."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from umbra.cpu_offload.expert_ring import group_count, group_size
 from umbra.cpu_offload.manager import layer_number
 from umbra.executor.config.case import Case
-from umbra.executor.run.activations import Part, product
+from umbra.executor.plan.activations import Part, product
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
 from umbra.ops.ascend.weights import unfit
 from umbra.ops.counted import CountedOps
@@ -68,7 +68,7 @@ class CountedShadow:
         return ops.made("sums of both", x, *x.shape)
 
     def _long(self, x: Tensor, ids: Tensor) -> Tensor:
-        """As cpu_offload/ascend_prefill.py. All rows may be those of one group."""
+        """As long_steps.py. All rows may be those of one group."""
         ops, shape = self.shadows.ops, (*ids.shape, x.shape[1])
         _numbers = ops.made("places of rows", ids, 2, *ids.shape)
         rows, out = (ops.made(f"rows {which} experts", x, *shape) for which in ("for", "from"))

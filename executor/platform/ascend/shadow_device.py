@@ -2,7 +2,7 @@
 each resident expert.
 
     decode    shadow_submit | residents' sums, from their slots | shadow_join            ops/ascend/shadow.py
-    prefill   residents, groups of experts that are copied from the host, the shadow pool       ascend_prefill.py
+    prefill   residents, groups of experts that are copied from the host, the shadow pool       long_steps.py
 
 An expert may become resident within a step: a side stream copies its bytes to a slot and then its place to the table,
 so whose place is there is whole. The table changes at any moment, so both sides of a layer go by one copy of its row.
@@ -28,12 +28,12 @@ import torch_npu
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from umbra.cpu_offload.ascend_prefill import HostExperts, LongSteps
 from umbra.cpu_offload.costs import Costs
 from umbra.cpu_offload.device import Device, ExpertId
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
-from umbra.cpu_offload.slot_store import SlotStore
+from umbra.executor.platform.ascend.long_steps import HostExperts, LongSteps
+from umbra.executor.platform.ascend.slot_store import SlotStore
 from umbra.ops.ascend.host_memory import Registered, pinned, send
 from umbra.ops.ascend.moe import resident
 from umbra.ops.ascend.ops import AscendOps

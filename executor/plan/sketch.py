@@ -17,7 +17,7 @@ from umbra.executor.engine.arena import set_pages_of
 from umbra.executor.engine.batch_limits import Limits, limits_of
 from umbra.executor.engine.kv_caches import attentions, bind_caches, sharing
 from umbra.executor.engine.weight_formats import build_of
-from umbra.executor.run.activations import Part, counted
+from umbra.executor.plan.activations import Part, counted
 from umbra.models.build import Build, Shadows
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig

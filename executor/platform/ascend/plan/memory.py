@@ -18,13 +18,13 @@ from umbra.executor.config.load import load_model_config
 from umbra.executor.config.units import GB, MB
 from umbra.executor.engine.batch_limits import Limits
 from umbra.executor.engine.kv_caches import attentions, recurrent
-from umbra.executor.launch.platform_settings import platform_settings
+from umbra.executor.plan.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
+from umbra.executor.plan.platform_settings import platform_settings
+from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of
 from umbra.executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from umbra.executor.platform.ascend.hccl import buffer_mb
+from umbra.executor.platform.ascend.plan.shadows import CountedShadow, CountedShadows
 from umbra.executor.platform.base import graph_rows
-from umbra.executor.run.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
-from umbra.executor.run.counted_shadows import CountedShadow, CountedShadows
-from umbra.executor.run.model_sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of
 from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig
 from umbra.models.layers.base import layers_of

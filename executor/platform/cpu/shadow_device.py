@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from umbra.cpu_offload.costs import Costs
-from umbra.cpu_offload.cpu_link import CpuLink
 from umbra.cpu_offload.device import Device, ExpertId
 from umbra.cpu_offload.expert_ring import ExpertRing
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
+from umbra.executor.platform.cpu.link import CpuLink
 from umbra.ops.cpu.engine import native
 from umbra.ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, in_place, join, pairs_of, resident_rows, submit
 from umbra.ops.cpu.store import ExpertStore

@@ -15,7 +15,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.units import GB, MB
 
 if TYPE_CHECKING:
-    from umbra.executor.run.model_sketch import Sketch
+    from umbra.executor.plan.sketch import Sketch
 
 STATUS, CAP_IPC_LOCK = Path("/proc/self/status"), 14
 PER_ENTRY = 4096 // 8  # bytes of memory for each byte of page tables
@@ -40,7 +40,7 @@ def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch") -> None:
 
 def _bytes_of(sketch: "Sketch", case: Case) -> tuple[int, int]:
     """Those of a rank's weights and of its KV cache, or of the arena in its place."""
-    from umbra.executor.run.model_sketch import cache_of, weights_of  # which imports torch
+    from umbra.executor.plan.sketch import cache_of, weights_of  # which imports torch
 
     arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None
     cache = int(arena * MB) if arena else cache_of(sketch).nbytes
@@ -64,7 +64,7 @@ def _less_cache(case: Case, sketch: "Sketch", left: int, cache: int) -> Iterator
 def _smaller(case: Case, sketch: "Sketch", room: int) -> Iterator[str]:
     """The settings of formats with each of which weights and cache have at most `room` bytes. What is stored in four
     bits is not quantised again."""
-    from umbra.executor.run.model_sketch import sketch_of
+    from umbra.executor.plan.sketch import sketch_of
 
     formats, quantization = sketch.build.formats, case.quantization
     ways = [("cache_config.kv_dtype", "int8")]

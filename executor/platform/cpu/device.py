@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from umbra.base.errors import UserError
-from umbra.cpu_offload.cpu import CpuDevice
 from umbra.cpu_offload.device import Device
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.cpu.shadow_device import CpuDevice
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig

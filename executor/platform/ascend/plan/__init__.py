@@ -1,0 +1,1 @@
+"""Counts the memory of a rank on Ascend."""

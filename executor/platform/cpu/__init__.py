@@ -1,0 +1,1 @@
+"""The CPU as a device: its engine, its graphs and its shadow experts."""
