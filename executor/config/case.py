@@ -523,7 +523,7 @@ class Case:
     name: str = ""  # the YAML file's name, not a key
     description: str = key("", "one line for `bash infer.sh --list`")
     model_name: str = key(
-        "qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(FAMILIES)
+        next(iter(FAMILIES)), "the architecture; must be the checkpoint's `model_type`", choices=lambda: tuple(FAMILIES)
     )
     model_path: str = key("", "folder or GGUF file of the checkpoint; a relative path starts at the project's root")
     platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS), elsewhere=("device",))

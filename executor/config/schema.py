@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,22 +50,23 @@ def key(
     default: Any,
     doc: str,
     *,
-    choices: Sequence[str] = (),
+    choices: Sequence[str] | Callable[[], Sequence[str]] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     means: Mapping[Any, int | None] = types.MappingProxyType({}),
     elsewhere: Sequence[str] = (),
     bare: bool = True,
 ) -> Any:
-    """A leaf. `means` has the numbers and words that stand for something else in a file, and the values that they
-    become: `{0: None, -1: 0}` for "0: chosen for you, -1: none". `elsewhere` has the names that other engines give the
-    key, which the command line and `LLM` take as well; in a file they are errors that name the key. If not
-    `bare`, the name alone is the key of another section."""
+    """A leaf. `choices` has the values that it may have, or says them when the key is read. `means` has the numbers and
+    words that stand for something else in a file, and the values that they become: `{0: None, -1: 0}` for "0: chosen
+    for you, -1: none". `elsewhere` has the names that other engines give the key, which the command line and `LLM` take
+    as well; in a file they are errors that name the key. If not `bare`, the name alone is the key of another
+    section."""
     return dataclasses.field(
         default=default,
         metadata=dict(
             doc=doc,
-            choices=tuple(choices),
+            choices=choices,
             minimum=minimum,
             maximum=maximum,
             means=means,
@@ -87,7 +88,9 @@ def leaves(kind: type, prefix: str = "") -> Iterator[Leaf]:
         if dataclasses.is_dataclass(hints[field.name]):
             yield from leaves(typing.cast(type, hints[field.name]), path + ".")
         elif field.metadata:
-            yield Leaf(path, hints[field.name], field.default, **field.metadata)
+            choices = field.metadata["choices"]
+            settings = {**field.metadata, "choices": tuple(choices() if callable(choices) else choices)}
+            yield Leaf(path, hints[field.name], field.default, **settings)
 
 
 def read(kind: type[T], data: object, where: str, docs: str = "docs/config.md") -> T:

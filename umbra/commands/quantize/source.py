@@ -24,8 +24,7 @@ from umbra.executor.checkpoint.formats.detect import read_scheme
 from umbra.executor.checkpoint.formats.fp8 import Fp8Matrix
 from umbra.executor.checkpoint.load import problems_of, stored_as, wanted_by
 from umbra.models.build import Build, Formats
-from umbra.models.registry import FAMILIES as REGISTERED
-from umbra.models.registry import family_in, model_class, read_config
+from umbra.models.registry import family, family_in, model_class, read_config
 from umbra.ops import load_ops
 from umbra.ops.format import FORMATS, Alternating, floats
 from umbra.ops.parallel.groups import Parallel
@@ -120,7 +119,7 @@ class Source:
         whole = read_json(self.folder / CONFIG)
         if not isinstance(text := whole.get("text_config"), dict):
             return whole
-        return text | {"architectures": [REGISTERED[self.name].model.partition(":")[2]]}
+        return text | {"architectures": [family(self.name).architecture]}
 
     @property
     def family(self) -> type[LayerMath[Any]]:

@@ -1,0 +1,23 @@
+"""The records of the families with attention over latents: DeepSeek-V2, also V2-Lite; DeepSeek-V3, also V3.1, R1,
+Kimi-K2, what reads text in Kimi-K2.5, and Moonlight; GLM-4.7-Flash."""
+
+from umbra.models.family import Family
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    config="umbra.models.deepseek.config:DeepseekV2Config",
+    model="umbra.models.deepseek.model:DeepseekV2ForCausalLM",
+)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    config="umbra.models.deepseek.config:DeepseekV3Config",
+    model="umbra.models.deepseek.model:DeepseekV3ForCausalLM",
+    old_types=("kimi_k2",),
+    pictured=("kimi_k25",),
+    aliases={"language_model.model": "model", "language_model.lm_head": "lm_head"},
+)
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    config="umbra.models.deepseek.config:Glm4MoeLiteConfig",
+    model="umbra.models.deepseek.model:Glm4MoeLiteForCausalLM",
+)

@@ -1,0 +1,9 @@
+"""The record of GLM-4-MoE: GLM-4.5-Air, 4.5, 4.6 and 4.7."""
+
+from umbra.models.family import Family
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    config="umbra.models.glm4_moe.config:Glm4MoeConfig",
+    model="umbra.models.glm4_moe.model:Glm4MoeForCausalLM",
+)

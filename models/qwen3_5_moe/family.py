@@ -1,0 +1,12 @@
+"""The record of Qwen3.5-MoE and Qwen3.6-MoE."""
+
+from umbra.models.family import Family
+
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe",
+    config="umbra.models.qwen3_5_moe.config:Qwen3_5MoeConfig",
+    model="umbra.models.qwen3_5_moe.model:Qwen3_5MoeForCausalLM",
+    old_types=("qwen3_5_moe_text",),
+    aliases={"model.language_model": "model"},
+    others={"qwen3_5": "dense Qwen3.5", "qwen3_5_text": "dense Qwen3.5"},
+)

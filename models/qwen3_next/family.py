@@ -1,0 +1,9 @@
+"""The record of Qwen3-Next, also Qwen3-Coder-Next."""
+
+from umbra.models.family import Family
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    config="umbra.models.qwen3_next.config:Qwen3NextConfig",
+    model="umbra.models.qwen3_next.model:Qwen3NextForCausalLM",
+)
