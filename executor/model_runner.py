@@ -17,12 +17,12 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_model_config, model_folder
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.executor.engine.engine import Engine, ForwardStep
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.profiler import Profiler
-from umbra.executor.engine.request import Request, SamplingParams
-from umbra.executor.engine.sequence import Sequence
-from umbra.executor.engine.timings import Timings
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.engine import Engine, ForwardStep
+from umbra.executor.engine.step.loop import Loop
+from umbra.executor.engine.step.profiler import Profiler
+from umbra.executor.engine.step.timings import Timings
 from umbra.executor.launch.join import init_parallel
 from umbra.executor.plan.host_memory import check_host_memory
 from umbra.executor.plan.platform_settings import platform_settings

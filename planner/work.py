@@ -16,9 +16,9 @@ from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.executor.engine.batch_limits import limits_of
-from umbra.executor.engine.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
-from umbra.executor.engine.weight_formats import build_of
+from umbra.executor.engine.memory.batch_limits import limits_of
+from umbra.executor.engine.memory.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
+from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.plan.activations import CountedGroup, batch_of
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.ascend.exchange import most_rows, why_gathered
@@ -78,7 +78,7 @@ class Memory:
 
     experts: int
     rest: int  # all other weights
-    page: int  # a KV page of all layers of a set (executor/engine/layer_sets.py)
+    page: int  # a KV page of all layers of a set (executor/engine/memory/layer_sets.py)
 
 
 class Counted:

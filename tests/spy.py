@@ -6,9 +6,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from umbra.executor.engine.engine import Engine
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.engine import Engine
+from umbra.executor.engine.step.loop import Loop
 from umbra.executor.model_runner import ModelRunner
 from umbra.models.batch import Batch
 

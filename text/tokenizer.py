@@ -31,7 +31,8 @@ class ChatPrompt(NamedTuple):
     """A conversation up to where the next answer begins."""
 
     ids: list[int]
-    branches: tuple[int, ...]  # numbers of first ids after which others probably differ (executor/engine/request.py)
+    # Numbers of first ids after which others probably differ (executor/engine/schedule/request.py).
+    branches: tuple[int, ...]
 
 
 class Tokenizer:

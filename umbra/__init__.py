@@ -6,7 +6,7 @@ The folders of the project (models/, ops/, executor/, ...) are sub-packages by t
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from umbra.executor.engine.request import SamplingParams
+    from umbra.executor.engine.schedule.request import SamplingParams
     from umbra.llm import LLM, Reply
     from umbra.text.answer import Part
     from umbra.text.chat import Chat
@@ -17,7 +17,7 @@ HOMES = {
     "Chat": "umbra.text.chat",
     "Part": "umbra.text.answer",
     "Reply": "umbra.llm",
-    "SamplingParams": "umbra.executor.engine.request",
+    "SamplingParams": "umbra.executor.engine.schedule.request",
 }
 
 

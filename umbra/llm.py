@@ -23,7 +23,7 @@ from umbra.base.files import WORK
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import model_folder
-from umbra.executor.engine.request import Event, Request, SamplingParams
+from umbra.executor.engine.schedule.request import Event, Request, SamplingParams
 from umbra.executor.launch.preflight import check_ready
 from umbra.executor.model_runner import make_runner
 from umbra.executor.run.defaults import CALLING, open_case

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from umbra.executor.config.case import Case
-from umbra.executor.engine.timings import Timings
+from umbra.executor.engine.step.timings import Timings
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from umbra.base.errors import run_main
 from umbra.base.files import write_json
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.chunk_size import amounts_of
-from umbra.executor.engine.request import Request, SamplingParams
-from umbra.executor.engine.scheduler import Step
+from umbra.executor.engine.schedule.chunk_size import amounts_of
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.schedule.scheduler import Step
 from umbra.executor.model_runner import make_runner
 from umbra.planner.layouts import Layout
 from umbra.planner.simulation.steps import StepTimes

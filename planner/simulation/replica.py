@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from umbra.executor.engine.batch_limits import Limits
-from umbra.executor.engine.chunk_size import ChunkSize, amounts, amounts_of, first_prompt, next_prompt
-from umbra.executor.engine.drafts import Drafts
-from umbra.executor.engine.expert_totals import ExpertTotals
-from umbra.executor.engine.memory_split import MemorySplit
-from umbra.executor.engine.pages import PagePool
-from umbra.executor.engine.request import Request, SamplingParams
-from umbra.executor.engine.scheduler import Scheduler, Step
-from umbra.executor.engine.sequence import Sequence, new_sequence
-from umbra.executor.engine.timings import PrefillRate
+from umbra.executor.engine.drafts.drafts import Drafts
+from umbra.executor.engine.memory.batch_limits import Limits
+from umbra.executor.engine.memory.expert_totals import ExpertTotals
+from umbra.executor.engine.memory.memory_split import MemorySplit
+from umbra.executor.engine.memory.pages import PagePool
+from umbra.executor.engine.schedule.chunk_size import ChunkSize, amounts, amounts_of, first_prompt, next_prompt
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.schedule.scheduler import Scheduler, Step
+from umbra.executor.engine.schedule.sequence import Sequence, new_sequence
+from umbra.executor.engine.step.timings import PrefillRate
 from umbra.planner.simulation.experts import SimulatedExperts
 from umbra.planner.simulation.steps import StepTimes
 from umbra.planner.simulation.traffic import Arrival
@@ -37,7 +37,7 @@ def sampling_of(output: int) -> SamplingParams:
     return SamplingParams(max_tokens=output, ignore_eos=True)
 
 
-class Certain(Drafts):
+class Certain(Drafts[Sequence]):
     """Drafts that always come true: tokens that nobody looks at. They stay where they are, and only the token after
     them is new."""
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from umbra.executor.engine.scheduler import Step
+from umbra.executor.engine.schedule.scheduler import Step
 from umbra.planner.layouts import Layout
 from umbra.planner.times import Placing, step_times
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from umbra.base.errors import UserError
-from umbra.executor.engine.request import Grammar
+from umbra.executor.engine.schedule.request import Grammar
 from umbra.serving.ranks.messages import Ready
 from umbra.text.sandbox import Sandbox, read, tried, write
 from umbra.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ def compiled(grammar: Grammar, tokens: Any) -> str:
     """Returns what is wrong with `grammar`, after its first step as well; empty: nothing."""
     from llguidance import LLMatcher
 
-    from umbra.executor.engine.grammar import checked
+    from umbra.executor.engine.schedule.grammar import checked
 
     try:
         matcher = LLMatcher(tokens, checked(grammar, tokens), log_level=0)

@@ -8,7 +8,7 @@ import msgspec
 
 from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
-from umbra.executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
+from umbra.executor.engine.schedule.request import LARGEST_SEED, Grammar, SamplingParams
 from umbra.serving.api.errors import ApiError, invalid, of_validation
 from umbra.serving.ranks.messages import Ready
 

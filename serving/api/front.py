@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config, model_folder
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.serving.api.auth import Keys
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError, unavailable
@@ -26,7 +26,7 @@ from umbra.text.formats import TAGS, THINK, Format
 from umbra.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from umbra.executor.engine.grammar import Grammars  # imports llguidance, for which a port need not wait
+    from umbra.executor.engine.schedule.grammar import Grammars  # imports llguidance, for which a port need not wait
 
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
@@ -232,7 +232,7 @@ class Text:
 
     def grammars(self, ready: Ready) -> "Grammars":
         """Takes seconds when it is called first."""
-        from umbra.executor.engine.grammar import Grammars
+        from umbra.executor.engine.schedule.grammar import Grammars
 
         if not self._grammars:
             self._grammars = Grammars(self.tokenizer, ready.vocabulary, ready.stop_ids)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from umbra.executor.engine.request import TokenLogprob
+from umbra.executor.engine.schedule.request import TokenLogprob
 from umbra.serving.api.front import Text
 from umbra.serving.api.streams import Token
 from umbra.serving.ranks.messages import Ready

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from umbra.base.errors import UserError
-from umbra.executor.engine.request import MOST_LOGPROBS, Grammar
+from umbra.executor.engine.schedule.request import MOST_LOGPROBS, Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from umbra.serving.api.front import Front, Job, Text

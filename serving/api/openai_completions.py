@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from umbra.base.errors import UserError
-from umbra.executor.engine.request import LARGEST_SEED, Grammar, SamplingParams
+from umbra.executor.engine.schedule.request import LARGEST_SEED, Grammar, SamplingParams
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from umbra.serving.api.front import Front, Job, Text

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from umbra.executor.engine.request import TokenLogprob
+from umbra.executor.engine.schedule.request import TokenLogprob
 from umbra.serving.api.front import Front, Job, Text
 from umbra.serving.api.limits import Ticket
 from umbra.serving.ranks.messages import Ready

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umbra.executor.engine.request import Grammar
+from umbra.executor.engine.schedule.request import Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, Structured
 from umbra.text.formats import CHANNEL, CONSTRAIN, END, FORMATS, MESSAGE, START, THINK, THINK_END, Format

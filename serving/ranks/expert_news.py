@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from umbra.executor.engine.expert_totals import ExpertTotals
+from umbra.executor.engine.memory.expert_totals import ExpertTotals
 from umbra.serving.ranks.messages import Residency
 
 FADE = 0.8  # weight of the heat of the last snapshot in the next one

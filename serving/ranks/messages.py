@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from umbra.executor.engine.request import Request, SamplingParams, TokenLogprob
+from umbra.executor.engine.schedule.request import Request, SamplingParams, TokenLogprob
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 

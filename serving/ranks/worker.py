@@ -23,16 +23,16 @@ from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.executor.config import env
 from umbra.executor.config.case import Case
 from umbra.executor.config.resolved import read_resolved
-from umbra.executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
-from umbra.executor.engine.disk_prefixes import DiskPrefixes
-from umbra.executor.engine.drafts import SIZES
-from umbra.executor.engine.expert_totals import ExpertTotals
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.memory_split import MemorySplit
-from umbra.executor.engine.request import Event, Request, SamplingParams
-from umbra.executor.engine.scheduler import Step
-from umbra.executor.engine.sequence import Sequence
-from umbra.executor.engine.timings import PrefillRate, Timings
+from umbra.executor.engine.drafts.drafts import SIZES
+from umbra.executor.engine.memory.expert_totals import ExpertTotals
+from umbra.executor.engine.memory.memory_split import MemorySplit
+from umbra.executor.engine.schedule.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
+from umbra.executor.engine.schedule.request import Event, Request, SamplingParams
+from umbra.executor.engine.schedule.scheduler import Step
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.disk_prefixes import DiskPrefixes
+from umbra.executor.engine.step.loop import Loop
+from umbra.executor.engine.step.timings import PrefillRate, Timings
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import ModelRunner, make_runner
 from umbra.ops.parallel.connections import readable_connection_errors

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from tests.ascend.log import violations
-from umbra.executor.engine import batching
+from umbra.executor.engine.step import batching
 from umbra.ops.ascend import layout
 from umbra.ops.interface import Numbers, tensor_of
 

@@ -17,7 +17,7 @@ from umbra.cpu_offload.expert_ring import ExpertRing
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.model_runner import ModelRunner, make_runner
 from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.platform.base import Platform

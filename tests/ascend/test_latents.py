@@ -15,7 +15,7 @@ from tests.ascend.engine import V3
 from tests.ascend.test_numerics import save
 from tests.ascend.test_shadow_numerics import WIDE, runner_of
 from tests.ascend.workers import close_nodes
-from umbra.executor.engine.kv_caches import attentions
+from umbra.executor.engine.memory.kv_caches import attentions
 from umbra.executor.plan.activations import CountedGroup
 from umbra.models.batch import Batch, Subset
 from umbra.models.build import Build, Formats

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, QWEN2, QWEN3, V2, V3, Family
 from umbra.base.errors import UserError
-from umbra.executor.engine.batching import pack
-from umbra.executor.engine.pages import Holding, PagePool
-from umbra.executor.engine.request import Request
-from umbra.executor.engine.sequence import new_sequence
+from umbra.executor.engine.memory.pages import Holding, PagePool
+from umbra.executor.engine.schedule.request import Request
+from umbra.executor.engine.schedule.sequence import new_sequence
+from umbra.executor.engine.step.batching import pack
 from umbra.executor.plan.activations import CountedGroup
 from umbra.models.batch import Batch
 from umbra.models.build import Build, Formats

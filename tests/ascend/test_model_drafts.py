@@ -40,8 +40,8 @@ from tests.variants import thorough_but
 from umbra.base.files import ROOT
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.request import Grammar, Request, SamplingParams
+from umbra.executor.engine.schedule.request import Grammar, Request, SamplingParams
+from umbra.executor.engine.step.loop import Loop
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.ascend.environment import ascend_environment
 

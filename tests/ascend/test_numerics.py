@@ -21,7 +21,7 @@ from tests.variants import thorough_but
 from umbra.commands.logits import collect_logits
 from umbra.executor.config.case import Case, ModelSettings, ParallelSettings
 from umbra.executor.config.env import RankEnv
-from umbra.executor.engine.rebalancing import Rebalancing
+from umbra.executor.engine.step.rebalancing import Rebalancing
 from umbra.executor.model_runner import make_runner
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.settings import PlatformSettings
@@ -252,7 +252,7 @@ def test_mxfp4_is_exact_in_floats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("zeros", "error"), [(False, 0.07), (True, 0.08)])
 def test_mxfp4_rounded_again(zeros: bool, error: float) -> None:
-    """As executor/engine/weights.py says."""
+    """As executor/engine/step/weights.py says."""
     _, (weight,) = mxfp4(torch.randn(1, 256, 512))
     nibbles, scale, offset = quantise(weight, 32, zeros)
     back = (nibbles.unflatten(1, (-1, 32)) + offset[..., None]) * scale[..., None]

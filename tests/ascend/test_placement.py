@@ -11,7 +11,7 @@ from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_exchange import MIXTURE, PROMPTS, SPLIT, plain
 from tests.ascend.test_hccl import started
-from umbra.executor.engine import rebalancing
+from umbra.executor.engine.step import rebalancing
 
 LOOK_UP, COUNT = "aclnnIndexSelect (8)int32 (3)int32 (3)int32", "aclnnInplaceAdd (5)int64 (5)int64 scalar:int64"
 MOVE = [  # of a layer's experts in tiles, three of five: out of its matrices, to the other rank, and into them in place

@@ -15,8 +15,8 @@ from tests.ascend.engine import HYBRID, PROMPTS, ascend_case, ascend_runner, gen
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
-from umbra.executor.engine.drafts import Drafts
-from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.drafts.drafts import Drafts
+from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.ops import reference
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.recurrent import for_graphs
@@ -109,7 +109,7 @@ def test_steps_are_the_reference() -> None:
     run_ranks(all_follow, 1)
 
 
-class Guesses(Drafts):
+class Guesses(Drafts[Sequence]):
     """Right ones and wrong ones, in numbers that differ from step to step."""
 
     def __init__(self, most: int, texts: list[list[int]]):

@@ -18,8 +18,8 @@ from tests.ascend.workers import close_nodes
 from tests.fakes.scripted import Script, Server
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 from tests.variants import thorough_but
-from umbra.executor.engine.engine import Engine
-from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.engine import Engine
 from umbra.executor.model_runner import make_runner
 from umbra.ops.ascend.shadow import ShadowNodes
 from umbra.serving.ranks.messages import Out

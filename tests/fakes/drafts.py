@@ -4,8 +4,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import Any
 
-from umbra.executor.engine.drafts import Drafts
-from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.drafts.drafts import Drafts
+from umbra.executor.engine.schedule.sequence import Sequence
 
 
 def lookup(most: int) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def lookup(most: int) -> dict[str, Any]:
     return {"method": "lookup", "tokens": most} if most else {}
 
 
-class FreeDrafts(Drafts):
+class FreeDrafts(Drafts[Sequence]):
     """Believes that every decode step takes a second, however many rows it has, and that guesses take no time: whatever
     may be drafted is."""
 

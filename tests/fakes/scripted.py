@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.executor.model_runner import ModelRunner
 from umbra.serving.ranks.messages import Abort, Message, Out, Row, Stop, Submit
 from umbra.serving.ranks.worker import Worker

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.executor.engine.request import TokenLogprob
+from umbra.executor.engine.schedule.request import TokenLogprob
 from umbra.serving.ranks.messages import (
     Abort,
     Fatal,

@@ -24,7 +24,7 @@ import torch
 from tests.faults.forks import Fork, forked
 from tests.faults.preload import LIBRARY, Faults, unsynced, with_faults
 from umbra.executor.checkpoint.packed import PackedCache
-from umbra.executor.engine.page_store import PageStore, Record
+from umbra.executor.engine.memory.page_store import PageStore, Record
 from umbra.models.layers.base import Layer
 from umbra.ops.cpu.engine import start
 from umbra.ops.cpu.memory import allocate, clear, is_allocated

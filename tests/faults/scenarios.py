@@ -25,8 +25,8 @@ from umbra.executor import rank_program
 from umbra.executor.checkpoint.packed import PackedCache
 from umbra.executor.config.load import load_case
 from umbra.executor.config.resolved import write_resolved
-from umbra.executor.engine import disk_prefixes
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
+from umbra.executor.engine.step import disk_prefixes
 from umbra.executor.launch import results
 from umbra.serving.ranks import worker
 from umbra.serving.ranks.channel import HEADER, framed, length_of

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.fakes.drafts import FreeDrafts
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.step.loop import Loop
 from umbra.models.batch import Batch
 
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40, 9, 40, 9], list(range(30, 53))]

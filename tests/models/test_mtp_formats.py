@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.executor.engine.drafts_ranks import answers
+from tests.executor.engine.step.drafts_ranks import answers
 from tests.fakes.drafts import FreeDrafts
 from tests.gguf_models import save_gguf
 from tests.models.guesses import PROMPTS, finish
@@ -29,7 +29,7 @@ from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.w8a8 import W8a8Target
 from umbra.executor.checkpoint.formats.detect import read_scheme
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.models.batch import Batch
 from umbra.models.gguf import folder as unpacked
 
@@ -196,7 +196,7 @@ def test_two_ranks_draft_like_one(tmp_path: Path) -> None:
         assert accepted == 0
         jobs += [(f"{name}-{tp}", str(case), ["world_size=2", f"moe_tp_size={tp}"], texts) for tp in (1, 2)]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    done = run_ranks(tmp_path, 2, ["tests/executor/engine/drafts_ranks.py", str(tmp_path / "jobs.json")])
+    done = run_ranks(tmp_path, 2, ["tests/executor/engine/step/drafts_ranks.py", str(tmp_path / "jobs.json")])
     assert done.returncode == 0, done.stdout + done.stderr
     for name, _, _, texts in jobs:
         found, accepted = json.loads((tmp_path / f"{name}.json").read_text())

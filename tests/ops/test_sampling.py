@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from umbra.executor.engine.request import Grammar, SamplingParams
+from umbra.executor.engine.schedule.request import Grammar, SamplingParams
 from umbra.ops.sampling import Choice, adjust, draw, filtered_probabilities
 
 V = 5

@@ -10,7 +10,7 @@ from tests.text.checkpoints import write_tokenizer
 from tests.text.test_chat import OUTPUTS, TOOLS, USER
 from tests.tiny import save_tiny, write_case
 from umbra import LLM, Chat, SamplingParams
-from umbra.executor.engine.request import Grammar
+from umbra.executor.engine.schedule.request import Grammar
 from umbra.text.answer import Answer, ToolCall
 
 pytestmark = pytest.mark.slow

@@ -22,8 +22,8 @@ from torch import Tensor
 from umbra.base.errors import UserError, run_main
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.step.loop import Loop
 from umbra.executor.model_runner import make_runner
 from umbra.executor.platform.cpu.device import DecodeGraph
 from umbra.models.batch import Batch

@@ -32,7 +32,8 @@ import itertools
 import os
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ from umbra.base.errors import run_main
 from umbra.base.files import ROOT
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.drafts import Drafts
-from umbra.executor.engine.engine import Engine
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.model_drafts import ModelDrafter
-from umbra.executor.engine.request import Request, SamplingParams
-from umbra.executor.engine.timings import Timings
+from umbra.executor.engine.drafts.drafts import Drafts
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.engine import Engine
+from umbra.executor.engine.step.loop import Loop
+from umbra.executor.engine.step.model_drafts import ModelDrafter
+from umbra.executor.engine.step.timings import Timings
 from umbra.executor.model_runner import make_runner
 from umbra.text.tokenizer import Tokenizer
 from umbra.tools.benchmarks.machine import seconds_of
@@ -80,7 +82,7 @@ def text() -> tuple[list[int], set[int]]:
     return ids, {id for id in set(ids) if tokenizer.decode([id]).strip() in (".", "!", "?")}
 
 
-class Recorded(Drafts):
+class Recorded(Drafts[Sequence]):
     """Drafts that add up the seconds of steps and of guesses."""
 
     total = 0.0
@@ -171,7 +173,7 @@ def round_of(loops: dict[str, Loop], script: Scripted, kind: str, batch: int, nu
     return seconds
 
 
-def measure(engine: Engine, batch: int, kinds: Sequence[str], rounds: int) -> Iterator[Row]:
+def measure(engine: Engine, batch: int, kinds: ListOf[str], rounds: int) -> Iterator[Row]:
     script = Scripted(engine)
     loops = {name: Loop(script, frozenset()) for name in ("plain", "drafts")}  # type: ignore[arg-type]
     loops["plain"].scheduler.drafts = loops["plain"].drafter = None

@@ -26,10 +26,10 @@ from tempfile import TemporaryDirectory
 from umbra.base.errors import run_main
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.request import Request, SamplingParams
-from umbra.executor.engine.sequence import Sequence
-from umbra.executor.engine.timings import Timings
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.loop import Loop
+from umbra.executor.engine.step.timings import Timings
 from umbra.executor.model_runner import make_runner
 from umbra.tools.benchmarks.cpu_drafts import DEMO, text
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows

@@ -27,7 +27,7 @@ from typing import Any
 from umbra.base.errors import run_main
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.executor.model_runner import make_runner
 from umbra.serving.ranks.messages import Message, Out, Submit
 from umbra.serving.ranks.worker import Worker

@@ -34,8 +34,8 @@ from umbra.cpu_offload.history import History
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case, model_folder
-from umbra.executor.engine.sequence import Sequence
-from umbra.executor.engine.timings import Timings
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.timings import Timings
 from umbra.executor.model_runner import ModelRunner, make_runner
 from umbra.executor.run.plots import plot
 from umbra.text.tokenizer import Tokenizer

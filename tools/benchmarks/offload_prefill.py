@@ -23,7 +23,7 @@ import torch
 
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case, load_model_config
-from umbra.executor.engine.request import Request, SamplingParams
+from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.model_runner import ModelRunner, make_runner
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 

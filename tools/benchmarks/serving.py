@@ -153,7 +153,7 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     """Prints the seconds that rank 0's loop takes for the requests of `http`, without a socket or a front. To be run in
     a process of its own."""
     from umbra.executor.config.env import rank_env
-    from umbra.executor.engine.request import Request, SamplingParams
+    from umbra.executor.engine.schedule.request import Request, SamplingParams
     from umbra.executor.model_runner import make_runner
     from umbra.serving.ranks.worker import Worker
 

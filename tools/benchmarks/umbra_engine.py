@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from umbra.base.errors import UserError
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.engine.step.teacher_forcing import ForcedRun
 from umbra.executor.model_runner import make_runner
 from umbra.models.config import ModelConfig, with_layers
 from umbra.models.layers.attention import PagedAttention, PagedCache

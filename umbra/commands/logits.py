@@ -15,7 +15,7 @@ from umbra.base.files import write_whole
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv, rank_env
 from umbra.executor.config.load import load_model_config
-from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.engine.step.teacher_forcing import ForcedRun
 from umbra.executor.launch.launch import launch
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import ModelRunner, make_runner

@@ -17,7 +17,7 @@ from tests.ranks import join_once
 from umbra.commands.logits import collect_logits, sized_for
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.engine.step.teacher_forcing import ForcedRun
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import make_runner
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.timings import Timings
+from umbra.executor.engine.step.timings import Timings
 from umbra.executor.run.report import Completion, make_report
 
 

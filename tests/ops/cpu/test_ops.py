@@ -15,7 +15,7 @@ from tests.quantised import nested
 from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
 from umbra.executor.config.schema import leaves
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.ops import IMPLEMENTATIONS, load_ops, reference
 from umbra.ops.cpu import engine
 from umbra.ops.cpu import ops as cpu

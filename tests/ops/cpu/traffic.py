@@ -30,8 +30,8 @@ def traffic(
     """Runs `steps` steps and returns what they did."""
     from tests.fakes.drafts import lookup
     from tests.tiny import make_runner, tiny_case
-    from umbra.executor.engine.loop import Loop
-    from umbra.executor.engine.request import Request, SamplingParams
+    from umbra.executor.engine.schedule.request import Request, SamplingParams
+    from umbra.executor.engine.step.loop import Loop
 
     shadow: dict[str, dict[str, Any]] = {
         "none": {},

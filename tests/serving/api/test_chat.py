@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.serving.api.front import Server, run, until
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 
 TOOL: dict[str, Any] = {
     "type": "function",

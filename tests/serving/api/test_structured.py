@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 
 from tests.serving.api.front import family_tokenizer
 from tests.text.checkpoints import FORMAT_OF
-from umbra.executor.engine.grammar import Grammars
-from umbra.executor.engine.request import Grammar
+from umbra.executor.engine.schedule.grammar import Grammars
+from umbra.executor.engine.schedule.request import Grammar
 from umbra.serving.api import compiling, structured
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError

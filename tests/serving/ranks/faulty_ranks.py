@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 from umbra.base.errors import UserError
-from umbra.executor.engine.scheduler import Scheduler, Step
+from umbra.executor.engine.schedule.scheduler import Scheduler, Step
 from umbra.executor.model_runner import ModelRunner
 from umbra.serving.ranks import launcher, worker
 from umbra.serving.ranks.processes import run_and_leave

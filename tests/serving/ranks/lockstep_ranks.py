@@ -15,13 +15,14 @@ import torch
 from tests.fakes.shadow_experts import any_swaps
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine import disk_prefixes, states
-from umbra.executor.engine.disk_prefixes import DiskPrefixes
-from umbra.executor.engine.loop import Loop
-from umbra.executor.engine.memory_split import MemorySplit
-from umbra.executor.engine.page_store import PageStore
-from umbra.executor.engine.request import SamplingParams
-from umbra.executor.engine.scheduler import Step
+from umbra.executor.engine.memory.memory_split import MemorySplit
+from umbra.executor.engine.memory.page_store import PageStore
+from umbra.executor.engine.schedule import states
+from umbra.executor.engine.schedule.request import SamplingParams
+from umbra.executor.engine.schedule.scheduler import Step
+from umbra.executor.engine.step import disk_prefixes
+from umbra.executor.engine.step.disk_prefixes import DiskPrefixes
+from umbra.executor.engine.step.loop import Loop
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import make_runner
 from umbra.serving.ranks.messages import Abort, Message, Out, Refused, Row, Stop, Submit, Tick

@@ -11,7 +11,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 from tests.fakes.scripted import Script
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import make_runner
 from umbra.serving.ranks.messages import Stop, Submit

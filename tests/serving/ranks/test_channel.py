@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from umbra.base.errors import UserError
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.serving.ranks import channel
 from umbra.serving.ranks.channel import HEADER, Channel, framed
 from umbra.serving.ranks.client import ENDED, EngineClient

@@ -12,8 +12,8 @@ from tests.fakes.scripted import Server
 from tests.quantised import mxfp4_tiny
 from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import thorough_but
-from umbra.executor.engine.engine import Engine
-from umbra.executor.engine.sequence import Sequence
+from umbra.executor.engine.schedule.sequence import Sequence
+from umbra.executor.engine.step.engine import Engine
 
 KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena that is too small, fewest hits
     "float32": (0.25, 4, {}),

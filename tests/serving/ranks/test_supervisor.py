@@ -22,7 +22,7 @@ from umbra.base.errors import EXIT_STATUS
 from umbra.base.files import ROOT
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.request import SamplingParams
+from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.executor.launch.processes import rank_of
 from umbra.serving.ranks.client import EngineClient, EngineGone
 from umbra.serving.ranks.launcher import launcher_of

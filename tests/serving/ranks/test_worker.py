@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
-from umbra.executor.engine.request import Grammar, SamplingParams
+from umbra.executor.engine.schedule.request import Grammar, SamplingParams
 from umbra.executor.model_runner import ModelRunner
 from umbra.serving.ranks import worker as worker_module
 from umbra.serving.ranks.messages import Ping, Pong, Refused, Residency, State, Submit, Watch

@@ -15,7 +15,7 @@ import torch
 from umbra.commands.logits import with_room
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_model_config, model_folder
-from umbra.executor.engine.teacher_forcing import ForcedRun
+from umbra.executor.engine.step.teacher_forcing import ForcedRun
 from umbra.executor.model_runner import make_runner
 from umbra.executor.platform.ascend.fallbacks import ABOUT_STRICT
 from umbra.executor.run.prompts import encode_prompts

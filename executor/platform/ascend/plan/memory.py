@@ -16,8 +16,8 @@ from torch import nn
 from umbra.executor.config.case import MOST_DRAFTING, Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.units import GB, MB
-from umbra.executor.engine.batch_limits import Limits
-from umbra.executor.engine.kv_caches import attentions, recurrent
+from umbra.executor.engine.memory.batch_limits import Limits
+from umbra.executor.engine.memory.kv_caches import attentions, recurrent
 from umbra.executor.plan.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of

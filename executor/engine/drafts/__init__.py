@@ -1,0 +1,1 @@
+"""Chooses the drafts of speculative decoding and whether they pay."""

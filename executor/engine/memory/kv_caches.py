@@ -1,0 +1,159 @@
+"""Binds the KV caches of a model: a cache for each place in its sets of layers, or one arena for all, which also holds
+recurrent states."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from umbra.base.errors import UserError
+from umbra.cpu_offload.memory.arena import NO_STATES, Frame, StateSizes
+from umbra.executor.config.case import Case
+from umbra.executor.engine.memory.layer_sets import LayerSet, layer_sets
+from umbra.executor.engine.memory.page_memory import PageMemory
+from umbra.models.build import Build
+from umbra.models.layers.attention import PagedCache
+from umbra.models.layers.states import RecurrentStates
+from umbra.ops.interface import fixed
+
+
+def cache_type(case: Case, build: Build) -> torch.dtype:
+    dtype = case.cache_config.kv_dtype
+    return build.dtype if dtype == "auto" else getattr(torch, dtype)
+
+
+def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> PageMemory:
+    """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
+    places = []
+    for layers in sharing(model):
+        places.append(caches := _caches(_alike([*layers.values()], case), case, build, pages + 1))
+        for number, layer in layers.items():
+            layer.bind(*map(apart, caches), layers=number)
+    aside = bind_aside(model, case, build, pages + 1)
+    states = torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device)
+    _bind_states(model, states)
+    sets = [[cache for caches in places[: len(of.layers)] for cache in caches] for of in sets_of(model)]
+    return PageMemory([sets[0] + aside, *sets[1:]], 1, states, [of.elements for of in recurrent(model)])
+
+
+def bind_aside(model: nn.Module, case: Case, build: Build, pages: int) -> list[Tensor]:
+    """Gives the layers whose caches lie aside theirs, of `pages` pages, and returns these (pages, *shape of a page)."""
+    number, found = len(sets_of(model)), list[Tensor]()
+    for layer in attentions(model, aside=True):
+        found += (caches := _caches(layer, case, build, pages))
+        layer.bind(*map(apart, caches), layers=number)
+    return found
+
+
+def recurrent(model: nn.Module) -> list[RecurrentStates]:
+    return [layer for layer in model.modules() if isinstance(layer, RecurrentStates)]
+
+
+def state_sizes(model: nn.Module, unit_bytes: int, layers: int | None = None) -> StateSizes:
+    """The sizes of a sequence's recurrent states in units of an arena. `layers` is their number, if `model` has only
+    some of them."""
+    own = recurrent(model)
+    if not own:
+        return NO_STATES
+    nbytes = max(4 * of.elements for of in own)
+    return StateSizes(-(-nbytes // unit_bytes) * unit_bytes, layers or len(own))
+
+
+def _bind_states(model: nn.Module, units: Tensor) -> None:
+    """Gives all layers with states theirs in `units` (units, float32 of a unit): those of a place begin with it."""
+    for number, layer in enumerate(recurrent(model)):
+        flat, stride, rest = units.view(-1), units.shape[1], 0
+        views: list[nn.Parameter] = []
+        for shape in layer.shapes:
+            places = (len(flat) - rest - math.prod(shape)) // stride + 1
+            inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            views.append(fixed(flat.as_strided((places, *shape), (stride, *inner), rest)))
+            rest += math.prod(shape)
+        layer.bind(number, *views)
+
+
+def attentions(model: nn.Module, aside: bool = False) -> list[PagedCache]:
+    """The layers of `model` with pages: those whose caches share memory, or those whose caches lie aside."""
+    return [layer for layer in model.modules() if isinstance(layer, PagedCache) and layer.aside == aside]
+
+
+def sets_of(model: nn.Module) -> tuple[LayerSet, ...]:
+    return layer_sets([layer.window for layer in attentions(model)])
+
+
+def sharing(model: nn.Module) -> list[dict[int, PagedCache]]:
+    """The layers that share a cache, by the numbers of their sets: the first one of each set, and so on."""
+    layers, sets = attentions(model), sets_of(model)
+    places = max(len(of.layers) for of in sets)
+    return [
+        {number: layers[of.layers[place]] for number, of in enumerate(sets) if place < len(of.layers)}
+        for place in range(places)
+    ]
+
+
+def frame_of(model: nn.Module, case: Case, build: Build, windows: Sequence[int | None] | None = None) -> Frame:
+    """`windows` are those of all layers, if `model` has only some of them."""
+    sets = sets_of(model) if windows is None else layer_sets(windows)
+    inside, others = _pages(model, case, build)
+    layers = max(len(of.layers) for of in sets)
+    nbytes, beside = (layers * sum(page.nbytes for page in pages) for pages in (inside, others))
+    aside = (page for layer in attentions(model, aside=True) for page in _caches(layer, case, build, 1))
+    return Frame(len(inside) * layers, nbytes, beside + sum(page.nbytes for page in aside))
+
+
+def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> list[Tensor]:
+    """Give all layers their caches in one buffer, and return it as a tensor (units, *shape of a page). It holds an
+    arena of `frames` frames, and `spare` bytes after it. Tensors of the caches beside the arena follow it, (units,
+    *shape) too, in which a frame has as many units.
+
+    The caches are views of the buffer, each of which starts one unit after the one before: where layers have keys and
+    values, page u of the keys at place l is unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first
+    unit of a frame, taken as a page number, addresses the caches of all layers of a set. Caches of another size cannot
+    be units of the buffer: page numbers would have to be multiples of both sizes' ratio.
+    """
+    shared, (inside, _) = sharing(model), _pages(model, case, build)
+    first, dtype, page_size = _alike(attentions(model), case), cache_type(case, build), case.cache_config.page_size
+    each, units = len(inside), len(inside) * len(shared)
+    counts = {0: frames * units - -spare // inside[0].nbytes} | dict.fromkeys(
+        range(each, first.tensors), frames * units
+    )
+    buffers = [first.new_cache(part, count, page_size, dtype, build.device) for part, count in counts.items()]
+    for index, layers in enumerate(shared):
+        starts, end = [*range(each * index, each * (index + 1))], (frames - 1) * units + 1
+        caches = [buffers[0][begin : begin + end] for begin in starts]
+        caches += [buffer[starts[0] : starts[0] + end] for buffer in buffers[1:]]
+        for number, layer in layers.items():
+            layer.bind(*map(apart, caches), layers=number)
+    if recurrent(model):
+        _bind_states(model, buffers[0].view(len(buffers[0]), -1).view(torch.float32))
+    return buffers
+
+
+def apart(cache: Tensor) -> nn.Parameter:
+    """A tensor over the same memory that is not a view, one for each layer: torch.compile rewrites overlapping views
+    among the inputs of a graph, and torchair copies a whole tensor that two layers write."""
+    if cache.is_meta:
+        return fixed(cache)
+    return fixed(torch.utils.dlpack.from_dlpack(cache))  # by its whole name: torch_npu puts its own there
+
+
+def _caches(layer: PagedCache, case: Case, build: Build, pages: int) -> list[Tensor]:
+    """New caches of so many pages for `layer`, and for those that share them."""
+    shape, dtype = (pages, case.cache_config.page_size), cache_type(case, build)
+    return [layer.new_cache(part, *shape, dtype, build.device) for part in range(layer.tensors)]
+
+
+def _pages(model: nn.Module, case: Case, build: Build) -> tuple[list[Tensor], list[Tensor]]:
+    """A page of each cache of a layer: of those with the size of the first, and of others."""
+    pages = _caches(_alike(attentions(model), case), case, build, 1)
+    alike = [page for page in pages if page.shape == pages[0].shape]
+    return alike, pages[len(alike) :]
+
+
+def _alike(layers: list[PagedCache], case: Case) -> PagedCache:
+    """The first of the layers, whose caches share memory: all have its sizes."""
+    sizes = {layer.sizes for layer in layers}
+    if len(sizes) > 1:
+        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share memory: {sizes}")
+    return layers[0]

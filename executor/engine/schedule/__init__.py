@@ -1,0 +1,1 @@
+"""Requests, the sequences that they become, and the scheduler, which decides what the next step computes."""

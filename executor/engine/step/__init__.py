@@ -1,0 +1,1 @@
+"""Runs the model step by step: weights, batches, sampled tokens, and the loop around them."""
