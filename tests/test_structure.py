@@ -175,3 +175,17 @@ def test_environment_is_read_in_one_file() -> None:
         if module != "umbra.executor.config.env":
             assert "os.getenv" not in text, path
             assert "environ.get" not in text, path
+
+
+MOST_PARAMETERS = 9
+MANY_PARAMETERS = ["umbra.ops.ascend"]  # its operators have the signatures of CANN's
+
+
+def test_no_function_has_many_parameters() -> None:
+    for module, path in SOURCES.items():
+        if not any(is_in(module, room) for room in MANY_PARAMETERS):
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    names = [p.arg for p in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                    own = [name for name in names if name not in ("self", "cls")]
+                    assert len(own) <= MOST_PARAMETERS, f"{path}: {node.name}"

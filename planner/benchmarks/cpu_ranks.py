@@ -47,7 +47,7 @@ from umbra.planner.work import Counted
 from umbra.tools.benchmarks import cpu
 from umbra.tools.benchmarks.machine import Limits, Others, seconds_of, wake_seconds
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.tools.benchmarks.umbra_engine import Umbra
+from umbra.tools.benchmarks.umbra_engine import EngineSetup, Umbra
 
 COLUMNS = (
     ("ranks", "ranks", 6, ""),
@@ -174,14 +174,16 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of this process's rank, which stands for all."""
     ranks, clock = args.ranks[0], cpu.Clock()
     engine = Umbra(
-        args.case,
-        None,
-        FORMAT,
-        args.threads,
-        args.instruction_set,
-        max(args.batches),
-        max(args.contexts),
-        world_size=ranks,
+        EngineSetup(
+            args.case,
+            None,
+            FORMAT,
+            args.threads,
+            args.instruction_set,
+            max(args.batches),
+            max(args.contexts),
+            world_size=ranks,
+        )
     )
     config = engine.config
     heads = config.num_attention_heads // ranks, config.num_key_value_heads // ranks

@@ -21,7 +21,7 @@ from umbra.base.errors import UserError
 from umbra.executor.engine.memory.pages import Holding, PagePool
 from umbra.executor.engine.schedule.request import Request
 from umbra.executor.engine.schedule.sequence import new_sequence
-from umbra.executor.engine.step.batching import pack
+from umbra.executor.engine.step.batching import Packer, StepShape
 from umbra.executor.plan.activations import CountedGroup
 from umbra.models.batch import Batch
 from umbra.models.build import Build, Formats
@@ -58,7 +58,8 @@ class Model:
             s.held = [Holding(None)]
             self.pool.extend(s.held[0], s.end)
         decode, tokens, wanted = max(lengths) == 1, (sum(lengths),), (len(lengths),)
-        return pack(self.ops, sequences, self.pool, tokens, 1, decode, decode=decode, wanted_per_group=wanted).to(NPU)
+        shape = StepShape(tokens, decode=decode, all_logits=decode, wanted_per_group=wanted)
+        return Packer(self.ops, self.pool, 1).pack(sequences, shape).to(NPU)
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ from umbra.tools.benchmarks.umbra_engine import (
     HELP_OF_FORMAT,
     HELP_OF_REST,
     WEIGHTS,
+    EngineSetup,
     Routed,
     Umbra,
     step_macs,
@@ -362,10 +363,10 @@ def main(argv: list[str]) -> None:
     with gguf_file(args.folder, args.keep) as path:
         if args.gguf:
             write_mix(path, args.case, args.layers, args.gguf)
-            ours = Umbra(args.case, None, "auto", *sizes, checkpoint=path)
+            ours = Umbra(EngineSetup(args.case, None, "auto", *sizes, checkpoint=path))
             shutil.rmtree(ours.runner.folder)
         else:
-            ours = Umbra(args.case, args.layers, args.format, *sizes, rest=args.rest, experts=args.experts)
+            ours = Umbra(EngineSetup(args.case, args.layers, args.format, *sizes, rest=args.rest, experts=args.experts))
             write_gguf(path, ours.model, ours.config)
         folder, cpus = ik_llama(), set(own_cpus())
         makers: dict[str, Callable[[], Peer]] = {"theirs": functools.partial(LlamaCpp, path, args.threads)}

@@ -38,6 +38,7 @@ from umbra.tools.benchmarks.umbra_engine import (
     HELP_OF_FORMAT,
     HELP_OF_REST,
     WEIGHTS,
+    EngineSetup,
     Routed,
     Umbra,
     step_bytes,
@@ -161,15 +162,17 @@ def decode(argv: list[str]) -> None:
             raise UserError(f"--{flag} {min(getattr(args, flag))}: must be at least 1")
     longest = max(*args.prompts, *args.contexts)
     umbra = Umbra(
-        args.case,
-        args.layers,
-        args.format,
-        args.threads,
-        args.instruction_set,
-        max(args.batches),
-        longest,
-        args.kv_dtype,
-        rest=args.rest,
+        EngineSetup(
+            args.case,
+            args.layers,
+            args.format,
+            args.threads,
+            args.instruction_set,
+            max(args.batches),
+            longest,
+            args.kv_dtype,
+            rest=args.rest,
+        )
     )
     decodes = list(itertools.product(args.contexts, args.batches))
     rows = printed(decode_rows(umbra, Limits(), decodes, args.prompts, args.seconds), DECODE_COLUMNS)

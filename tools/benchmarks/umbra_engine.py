@@ -6,6 +6,7 @@ that any number of steps has the same context.
 """
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,49 +47,51 @@ def with_experts(config: ModelConfig, layers: int, experts: int | None = None) -
     return with_layers(config, [sparse[i % len(sparse)] for i in range(layers)])
 
 
+@dataclass(frozen=True)
+class EngineSetup:
+    case_name: str
+    layers: int | None  # None: as many as the case's checkpoint
+    format: str
+    threads: int
+    instruction_set: str
+    sequences: int
+    longest: int  # tokens of each sequence
+    kv_dtype: str = "auto"
+    world_size: int = 1
+    rest: str = "none"
+    checkpoint: Path | None = None  # None: random weights
+    experts: int | None = None  # None: as many as the case's checkpoint
+
+
 class Umbra:
-    def __init__(
-        self,
-        case_name: str,
-        layers: int | None,
-        format: str,
-        threads: int,
-        instruction_set: str,
-        sequences: int,
-        longest: int,
-        kv_dtype: str = "auto",
-        world_size: int = 1,
-        rest: str = "none",
-        checkpoint: Path | None = None,
-        experts: int | None = None,
-    ):
-        """An engine, or one rank of it, with room for `sequences` of `longest` tokens; `layers` None: as many as the
-        case's checkpoint. The weights are those of `checkpoint`, or random."""
+    """An engine, or one rank of it."""
+
+    def __init__(self, setup: EngineSetup):
         settings = dict(
             with_ckpt="false",
             exe_mode="graph",
-            world_size=world_size,
-            method=format,
-            threads=threads,
-            instruction_set=instruction_set,
-            batch_size=sequences,
-            input_max_len=longest,
+            world_size=setup.world_size,
+            method=setup.format,
+            threads=setup.threads,
+            instruction_set=setup.instruction_set,
+            batch_size=setup.sequences,
+            input_max_len=setup.longest,
             max_new_tokens=ROOM,
             ignore_eos="true",
-            kv_dtype=kv_dtype,
-            rest=rest,
+            kv_dtype=setup.kv_dtype,
+            rest=setup.rest,
         )
-        if checkpoint:
-            settings |= dict(with_ckpt="true", keep_packed="false", model_path=str(checkpoint.absolute()))
-        case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
+        if setup.checkpoint:
+            settings |= dict(with_ckpt="true", keep_packed="false", model_path=str(setup.checkpoint.absolute()))
+        case = load_case(setup.case_name, [f"{key}={value}" for key, value in settings.items()])
         self.runner = make_runner(case, Path("results"), rank_env())
-        if layers is not None:
-            self.runner.config = with_experts(self.runner.config, layers, experts)
+        if setup.layers is not None:
+            self.runner.config = with_experts(self.runner.config, setup.layers, setup.experts)
         self.config = self.runner.config
         self.runner.setup()
         self.model = self.runner.engine.model
         if sum(isinstance(layer, Experts) for layer in self.model.modules()) < self.config.num_hidden_layers:
-            raise UserError(f"{case_name}: has dense layers; these benchmarks know only experts in every layer")
+            raise UserError(f"{setup.case_name}: has dense layers; these benchmarks know only experts in every layer")
         self.forced = ForcedRun(self.runner.engine)
         self.filled = False  # whether all pages hold random keys and values
 

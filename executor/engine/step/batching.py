@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,83 +15,130 @@ from umbra.ops.interface import Ops, Paged, Recurrent, tensor_of
 PADDING_LENGTH = 2  # not 0 or 1, which compilers treat as constants
 
 
-def pack(
-    ops: Ops,
-    sequences: ListOf[Sequence],
-    pool: Pages,
-    tokens_per_group: tuple[int, ...],
-    table_width: int,
-    all_logits: bool = False,
-    rows: int = 0,
-    sequence_parallel: bool = False,
-    decode: bool = False,
-    wanted_per_group: tuple[int, ...] | None = None,
-    sets: int = 1,
-    state_layers: int = 0,
-    aside: bool = False,
-) -> Batch:
-    """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
-    group, and their pages are reserved, for `sets` sets of layers; so are their states in `state_layers` layers. With
-    `aside` one more set has the pages of caches that lie aside: those of the first set, numbered without gaps.
+@dataclass(frozen=True)
+class StepShape:
+    """The part of a batch that is decided before its sequences are packed."""
 
-    In a decode step each token is a row by itself, with its own block table and length, also where several are of one
-    sequence: so drafted tokens are computed as they would be without drafts. All rows' keys are written before any row
-    attends to them.
+    tokens_per_group: tuple[int, ...]  # of each data-parallel group, padding included
+    # In a decode step each token is a row by itself, with its own block table and length, also where several are of one
+    # sequence: so drafted tokens are computed as they would be without drafts. All rows' keys are written before any
+    # row attends to them.
+    decode: bool = False
+    all_logits: bool = False  # whether the logits of all tokens are wanted
+    rows: int = 0  # that the batch is padded to, for graphs of fixed sizes and for equal shares of ranks
+    sequence_parallel: bool = False
+    wanted_per_group: tuple[int, ...] | None = None  # see `Batch`
+    aside: bool = False  # whether the caches that lie aside are used
 
-    For graphs of fixed sizes, and for equal shares of ranks, the batch is padded to `rows` rows, with one token
-    each. Padding tokens are written to a page that no sequence holds.
-    """
-    ids: array[int] = array("q")
-    positions: array[int] = array("q")
-    starts: array[int] = array("q", [0])
-    lengths: array[int] = array("q")
-    rows_wanted: array[int] = array("q")
-    places, states = Places(pool, table_width, sets, aside), StateRows(state_layers)
-    expanded, absorbed = Picked(), Picked()
-    for s in sequences:
-        first = len(ids)
-        computed, end = s.num_computed, s.end
-        ids += s.ids[computed:end]
-        positions.extend(range(computed, end))
-        rows_of_it = range(computed + 1, end + 1) if decode else (end,)
-        places.add(s, range(computed, end), len(rows_of_it))
-        for last in rows_of_it:
-            lengths.append(last)
-            starts.append(starts[-1] + 1 if decode else len(ids))
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs sequences of this rank's data-parallel group, whose pages lie in `pool`, for `sets` sets of layers; so do
+    their states, in `state_layers` layers. `table_width` is the number of pages of the longest sequence."""
+
+    ops: Ops
+    pool: Pages
+    table_width: int
+    sets: int = 1
+    state_layers: int = 0
+
+    def pack(self, sequences: ListOf[Sequence], shape: StepShape) -> Batch:
+        """Returns the batch of the next tokens of `sequences`, whose pages and states are reserved, with its tensors on
+        the host. Padding rows have one token each, which is written to a page that no sequence holds."""
+        rows = PackedRows(self, shape)
+        for sequence in sequences:
+            rows.add(sequence)
+        for number in range(shape.rows - len(rows.lengths)):
+            rows.pad(number)
+        return rows.batch()
+
+    def pack_positions(
+        self, rows: ListOf[tuple[Sequence, int] | None], tokens_per_group: tuple[int, ...], aside: bool
+    ) -> Batch:
+        """Returns the batch of one token of each of `rows`, (sequence, position), whose pages are reserved, without its
+        ids. None is a padding row."""
+        tables = PageTables(self.pool, self.table_width, self.sets, aside)
+        for number, row in enumerate(rows):
+            if row:
+                tables.add(row[0], range(row[1], row[1] + 1), 1)
+            else:
+                tables.pad(number)
+        positions = array("q", (row[1] if row else 0 for row in rows))
+        lengths = array("q", (row[1] + 1 if row else PADDING_LENGTH for row in rows))
+        paged = tables.paged(self.ops, tables.tensors(), array("q", range(len(rows) + 1)), lengths)
+        ids = torch.zeros(len(rows), dtype=torch.int64)
+        return Batch(ids, tensor_of(positions), paged, logit_rows=None, tokens_per_group=tokens_per_group)
+
+
+class PackedRows:
+    """The rows of one batch while it is packed."""
+
+    def __init__(self, packer: Packer, shape: StepShape):
+        self.packer, self.shape = packer, shape
+        self.ids: array[int] = array("q")
+        self.positions: array[int] = array("q")
+        self.starts: array[int] = array("q", [0])
+        self.lengths: array[int] = array("q")
+        self.wanted: array[int] = array("q")  # rows whose logits are wanted, unless all are
+        self.tables = PageTables(packer.pool, packer.table_width, packer.sets, shape.aside)
+        self.states = StateRows(packer.state_layers)
+        self.expanded, self.absorbed = SubsetRows(), SubsetRows()
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds the next tokens of a sequence."""
+        first, computed, end, decode = len(self.ids), sequence.num_computed, sequence.end, self.shape.decode
+        self.ids += sequence.ids[computed:end]
+        self.positions.extend(range(computed, end))
+        lengths = range(computed + 1, end + 1) if decode else (end,)
+        self.tables.add(sequence, range(computed, end), len(lengths))
+        for length in lengths:
+            self.lengths.append(length)
+            self.starts.append(self.starts[-1] + 1 if decode else len(self.ids))
         if not decode:
-            kept = max(0, min(s.expanded, end) - computed)  # the first ones
-            expanded.add(len(lengths) - 1, first, first + kept, computed + kept)
-            absorbed.add(len(lengths) - 1, first + kept, len(ids), end)
-        if not all_logits:
-            rows_wanted.extend(range(len(ids) - s.logit_rows, len(ids)))
-        if state_layers:
-            states.add(s, len(ids))
-    for row in range(rows - len(lengths)):
-        ids.append(0)
-        positions.append(0)
-        places.pad(row)
-        lengths.append(PADDING_LENGTH)
-        starts.append(len(ids))
-        rows_wanted.append(len(ids) - 1)
-        absorbed.add(len(lengths) - 1, len(ids) - 1, len(ids), PADDING_LENGTH)
-    tables_of = places.tables()
-    return Batch(
-        tensor_of(ids),
-        tensor_of(positions),
-        places.paged(ops, tables_of, starts, lengths),
-        logit_rows=None if all_logits else tensor_of(rows_wanted),
-        tokens_per_group=tokens_per_group,
-        sequence_parallel=sequence_parallel,
-        wanted_per_group=wanted_per_group,
-        recurrent=states.recurrent(len(lengths)) if state_layers else None,
-        expanded=expanded.subset(ops, tables_of, pool.page_size) if expanded.rows else None,
-        absorbed=absorbed.subset(ops, tables_of, pool.page_size) if expanded.rows and absorbed.rows else None,
-    )
+            expanded = max(0, min(sequence.expanded, end) - computed)  # the first ones
+            self.expanded.add(len(self.lengths) - 1, first, first + expanded, computed + expanded)
+            self.absorbed.add(len(self.lengths) - 1, first + expanded, len(self.ids), end)
+        if not self.shape.all_logits:
+            self.wanted.extend(range(len(self.ids) - sequence.logit_rows, len(self.ids)))
+        if self.packer.state_layers:
+            self.states.add(sequence, len(self.ids))
+
+    def pad(self, number: int) -> None:
+        """Adds a padding row, the one of this number."""
+        self.ids.append(0)
+        self.positions.append(0)
+        self.tables.pad(number)
+        self.lengths.append(PADDING_LENGTH)
+        self.starts.append(len(self.ids))
+        self.wanted.append(len(self.ids) - 1)
+        self.absorbed.add(len(self.lengths) - 1, len(self.ids) - 1, len(self.ids), PADDING_LENGTH)
+
+    def batch(self) -> Batch:
+        ops, page_size, shape, block_tables = (
+            self.packer.ops,
+            self.packer.pool.page_size,
+            self.shape,
+            self.tables.tensors(),
+        )
+        mixed = bool(self.expanded.rows and self.absorbed.rows)
+        return Batch(
+            tensor_of(self.ids),
+            tensor_of(self.positions),
+            self.tables.paged(ops, block_tables, self.starts, self.lengths),
+            logit_rows=None if shape.all_logits else tensor_of(self.wanted),
+            tokens_per_group=shape.tokens_per_group,
+            sequence_parallel=shape.sequence_parallel,
+            wanted_per_group=shape.wanted_per_group,
+            recurrent=self.states.recurrent(len(self.lengths)) if self.packer.state_layers else None,
+            expanded=self.expanded.subset(ops, block_tables, page_size) if self.expanded.rows else None,
+            absorbed=self.absorbed.subset(ops, block_tables, page_size) if mixed else None,
+        )
 
 
-class Places:
-    """Where a step's tokens are written, and which pages its sequences have, in each of `sets` sets of layers. `aside`
-    is as of `pack`."""
+class PageTables:
+    """The slots that a step's tokens are written to, and the block tables of its rows, in each of `sets` sets of
+    layers. With `aside` one more set has the pages of caches that lie aside: those of the first set, numbered without
+    gaps."""
 
     def __init__(self, pool: Pages, table_width: int, sets: int, aside: bool):
         self.pool, self.table_width, self.aside = pool, table_width, aside
@@ -98,39 +146,45 @@ class Places:
         self.sets: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
         self.unused = array("q", bytes(8 * table_width))
 
-    def add(self, sequence: Sequence, positions: range, tables: int) -> None:
-        """Tokens of a sequence, whose block table stands `tables` times."""
+    def add(self, sequence: Sequence, positions: range, rows: int) -> None:
+        """Adds tokens of a sequence, which take `rows` rows."""
         size = self.pool.page_size
-        for held, (slots, all_tables) in zip(sequence.held, self.sets, strict=True):
+        for held, (slots, block_tables) in zip(sequence.held, self.sets, strict=True):
             table = held.pages(self.pool)
             for position in positions:
                 slots.append(table[position // size] * size + position % size)
-            for _ in range(tables):
-                all_tables += table
-                all_tables += self.unused[len(table) :]
+            for _ in range(rows):
+                block_tables += table
+                block_tables += self.unused[len(table) :]
 
-    def pad(self, row: int) -> None:
-        """A padding token, in row `row` of them."""
-        for slots, tables in self.sets:
+    def pad(self, number: int) -> None:
+        """Adds a padding token, the one of this number."""
+        for slots, block_tables in self.sets:
             # Ops want each slot only once.
-            slots.append(self.pool.padding * self.pool.page_size + row % self.pool.page_size)
-            tables.extend([self.pool.padding] * self.table_width)
+            slots.append(self.pool.padding * self.pool.page_size + number % self.pool.page_size)
+            block_tables.extend([self.pool.padding] * self.table_width)
 
-    def tables(self) -> list[Tensor]:
-        found = [tensor_of(tables).view(-1, self.table_width) for _, tables in self.sets]
-        return [*found, found[0] // self.pool.stride] if self.aside else found
+    def tensors(self) -> list[Tensor]:
+        """Returns the block tables of each set, (S, table_width)."""
+        tables = [tensor_of(block_tables).view(-1, self.table_width) for _, block_tables in self.sets]
+        return [*tables, tables[0] // self.pool.stride] if self.aside else tables
 
-    def paged(self, ops: Ops, tables: ListOf[Tensor], starts: "array[int]", lengths: "array[int]") -> tuple[Paged, ...]:
-        """What the layers of each set are told; `tables` are those of `tables()`."""
+    def paged(
+        self, ops: Ops, block_tables: ListOf[Tensor], starts: "array[int]", lengths: "array[int]"
+    ) -> tuple[Paged, ...]:
+        """Returns the metadata of each set, whose block tables are those of `tensors()`."""
         size, stride = self.pool.page_size, self.pool.stride
         all_slots = [slots for slots, _ in self.sets]
         if self.aside:
             all_slots.append(array("q", [slot // size // stride * size + slot % size for slot in all_slots[0]]))
-        return tuple(ops.paging(slots, of, starts, lengths, size) for slots, of in zip(all_slots, tables, strict=True))
+        return tuple(
+            ops.paging(slots, table, starts, lengths, size)
+            for slots, table in zip(all_slots, block_tables, strict=True)
+        )
 
 
-class Picked:
-    """Rows of a step's sequences, of which each has a run or none."""
+class SubsetRows:
+    """Some of a step's rows: of each sequence one run of them, or none."""
 
     def __init__(self) -> None:
         self.rows: array[int] = array("q")
@@ -139,42 +193,18 @@ class Picked:
         self.lengths: array[int] = array("q")
 
     def add(self, sequence: int, first: int, end: int, length: int) -> None:
-        """Rows first .. end - 1 of a sequence, which then has `length` cached tokens."""
+        """Adds rows first .. end - 1 of a sequence, which then has `length` cached tokens."""
         if first < end:
             self.rows.extend(range(first, end))
             self.sequences.append(sequence)
             self.starts.append(len(self.rows))
             self.lengths.append(length)
 
-    def subset(self, ops: Ops, tables: ListOf[Tensor], page_size: int) -> Subset:
-        """`tables` are the block tables of the step's sequences, for each set of layers."""
-        sequences, none = tensor_of(self.sequences), array("q")
-        each = (ops.paging(none, of[sequences], self.starts, self.lengths, page_size) for of in tables)
-        return Subset(tensor_of(self.rows), tuple(each))
-
-
-def pack_rows(
-    ops: Ops,
-    rows: ListOf[tuple[Sequence, int] | None],
-    pool: Pages,
-    tokens_per_group: tuple[int, ...],
-    table_width: int,
-    sets: int = 1,
-    aside: bool = False,
-) -> Batch:
-    """The batch of one token of each of `rows`, (sequence, position), whose pages are reserved, without its ids. None
-    is a padding row. `aside` is as of `pack`."""
-    places = Places(pool, table_width, sets, aside)
-    for index, row in enumerate(rows):
-        if row:
-            places.add(row[0], range(row[1], row[1] + 1), 1)
-        else:
-            places.pad(index)
-    positions = array("q", (row[1] if row else 0 for row in rows))
-    starts, lengths = array("q", range(len(rows) + 1)), array("q", (r[1] + 1 if r else PADDING_LENGTH for r in rows))
-    paged = places.paged(ops, places.tables(), starts, lengths)
-    ids = torch.zeros(len(rows), dtype=torch.int64)
-    return Batch(ids, tensor_of(positions), paged, logit_rows=None, tokens_per_group=tokens_per_group)
+    def subset(self, ops: Ops, block_tables: ListOf[Tensor], page_size: int) -> Subset:
+        """Returns the rows; `block_tables` are those of all sequences of the step, for each set of layers."""
+        sequences, no_slots = tensor_of(self.sequences), array("q")
+        paged = (ops.paging(no_slots, table[sequences], self.starts, self.lengths, page_size) for table in block_tables)
+        return Subset(tensor_of(self.rows), tuple(paged))
 
 
 class StateRows:
@@ -185,7 +215,7 @@ class StateRows:
         self.tables: list[array[int]] = [array("i") for _ in range(5)]  # those of `Recurrent`, (S, layers)
 
     def add(self, sequence: Sequence, end: int) -> None:
-        """A sequence whose rows end before `end`."""
+        """Adds a sequence whose rows end before `end`."""
         self.starts.append(end)
         written, marked, mark = sequence.written, sequence.marked, sequence.mark if sequence.marked else 0
         if sequence.drafted:  # all that is written are the states after the last row that is certain
@@ -193,12 +223,12 @@ class StateRows:
         self._extend(sequence.states, written, mark and mark - sequence.states_at, marked, sequence.pending)
 
     def recurrent(self, count: int) -> Recurrent:
-        """The places of `count` sequences, of which the last ones may have no rows."""
+        """Returns the places of `count` sequences, of which the last ones may have no rows."""
         for _ in range(count + 1 - len(self.starts)):
             self.starts.append(self.starts[-1])
             self._extend(None, None, 0, None, 0)
-        found = (tensor_of(table).view(count, self.layers) for table in self.tables)
-        return Recurrent(tensor_of(self.starts), *(table.T.contiguous() for table in found))
+        tables = (tensor_of(table).view(count, self.layers) for table in self.tables)
+        return Recurrent(tensor_of(self.starts), *(table.T.contiguous() for table in tables))
 
     def _extend(self, *row: States | int | None) -> None:
         for table, value in zip(self.tables, row, strict=True):

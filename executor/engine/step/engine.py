@@ -20,7 +20,7 @@ from umbra.executor.engine.memory.batch_limits import limits_of
 from umbra.executor.engine.memory.kv_caches import attentions, bind_caches, recurrent
 from umbra.executor.engine.memory.pages import PagePool, Pages
 from umbra.executor.engine.schedule.sequence import Sequence
-from umbra.executor.engine.step.batching import pack
+from umbra.executor.engine.step.batching import Packer, StepShape
 from umbra.executor.engine.step.profiler import Profiler
 from umbra.executor.engine.step.rebalancing import Rebalancing
 from umbra.executor.engine.step.sampling import choose, logprobs_of
@@ -70,8 +70,7 @@ class Engine:
         slots = (self.shadows.slot_bytes, self.shadows.device.alignment) if self.shadows else ()
         set_pages = set_pages_of(self.model, case, build, *slots)
         limits = limits_of(case, config, True, set_pages)
-        self.table_width, self.layer_sets = limits.table_width, len(limits.windows)
-        self.state_layers, self.aside = len(recurrent(self.model)), bool(attentions(self.model, aside=True))
+        self.aside = bool(attentions(self.model, aside=True))
         if self.shadows or set_pages:
             opened = open_arena(case, build, self.model, self.shadows, limits, platform.padding_states)
             self.pages: Pages = opened[0]
@@ -79,6 +78,8 @@ class Engine:
         else:
             self.page_memory = bind_caches(self.model, case, build, limits.pages)
             self.pages = PagePool(limits.pages, limits.page_size)
+        state_layers = len(recurrent(self.model))
+        self.packer = Packer(platform.ops, self.pages, limits.table_width, len(limits.windows), state_layers)
         balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None
         self._packed: ListOf[ListOf[Sequence]] = ()  # the sequences of this step, of each group
@@ -104,41 +105,36 @@ class Engine:
     ) -> Batch:
         """Returns the batch of this rank's group. `groups` are the sequences of a step in each data-parallel group, all
         of which have the cache pages that the step writes to. `hidden`: tokens are guessed from its hidden states."""
-        group = self.parallel.attn_dp.rank
-        live = tokens = tuple(sum(s.new_tokens for s in of) for of in groups)
-        mine = groups[group]
+        shape = self._shape(groups, decode, all_logits, hidden)
+        batch = self.packer.pack(groups[self.parallel.attn_dp.rank], shape)
+        if self.shadows:
+            self.shadows.started(shape.tokens_per_group, [[s.new_tokens for s in group] for group in groups])
+            self._packed = groups
+        return batch
+
+    def _shape(self, groups: ListOf[ListOf[Sequence]], decode: bool, all_logits: bool, hidden: bool) -> StepShape:
+        rank = self.parallel.attn_dp.rank
+        counts = tokens = tuple(sum(s.new_tokens for s in group) for group in groups)
         rows = self.platform.padded_rows(max(tokens)) if decode else 0
         if rows:
             tokens = (rows,) * len(groups)
         shared = not decode and self.case.parallel_config.sequence_parallel(min(tokens))
         if shared:
             tokens = tuple(self.parallel.attn_tp.padded(count) for count in tokens)
-            rows = len(mine) + tokens[group] - live[group]
-        whole = all_logits or decode
+            rows = len(groups[rank]) + tokens[rank] - counts[rank]
         # Shares of rows are made for all tokens of a step, and so are experts' shadows on some devices.
-        # What guesses tokens takes the hidden states of all rows.
+        # A draft model takes the hidden states of all rows.
         all_rows = self.shadows is not None and not self.shadows.device.narrows
-        narrow = not (whole or shared or all_rows or hidden)
-        wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
-        batch = pack(
-            self.platform.ops,
-            mine,
-            self.pages,
+        narrow = not (all_logits or decode or shared or all_rows or hidden)
+        return StepShape(
             tokens,
-            self.table_width,
-            all_logits=whole,
+            decode=decode,
+            all_logits=all_logits or decode,
             rows=rows,
             sequence_parallel=shared,
-            decode=decode,
-            wanted_per_group=wanted,
-            sets=self.layer_sets,
-            state_layers=self.state_layers,
+            wanted_per_group=tuple(sum(s.logit_rows for s in group) for group in groups) if narrow else None,
             aside=self.aside and (hidden or not self.platform.small_graphs),
         )
-        if self.shadows:
-            self.shadows.started(tokens, [[s.new_tokens for s in of] for of in groups])
-            self._packed = groups
-        return batch
 
     @torch.inference_mode()
     def forward(self, batch: Batch, decode: bool) -> Tensor:

@@ -17,7 +17,6 @@ from collections.abc import Sequence as ListOf
 import torch
 
 from umbra.executor.engine.schedule.sequence import Sequence
-from umbra.executor.engine.step.batching import pack_rows
 from umbra.executor.engine.step.engine import Engine
 from umbra.executor.platform.base import Step
 from umbra.models.batch import Batch
@@ -88,7 +87,4 @@ class ModelDrafter:
         )
 
     def _pack(self, rows: ListOf[tuple[Sequence, int] | None], counts: tuple[int, ...]) -> Batch:
-        engine = self.engine
-        return pack_rows(
-            engine.platform.ops, rows, engine.pages, counts, engine.table_width, engine.layer_sets, engine.aside
-        )
+        return self.engine.packer.pack_positions(rows, counts, self.engine.aside)

@@ -23,7 +23,7 @@ from umbra.tools.benchmarks.gguf_entries import entries
 from umbra.tools.benchmarks.gguf_file import TYPES, write_gguf
 from umbra.tools.benchmarks.gguf_mix import MIXES, write_mix
 from umbra.tools.benchmarks.peer_process import PeerDied, PeerProcess
-from umbra.tools.benchmarks.umbra_engine import Umbra
+from umbra.tools.benchmarks.umbra_engine import EngineSetup, Umbra
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def latent_case(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_gguf_file_has_every_weight(
     family: str, format: str, head: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    engine = Umbra(request.getfixturevalue(family), None, format, 1, "auto", 1, 16)
+    engine = Umbra(EngineSetup(request.getfixturevalue(family), None, format, 1, "auto", 1, 16))
     write_gguf(tmp_path / "tiny.gguf", engine.model, engine.config)
     tensors = {t.name: t for t in GGUFReader(tmp_path / "tiny.gguf").tensors}
     assert tensors["output.weight"].tensor_type.name == head
@@ -106,7 +106,7 @@ def test_a_mix_of_types_is_read(mix: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", hidden_size=256, head_dim=32, num_attention_heads=8, moe_intermediate_size=256)
     case, path = str(write_case(tmp_path / "tiny.yaml", tmp_path / "model")), tmp_path / "mix.gguf"
     write_mix(path, case, 2, mix)
-    engine = Umbra(case, None, "auto", 1, "auto", 1, 16, checkpoint=path)
+    engine = Umbra(EngineSetup(case, None, "auto", 1, "auto", 1, 16, checkpoint=path))
     assert engine.config.num_hidden_layers == 2
     for tensor in GGUFReader(path).tensors:
         assert abs(dequantize(tensor.data, tensor.tensor_type).std() - 0.02) < 0.01, tensor.name
@@ -188,7 +188,7 @@ def test_forms_of_latent_attention_are_counted(tmp_path: Path) -> None:
 
 def test_decode_steps_repeat_one_position(case: str) -> None:
     """Any number of steps later, the logits are those of a prefill of context and token."""
-    engine = Umbra(case, 2, "q8", 1, "auto", 2, 16)
+    engine = Umbra(EngineSetup(case, 2, "q8", 1, "auto", 2, 16))
     contexts = engine.random_prompts(2, 9, torch.Generator().manual_seed(0))
     expected = [engine.prefill([*context, 5]) for context in contexts]
     engine.begin(contexts)

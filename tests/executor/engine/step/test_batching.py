@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from umbra.executor.engine.memory.pages import Block, Holding, PagePool
 from umbra.executor.engine.schedule.request import Request
 from umbra.executor.engine.schedule.sequence import new_sequence
-from umbra.executor.engine.step.batching import pack
+from umbra.executor.engine.step.batching import Packer, StepShape
 from umbra.ops import load_ops
 
 OPS = load_ops("reference")
@@ -19,14 +19,14 @@ def test_page_numbers_are_read_again_after_pages_have_moved() -> None:
     one, pool = new_sequence(7, Request(tuple(range(100, 109)))), PagePool(20, 4)
     held = Holding(None, [Block(5), Block(3)])
     one.num_computed, one.held, one.limit = 4, [held], 4
-    pack(OPS, [one], pool, (4,), 3)
+    Packer(OPS, pool, 3).pack([one], StepShape((4,)))
     assert (held.table.tolist(), held.version) == ([5, 3], 0)
     held.blocks[0].page = 11
     held.blocks.append(Block(6))
-    pack(OPS, [one], pool, (4,), 3)
+    Packer(OPS, pool, 3).pack([one], StepShape((4,)))
     assert held.table.tolist() == [5, 3, 6]  # nobody said that a page has moved
     pool.version = 2
-    batch = pack(OPS, [one], pool, (4,), 3)
+    batch = Packer(OPS, pool, 3).pack([one], StepShape((4,)))
     assert (held.table.tolist(), held.version) == ([11, 3, 6], 2)
     assert torch.as_tensor(batch.paged[0].block_tables).tolist() == [[11, 3, 6]]
 
@@ -62,7 +62,7 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
         for s in active:
             s.ids = array("q", range(data.draw(st.integers(s.num_computed + 1, lens[s.id]))))
             pool.extend(s.held[0], len(s.ids))
-        batch = pack(OPS, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
+        batch = Packer(OPS, pool, 12).pack(active, StepShape((sum(s.new_tokens for s in active),), all_logits=True))
         q, k, v = (torch.cat([whole[s.id][t][s.num_computed : len(s.ids)] for s in active]) for t in range(3))
         assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.num_computed :]]
         assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions
@@ -86,7 +86,7 @@ def test_rows_of_prompts_are_expanded_and_others_are_not() -> None:
         s.num_computed, s.expanded = computed, expanded
         s.held = [Holding(None)]
         pool.extend(s.held[0], len(s.ids))
-    batch = pack(OPS, sequences, pool, (12,), 3, rows=4)
+    batch = Packer(OPS, pool, 3).pack(sequences, StepShape((12,), rows=4))
     tables = torch.as_tensor(batch.paged[0].block_tables)
     for subset, rows, starts, lengths, of in (
         (batch.expanded, [0, 1, 2, 3, 4, 8, 9, 10], [0, 5, 8], [7, 3], [0, 2]),
@@ -97,5 +97,8 @@ def test_rows_of_prompts_are_expanded_and_others_are_not() -> None:
         found = [torch.as_tensor(x).tolist() for x in (subset.paged[0].query_starts, subset.paged[0].kv_lens)]
         assert found == [starts, lengths]
         assert torch.equal(subset.paged[0].block_tables, tables[of])
-    only = pack(OPS, sequences[2:], pool, (3,), 3), pack(OPS, sequences[1:2], pool, (1,), 3)
+    only = (
+        Packer(OPS, pool, 3).pack(sequences[2:], StepShape((3,))),
+        Packer(OPS, pool, 3).pack(sequences[1:2], StepShape((1,))),
+    )
     assert [(b.expanded is None, b.absorbed is None) for b in only] == [(False, True), (True, True)]
