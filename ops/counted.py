@@ -23,10 +23,10 @@ from umbra.ops.interface import (
     LatentCache,
     LatentNorm,
     Paged,
+    PhysicalExperts,
     Recurrent,
     Rounded,
     RoundingNorm,
-    Slots,
 )
 
 CHUNK, CHUNKS = 64, 64  # rows of a chunk of the gated delta rule, and chunks that are prepared at once
@@ -51,7 +51,7 @@ BY_INT8 = " by int8"  # of the name of an op
 APART_WIDTH, MOST_JOINED = 128, 256  # of heads whose keys and values are made of latents (ops/ascend/latents.py)
 EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three (two by int8), a cast,
 # combine
-IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
+AMONG_PHYSICAL = 2  # more of them where experts are copied among physical ones: a look-up and a count
 
 
 @dataclass(frozen=True)
@@ -546,16 +546,18 @@ class CountedExchange:
     def takes(self, rows: int, experts: object) -> bool:
         return 0 < rows <= self.most_rows
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, slots: Slots | None = None) -> Tensor:
+    def mixture(
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, physical: PhysicalExperts | None = None
+    ) -> Tensor:
         made, notes, top_k = self.ops.made, self.ops.notes, ids.shape[1]
         sent = torch.int8 if in_int8(experts) else x.dtype
         for kind, dtype in (("dispatch", sent), ("combine", x.dtype)):
             nbytes = top_k * x.numel() * dtype.itemsize
             notes.messages.append(Message(kind, "world", self.size, nbytes, notes.multiple))
-        kernels = EXCHANGED + (IN_SLOTS if slots else 0) - in_int8(experts)
+        kernels = EXCHANGED + (AMONG_PHYSICAL if physical else 0) - in_int8(experts)
         self.ops.note_mixture("exchanged moe", self.size * len(x), x.shape[1], top_k, experts, kernels)
         here = self.size * len(x) * min(experts.count, top_k)
-        _slots = made("slots of experts", ids, *ids.shape) if slots else None
+        _physical = made("physical experts", ids, *ids.shape) if physical else None
         rows = made("rows for experts here", x, here, 1, x.shape[1], dtype=sent)
         _scales = made("scales of rows", x, here, dtype=torch.float32)
         _assist = made("places of rows", ids, here * ASSIST)

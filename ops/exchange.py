@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from umbra.ops.interface import ExpertMatrices, Ops, Slots
+from umbra.ops.interface import ExpertMatrices, Ops, PhysicalExperts
 
 
 class GroupExchange:
@@ -19,16 +19,16 @@ class GroupExchange:
         return True
 
     def mixture(
-        self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, slots: Slots | None = None
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, physical: PhysicalExperts | None = None
     ) -> Tensor:
         tokens, top_k = ids.shape
-        flat, ranks = (ids if slots is None else slots.of(ids)).flatten(), dist.get_world_size(self.group)
+        flat, ranks = (ids if physical is None else physical.of(ids)).flatten(), dist.get_world_size(self.group)
         order = flat.argsort(stable=True)  # (T K): by expert, and so by rank
         sent = torch.bincount(flat, minlength=ranks * experts.count).view(ranks, -1)  # rows for each expert
         received = torch.empty_like(sent)  # rows from each rank for each expert here
         dist.all_to_all_single(received, sent, group=self.group)
-        if slots:
-            slots.rows.add_(received.sum(0))
+        if physical:
+            physical.rows.add_(received.sum(0))
         there, here = sent.sum(1).tolist(), received.sum(1).tolist()
         rows = self._moved(x[order // top_k], there, here)
         local = torch.arange(experts.count).repeat(ranks).repeat_interleave(received.flatten())[:, None]

@@ -442,21 +442,21 @@ class Ops(Protocol):
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Experts whose places change between steps, and of which some have several: each rank has as many slots, and the
-    slots of all ranks are numbered in their order. Both tensors keep their addresses."""
+class PhysicalExperts:
+    """The physical experts of all ranks, among which copies of a model's experts move between steps. Each rank has as
+    many, and they are numbered in the order of the ranks. Both tensors keep their addresses."""
 
-    table: Tensor  # (E) int32: the slot that this rank's rows of each expert go to
-    rows: Tensor  # (slots here) int64: += 1 for each row that is exchanged and comes to the slot
+    table: Tensor  # (E) int32: the physical expert that this rank's rows of each expert go to
+    rows: Tensor  # (physical experts here) int64: += 1 for each row that is exchanged and comes to one
 
     def of(self, ids: Tensor) -> Tensor:
-        """ids (T, k) -> the slots that their rows go to (T, k), int32"""
+        """Returns the physical experts (T, k) int32 that the rows of `ids` (T, k) go to."""
         return self.table.index_select(0, ids.flatten()).view(ids.shape)
 
 
 class Exchange(Protocol):
     """Mixtures of experts that are divided over a group of ranks, expert by expert: rank r of n has experts
-    r E / n .. (r + 1) E / n - 1 of E, or with `slots` those in its slots. Each rank's rows go to the ranks of their
+    r E / n .. (r + 1) E / n - 1 of E, or with `physical` its physical ones. Each rank's rows go to the ranks of their
     experts, and the results come back; a row's results are added in the order of its experts in `ids`."""
 
     uneven: bool  # whether ranks may have different numbers of rows
@@ -466,7 +466,7 @@ class Exchange(Protocol):
         get the same answer."""
 
     def mixture(
-        self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, slots: Slots | None = None
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, physical: PhysicalExperts | None = None
     ) -> Tensor:
         """Weighted sums over all experts of all ranks, as `Ops.moe` computes them, for this rank's rows. `experts` are
         those of this rank. All ranks of the group call it together, with as many rows unless these may be `uneven`."""

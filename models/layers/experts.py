@@ -14,7 +14,7 @@ from umbra.models.layers.base import ALL, Layer, Piece
 from umbra.models.layers.mlp import GatedMLP
 from umbra.models.layers.router import Router
 from umbra.ops.format import Alternating, Quantised, every_other, floats
-from umbra.ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, Routed, Scores, Slots, fixed
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, PhysicalExperts, Routed, Scores, fixed
 from umbra.ops.parallel.placement import Held, first_placement, slots_for
 
 ALL_EXPERTS = "gate_up_proj", "down_proj"
@@ -25,7 +25,7 @@ class Experts(Layer):
 
     `forward` gathers the tokens of all data-parallel groups; one sum over all ranks is then over both splits.
     With `build.exchange`, steps that it takes send each row to the ranks of its experts instead.
-    With `parallel.expert_slots`, `held` says which expert is in each slot of all ranks, and rows find them by `slots`.
+    With `parallel.expert_slots`, `held` says which expert each physical one is; rows find them by `physical`.
     With `build.shadows` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
     Every token also takes the expert `shared`, where a model has one: its parts join the same sum.
     `names` are the checkpoint's names of an expert's gate, up and down matrices. Two `names` are those of tensors of
@@ -50,13 +50,13 @@ class Experts(Layer):
         self.ops, self.parallel = build.ops, build.parallel
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.ep, each = build.parallel.moe_ep, build.parallel.expert_slots
-        self.slots: Slots | None = None
+        self.physical: PhysicalExperts | None = None
         self.here = self.ep.part(each * self.ep.size or experts)  # numbers of the slots, or experts, of this rank
         self.held = np.arange(experts)
         if each:
             table = torch.empty(experts, dtype=torch.int32, device=build.device)
             rows = torch.zeros(each, dtype=torch.int64, device=build.device)
-            self.slots = Slots(fixed(table), fixed(rows))
+            self.physical = PhysicalExperts(fixed(table), fixed(rows))
             self.place(first_placement(experts, self.ep.size, each))
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
@@ -76,25 +76,25 @@ class Experts(Layer):
 
     def place(self, held: Held) -> None:
         """From the next step on, rows go where `held` has their experts. Begins a new count; moves no weights."""
-        if self.slots is None:
+        if self.physical is None:
             raise AssertionError("these experts have one place each")
         self.held = held
-        self.slots.rows.zero_()
-        self.slots.table.copy_(torch.from_numpy(slots_for(self.ep.rank, self.ep.size, held)))
+        self.physical.rows.zero_()
+        self.physical.table.copy_(torch.from_numpy(slots_for(self.ep.rank, self.ep.size, held)))
 
     def forward(
         self, x: Tensor, routed: Routed, batch: Batch, shared: GatedMLP | None = None, shared_gate: Router | None = None
     ) -> Tensor:
         rows, exchange = batch.rows(self.parallel), self.exchange
         if exchange and (batch.even or exchange.uneven) and exchange.takes(len(x), self.weights):
-            y = exchange.mixture(x, *chosen(routed), self.weights, self.slots)  # of its own tokens: no sum follows
+            y = exchange.mixture(x, *chosen(routed), self.weights, self.physical)  # of its own tokens: no sum follows
             return shared.add_to(y, x, shared_gate) if shared else y
         everyone = rows.gather_all(x)
-        if isinstance(routed, Scores) and not (self.shadowed or self.slots):
+        if isinstance(routed, Scores) and not (self.shadowed or self.physical):
             y = routed.moe(everyone, rows.gather_all(routed.values), self.weights, self.first)
         else:
             weights, ids = chosen(routed)
-            ids = self.slots.of(ids) if self.slots else ids
+            ids = self.physical.of(ids) if self.physical else ids
             weights, ids = rows.gather_all(weights), rows.gather_all(ids)
             if self.shadowed is None:
                 y = self.ops.moe(everyone, weights, ids, self.weights, self.first)

@@ -21,6 +21,14 @@ WHOLE_MASK, CAUSAL_AT_THE_END, BAND = 0, 3, 4  # values of sparse_mode
 ALL_TOKENS = 2147483647  # for pre_tokens and next_tokens
 
 
+class KvCaches(NamedTuple):
+    """The keys and values of a layer, as `Ops.kv_cache` makes their caches; `tiled`: in tiles."""
+
+    keys: Tensor
+    values: Tensor
+    tiled: bool
+
+
 class Call(NamedTuple):
     """What both versions of the operator are told. Tokens before .. after of the last ones are seen, both included."""
 
@@ -62,19 +70,16 @@ def attended(call: Call, on_device: bool) -> Tensor:
 
 def attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: KvCaches,
     paged: Paged,
     scale: float,
     window: int | None,
     sinks: Tensor | None,
     mask: Tensor,
-    tiled: bool,
     takes_sinks: bool,
 ) -> Tensor:
-    """`Ops.attention`. `mask` (bool) is that of later tokens; `tiled`: caches are in tiles; `takes_sinks`: the operator
-    does, in bfloat16."""
-    _, block_tables, _, kv_lens = paged
+    """Computes `Ops.attention`. `mask` (bool) hides later tokens; `takes_sinks`: the operator does, in bfloat16."""
+    (k_cache, v_cache, tiled), (_, block_tables, _, kv_lens) = caches, paged
     ends, on_device = checked(paged)
     tokens, heads, width = q.shape
     if not tokens:  # a data-parallel group that has no prompt in this step

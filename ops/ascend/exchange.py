@@ -13,7 +13,7 @@ from umbra.ops.ascend import moe
 from umbra.ops.ascend.grouped import COUNTS
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.weights import Bank
-from umbra.ops.interface import Slots
+from umbra.ops.interface import PhysicalExperts
 
 SENT_IN_INT8 = 2  # quant_mode: rows are rounded before they are sent, each to its own scale
 
@@ -32,11 +32,13 @@ class AscendExchange:
     def takes(self, rows: int, experts: Bank) -> bool:
         return 0 < rows <= self.most_rows and not self.ops.few(rows * self.size, experts)
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, slots: Slots | None = None) -> Tensor:
+    def mixture(
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, physical: PhysicalExperts | None = None
+    ) -> Tensor:
         """Rows of the first operator's result after those that came here are undefined, and so are the products by
         them; the second operator does not read them."""
         moe.check_ids(ids)
-        ids = slots.of(ids) if slots else ids
+        ids = physical.of(ids) if physical else ids
         if experts.w13.order is not None:
             x = x.index_select(1, experts.w13.order)
         mode = SENT_IN_INT8 if moe.in_int8(experts) else 0
@@ -65,8 +67,8 @@ class AscendExchange:
             copy_expert_num=0,
             const_expert_num=0,
         )
-        if slots:
-            slots.rows.add_(counts)
+        if physical:
+            physical.rows.add_(counts)
         with self.ops.one_kernel(experts):
             y = moe.products(rows, scales, counts, COUNTS, experts, self.ops.can, x.dtype)
         self.ops.read_ahead(experts, y)

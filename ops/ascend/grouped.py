@@ -16,11 +16,12 @@ def grouped_matmul(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     row_scales: Tensor | None = None,
-    antiquant_scale: Tensor | None = None,
-    antiquant_offset: Tensor | None = None,
+    antiquant: tuple[Tensor | None, Tensor | None] = (None, None),
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (T K, H) by weight (E, H, N), with `groups` (E) int64 of `kind`. -> (T K, N) of `dtype`, or of x's"""
+    """Multiplies x (T K, H) by weight (E, H, N), with `groups` (E) int64 of `kind`. `antiquant` has the scales and
+    offsets of 4-bit weights. -> (T K, N) of `dtype`, or of x's type"""
+    antiquant_scale, antiquant_offset = antiquant
     y: Tensor = torch_npu.npu_grouped_matmul(
         x=[x],
         weight=[weight],

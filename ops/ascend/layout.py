@@ -13,7 +13,6 @@ CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attenti
 TILE = 16  # columns of a tile
 HEAD_DIMS = (64, 128)  # widths of heads that caches in tiles take
 LATENT_SIZES = 512, 64  # columns of latents and rotated keys that attention and its caches take
-MOST_PAGE = 512  # most tokens of a page, a limit of the attention op
 
 
 class AscendLayout:
@@ -38,8 +37,11 @@ class AscendLayout:
     def expert_matrices(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
     ) -> AscendExperts:
+        in_planes = self.in_planes
+        experts = AscendExperts(count, inner, hidden, format, self.dtype, device, in_planes=in_planes, kind=kind)
         self.banks += 1
-        return AscendExperts(count, inner, hidden, format, self.dtype, device, None, self.in_planes, self.banks, kind)
+        experts.number = self.banks
+        return experts
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device

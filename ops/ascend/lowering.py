@@ -18,7 +18,6 @@ if hasattr(torch.ops.npu, "npu_qkv_rms_norm_rope_cache"):  # torchair of torch_n
 
 BSND = 1
 ROTARY: Any = torch.ops.npu.npu_apply_rotary_pos_emb.default
-TORCHAIRS_ROTARY = ROTARY._ge_converter
 
 
 @register_fx_node_ge_converter(ROTARY)  # type: ignore[untyped-decorator]

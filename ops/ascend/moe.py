@@ -151,8 +151,7 @@ def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
         groups,
         kind,
         bias=matrices.bias,
-        antiquant_scale=matrices.scales if whole else None,
-        antiquant_offset=matrices.offsets if whole else None,
+        antiquant=(matrices.scales, matrices.offsets) if whole else (None, None),
     )
     if values:
         values.release(matrices)

@@ -20,7 +20,7 @@ from torch import Tensor
 from umbra.base.errors import UserError
 from umbra.ops import composed
 from umbra.ops.ascend import latents, moe, recurrent, w8a8
-from umbra.ops.ascend.attention import attend
+from umbra.ops.ascend.attention import KvCaches, attend
 from umbra.ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from umbra.ops.ascend.layout import CAUSAL_MASK, HEAD_DIMS, AscendLayout
 from umbra.ops.ascend.tiles import TileBanks
@@ -271,7 +271,8 @@ class AscendOps(AscendLayout):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return attend(q, k_cache, v_cache, paged, scale, window, sinks, self.mask, self.tiled, self.can.sinks)
+        caches = KvCaches(k_cache, v_cache, self.tiled)
+        return attend(q, caches, paged, scale, window, sinks, self.mask, self.can.sinks)
 
     head_linear, rope_write_latents = staticmethod(latents.head_linear), staticmethod(latents.rope_write)
 

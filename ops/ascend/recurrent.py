@@ -2,14 +2,14 @@
 
 The keys' axis of a head's state is the last one, as CANN's operators have it: (Dv, Dk).
 
-Tables on the device are those of a graph, as `for_graphs` makes them: no row begins a sequence, and padding rows have a
-place of their own. Without drafts, each row is of another sequence, with places of its own to read and to write, and
+Tables on the device are those of a graph, as `GraphStrips` makes them: no row begins a sequence, and padding rows have
+a place of their own. Without drafts, each row is of another sequence, with places of its own to read and to write, and
 none is marked. Other steps have their tables on the host, and may do all that `Recurrent` says.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from umbra.ops.interface import Recurrent, SequenceRows, fixed
 
 CHUNK = 64  # rows that a chunk has at most
 MOST_CHUNKS = 64  # that are prepared at once
-# Attributes of states, by `for_graphs`.
+# Attributes of states, set by `GraphStrips`.
 READ, WRITTEN, LAST, MASKS = "read_strips", "written_strips", "last", "masks"
 EPS = 1e-6  # beside the sums of squares of keys and queries
 
@@ -160,69 +160,80 @@ def _kept(s: SequenceRows) -> Iterator[int]:
 # --- states ---
 
 
-def for_graphs(
-    layers: Sequence[tuple[nn.Parameter, nn.Parameter, nn.Parameter]], most: int
-) -> Callable[[Recurrent], Recurrent]:
-    """Gives graphs tensors over the memory of the layers' states and inputs, (conv, inputs, delta) of each; in a place,
-    delta, conv and inputs follow each other. One is read and one written for each, since GE copies all of a tensor that
-    it reads and writes. What it writes must also be read, or it would be a result, which is copied too: so each reads
-    the one before. Returns what makes a graph's tables of those (layers, S) of a step: in place of places the strips
-    that they have, those of all sequences for delta rules, then for inputs, then for convolutions. With drafts, there
-    are `most` sequences, each writes two places, but for inputs, and other tables are as recurrent_drafts.py says."""
-    conv, inputs, delta = layers[0]
-    drafts, taps = inputs.shape[1], conv.shape[1] - inputs.shape[1] + 1
-    sizes, apart = [math.prod(states.shape[1:]) for states in (delta, conv, inputs)], delta.stride(0)
-    width = math.gcd(*sizes[:2], apart)
-    ends = list(itertools.accumulate(-(-size // width) for size in sizes))
-    last = min(map(len, layers[0])) - 1
-    count = last * (apart // width) + ends[-1]
+class GraphStrips:
+    """The states of all layers as strips, by whose numbers graphs read and write them.
 
-    def strips() -> nn.Parameter:
-        with torch.inference_mode(False):  # which would make other tensors
-            view = delta.detach().as_strided((count, width), (width, 1))
-            return fixed(torch.utils.dlpack.from_dlpack(view))
+    A strip is a run of `width` values of the memory that all states share. In a place, the delta rule's state, the
+    convolution's and the kept inputs follow each other, each in whole strips. A graph reads a layer's states through
+    one tensor over the memory and writes them through another, because GE copies all of a tensor that it both reads and
+    writes. A tensor that is written but not read would be a result of the graph, which is copied too: so each layer
+    reads through the tensor that the layer before it wrote.
+    """
 
-    read = strips()
-    for of_layer in layers:
-        for states in of_layer:
+    def __init__(self, layers: Sequence[tuple[nn.Parameter, nn.Parameter, nn.Parameter]], most: int):
+        """`layers` has (conv, inputs, delta) of each layer, which get their tensors as attributes. With drafts, graphs
+        have at most `most` sequences."""
+        conv, inputs, delta = layers[0]
+        self.layers, self.most = len(layers), most
+        self.drafts, self.taps = inputs.shape[1], conv.shape[1] - inputs.shape[1] + 1
+        sizes, apart = [math.prod(states.shape[1:]) for states in (delta, conv, inputs)], delta.stride(0)
+        self.width = math.gcd(*sizes[:2], apart)
+        ends = list(itertools.accumulate(-(-size // self.width) for size in sizes))
+        self.strips_apart, self.padding = apart // self.width, min(map(len, layers[0])) - 1
+        self.count = self.padding * self.strips_apart + ends[-1]
+        # The strips of a place, from its first one on: of the delta rule, of the convolution, of inputs.
+        self.parts = [torch.arange(*span, dtype=torch.int32) for span in itertools.pairwise((0, *ends))]
+        self._bind(layers)
+
+    def tables(self, at: Recurrent) -> Recurrent:
+        """Returns a graph's tables from those (layers, S) of a step: places become the numbers of their strips. With
+        drafts each of the `most` sequences writes two places, and the other tables are as recurrent_drafts.py says."""
+        if not self.drafts:
+            return at._replace(reads=self._numbers(at.reads), writes=self._numbers(at.writes))
+        rows = len(at.query_starts) - 1
+        at = Recurrent(at.query_starts[: self.most + 1], *(table[:, : self.most] for table in at[1:]))
+        step = drafted.on_host(at, rows, self.taps, self.drafts)
+        reads, writes = self._numbers(at.reads), self._numbers(step.first, step.second)
+        before = step.before.repeat(self.layers, 1)
+        return Recurrent(step.indices, reads, writes, before, *(table.contiguous() for table in at[4:]))
+
+    def _bind(self, layers: Sequence[tuple[nn.Parameter, nn.Parameter, nn.Parameter]]) -> None:
+        """Sets the attributes of states that a graph's ops read."""
+        delta = layers[0][2]
+        read = self._over(delta)
+        for states in itertools.chain.from_iterable(layers):
             if states.shape[1]:
-                written = strips()
+                written = self._over(delta)
                 for name, tensor in ((READ, read), (WRITTEN, written)):
                     setattr(states, name, tensor)
                 read = written
-    setattr(layers[-1][2], LAST, True)
-    if drafts:
-        with torch.inference_mode(False):
-            masks = fixed(drafted.masks(drafts).to(delta.device))
-        for *_, states in layers:
-            setattr(states, MASKS, masks)
-    parts = [torch.arange(*span, dtype=torch.int32) for span in itertools.pairwise((0, *ends))]
+        setattr(layers[-1][2], LAST, True)
+        if self.drafts:
+            with torch.inference_mode(False):
+                masks = fixed(drafted.masks(self.drafts).to(delta.device))
+            for *_, states in layers:
+                setattr(states, MASKS, masks)
 
-    def strips_of(*places: Tensor) -> Tensor:
-        """Of the first places only, those of inputs."""
-        firsts = [torch.where(p < 0, last, p)[..., None] * (apart // width) for p in places]
-        every = torch.cat(firsts, 1)
-        made = (every + parts[0], firsts[0] + parts[2], every + parts[1])
-        return torch.cat([table.flatten(1) for table in made], 1)
+    def _over(self, delta: Tensor) -> nn.Parameter:
+        """Returns a tensor of its own over the memory of all states, which begins where `delta` does."""
+        with torch.inference_mode(False):  # which would make other tensors
+            view = delta.detach().as_strided((self.count, self.width), (self.width, 1))
+            return fixed(torch.utils.dlpack.from_dlpack(view))
 
-    def tables(at: Recurrent) -> Recurrent:
-        if not drafts:
-            return at._replace(reads=strips_of(at.reads), writes=strips_of(at.writes))
-        rows = len(at.query_starts) - 1
-        at = Recurrent(at.query_starts[: most + 1], *(table[:, :most] for table in at[1:]))
-        step = drafted.on_host(at, rows, taps, drafts)
-        reads, writes = strips_of(at.reads), strips_of(step.first, step.second)
-        before = step.before.repeat(len(layers), 1)
-        return Recurrent(step.indices, reads, writes, before, *(table.contiguous() for table in at[4:]))
-
-    return tables
+    def _numbers(self, *places: Tensor) -> Tensor:
+        """Returns the numbers of the strips of `places` (layers, S): those of all delta rules, then those of inputs, of
+        the first `places` only, then those of all convolutions. Places below 0 are the one for padding."""
+        firsts = [torch.where(p < 0, self.padding, p)[..., None] * self.strips_apart for p in places]
+        every, (delta, conv, inputs) = torch.cat(firsts, 1), self.parts
+        numbers = (every + delta, firsts[0] + inputs, every + conv)
+        return torch.cat([table.flatten(1) for table in numbers], 1)
 
 
 def _graph_strips(
     states: Tensor, name: str, table: Tensor, places: int, last: bool, behind: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The strips of `for_graphs`, and which of them are of `states`: the `last` ones of the table, or the first, or the
-    ones `behind` so many."""
+    """Returns the strips that `GraphStrips` gave `states`, and the numbers of those that a step uses: the `last` ones
+    of the table, or its first ones, or the ones `behind` so many."""
     strips: Tensor = getattr(states, name)
     count = places * -(-math.prod(states.shape[1:]) // strips.shape[1])
     return strips, table[-count:] if last else table[behind : behind + count]

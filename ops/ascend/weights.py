@@ -79,13 +79,12 @@ class Bank(Protocol):
 
 
 class Matrices:
-    """`lead` matrices of (rows, columns). They are converted into tiles once every row of every matrix was put."""
+    """Matrices of `shape` ([matrices,] rows, columns). They are converted into tiles once every row of every matrix
+    was put."""
 
     def __init__(
         self,
-        lead: tuple[int, ...],
-        rows: int,
-        columns: int,
+        shape: tuple[int, ...],
         format: Format,
         dtype: torch.dtype,
         device: torch.device,
@@ -94,6 +93,7 @@ class Matrices:
         in_planes: bool = False,
         biased: bool = False,
     ):
+        *lead, rows, columns = shape
         make = room or partial(_kept, device=device)
         self.format, self.role, self.columns = format, role, columns
         self.missing = rows * (lead[0] if lead else 1)
@@ -205,7 +205,7 @@ class AscendMatrix(Matrices):
         self, rows: int, columns: int, format: Format, dtype: torch.dtype, device: torch.device, in_planes: bool = False
     ):
         in_planes = in_planes and not unfit(format, columns)
-        super().__init__((), rows, columns, format, dtype, device, in_planes=in_planes)
+        super().__init__((rows, columns), format, dtype, device, in_planes=in_planes)
         self.rows = rows
 
     def fill(self, row: int, part: Tensor | Quantised) -> None:
@@ -241,22 +241,21 @@ class AscendExperts:
         device: torch.device,
         room: Room | None = None,
         in_planes: bool = False,
-        number: int = 0,
         kind: ExpertKind = SILU_EXPERTS,
     ):
-        """`number` tells the experts of a model's layers apart."""
         if count < 2:
             raise UserError(
                 "parallel_config: one expert on a rank: npu_grouped_matmul takes two or more; raise moe_tp_size"
             )
-        self.count, self.inner, self.number, self.kind = count, inner, number, kind
+        self.count, self.inner, self.kind = count, inner, kind
+        self.number = 0  # tells the experts of a model's layers apart
         self.ahead: AscendMatrix | None = None  # the weight that is read next, if it is to be prefetched
         how = format, dtype, device, room
         if format.kind == W8A8.kind and kind != SILU_EXPERTS:
             raise UserError("quantization.method: auto: w8a8 experts with biases or a clipped SwiGLU: use none")
         in_planes, biased = in_planes and not unfit(format, hidden, inner, kind), kind.biased
-        self.w13 = Matrices((count,), 2 * inner, hidden, *how, Role.UP, in_planes, biased)
-        self.w2 = Matrices((count,), hidden, inner, *how, Role.DOWN, in_planes, biased)
+        self.w13 = Matrices((count, 2 * inner, hidden), *how, Role.UP, in_planes, biased)
+        self.w2 = Matrices((count, hidden, inner), *how, Role.DOWN, in_planes, biased)
 
     @property
     def storages(self) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchair._ge_concrete_graph.ge_converter.custom import apply_rotary_pos_emb
 from torchair.core import _backend
 
 from tests.ascend.engine import (
@@ -270,5 +272,6 @@ def test_cann_refuses_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.thorough
 def test_torchairs_own_rotary_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for ops/ascend/lowering.py, which can be removed when this test fails."""
-    monkeypatch.setattr(torch.ops.npu.npu_apply_rotary_pos_emb.default, "_ge_converter", lowering.TORCHAIRS_ROTARY)
+    monkeypatch.setattr(lowering.ROTARY, "_ge_converter", None)  # restored after the test
+    importlib.reload(apply_rotary_pos_emb)  # registers torchair's again
     assert decode_program(tmp_path, family=M2).count()["TensorMove"] == 2 * 2

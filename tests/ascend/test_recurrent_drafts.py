@@ -19,7 +19,7 @@ from umbra.executor.engine.drafts.drafts import Drafts
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.ops import reference
 from umbra.ops.ascend.ops import AscendOps
-from umbra.ops.ascend.recurrent import for_graphs
+from umbra.ops.ascend.recurrent import GraphStrips
 from umbra.ops.interface import Recurrent, fixed
 
 TAPS, UNIT, PLACES, MOST = 4, 48, 14, 4
@@ -45,7 +45,7 @@ class Layer:
         generator = torch.Generator().manual_seed(5)
         weights = torch.randn(TAPS, CHANNELS, generator=generator) / 2, torch.rand(HEADS, generator=generator) * 4
         self.weight, self.rates = (x.to(device) for x in weights)
-        self.tables = for_graphs([(self.conv, self.inputs, self.delta)], MOST)
+        self.strips = GraphStrips([(self.conv, self.inputs, self.delta)], MOST)
 
     def run(self, rows: Tensor, sequences: list[tuple[int, ...]], graph: bool) -> Tensor:
         """Of (rows, read, write, mark, marked, pending) of each sequence; -> the outputs of their rows"""
@@ -54,7 +54,7 @@ class Layer:
         reads, writes, marked = (torch.where(x < 0, x, x * self.units) for x in (reads, writes, marked))
         at = Recurrent(torch.cat((lens[:1] * 0, lens.cumsum(0))).long(), reads, writes, marks, marked, pending)
         if graph:
-            at = self.tables(Recurrent(at[0], *(x[None] for x in at[1:])))
+            at = self.strips.tables(Recurrent(at[0], *(x[None] for x in at[1:])))
             at = Recurrent(at[0].to(self.device), *(x[0].to(self.device) for x in at[1:]))
         x, b, a = rows.to(self.device).split([CHANNELS, HEADS, HEADS], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.conv, at)

@@ -21,7 +21,7 @@ from umbra.ops.ascend.cann import abilities
 from umbra.ops.ascend.latents import prolog
 from umbra.ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from umbra.ops.ascend.ops import PROLOG_FORMAT, AscendOps
-from umbra.ops.ascend.recurrent import for_graphs
+from umbra.ops.ascend.recurrent import GraphStrips
 from umbra.ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from umbra.ops.format import W8A8, Format
 from umbra.ops.interface import (
@@ -137,14 +137,14 @@ def delta_net(heads: tuple[int, int], cann: str) -> None:
     delta = fixed(arena.as_strided((5 * values * place // unit, values, 128, 128), (unit, place, 128, 1)))
     conv = fixed(arena.as_strided((len(delta), 3, channels), (unit, channels, 1), values * place))
     far = values * place // unit + 3 * channels // unit + 1
-    tables = for_graphs([(conv, fixed(delta[:, 0, :0]), delta)], 3)
+    strips = GraphStrips([(conv, fixed(delta[:, 0, :0]), delta)], 3)
     weight, rates = torch.zeros(4, channels, device=device), torch.ones(values, device=device)
     steps = (0, 70, 71), [[-1, far], [0, far], [64, 0], [2 * far, 0], [0, 0]]
     graph = (0, 1, 2, 3), [[0, far, len(conv) - 1]] * 2 + [[0] * 3] * 3
     for starts, rows in (steps, graph):
         at = Recurrent(torch.tensor(starts), *(torch.tensor(row, dtype=torch.int32) for row in rows))
         if starts is graph[0]:
-            at = tables(Recurrent(at[0], *(table[None] for table in at[1:])))
+            at = strips.tables(Recurrent(at[0], *(table[None] for table in at[1:])))
             at = Recurrent(at[0].to(device), *(table[0].to(device) for table in at[1:]))
         count = starts[-1]
         qkvz, ba = made(count, channels + values * 128), made(count, 2 * values)

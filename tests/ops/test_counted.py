@@ -142,15 +142,15 @@ def test_a_mixture_reads_the_experts_that_its_tokens_are_expected_to_use(
     assert done == Done("moe", 1, kernels, done.weights, 0.0, rows, 3 * pairs * 64 * 32, True)
 
 
-@pytest.mark.parametrize(("slots", "kernels"), [(None, 6), (object(), 8)])
-def test_rows_are_exchanged_with_all_ranks(slots: Any, kernels: int) -> None:
+@pytest.mark.parametrize(("physical", "kernels"), [(None, 6), (object(), 8)])
+def test_rows_are_exchanged_with_all_ranks(physical: Any, kernels: int) -> None:
     ops = counted(experts=8)
     exchange = CountedExchange(ops, 4, 5)
     experts = ops.expert_matrices(2, 32, 64, FORMATS["bfloat16"], META)
     assert [exchange.takes(rows, experts) for rows in (0, 1, 5, 6)] == [False, True, True, False]
     assert not exchange.uneven
     x = zeros(3, 64)
-    assert exchange.mixture(x, x, zeros(3, 2, dtype=torch.int32), experts, slots).shape == x.shape
+    assert exchange.mixture(x, x, zeros(3, 2, dtype=torch.int32), experts, physical).shape == x.shape
     assert ops.notes.messages == [Message(kind, "world", 4, 2 * 3 * 64 * 2, 7) for kind in ("dispatch", "combine")]
     [done] = ops.notes.done
     assert (done.name, done.kernels, done.times) == ("exchanged moe", kernels, 7)

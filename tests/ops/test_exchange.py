@@ -12,7 +12,7 @@ from tests.ranks import free_port
 from umbra.ops import load_ops, reference
 from umbra.ops.exchange import GroupExchange
 from umbra.ops.format import Format
-from umbra.ops.interface import Slots
+from umbra.ops.interface import PhysicalExperts
 from umbra.ops.reference import DenseExperts
 
 FLOATS = Format("float32")
@@ -45,16 +45,16 @@ def body(rank: int, port: int, ranks: int, tokens: int, by_slots: bool) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     each = EXPERTS // ranks
     turned = torch.arange(EXPERTS).roll(3)  # the slot of each expert, whose weights are those of its number
-    slots = Slots(turned.int(), torch.zeros(each, dtype=torch.int64)) if by_slots else None
+    physical = PhysicalExperts(turned.int(), torch.zeros(each, dtype=torch.int64)) if by_slots else None
     exchange, bank = GroupExchange(load_ops("reference")), experts(rank * each, each)
     x, weights, ids = rows(rank, tokens)
     assert exchange.takes(tokens, bank)
-    found = exchange.mixture(x, weights, ids, bank, slots)
+    found = exchange.mixture(x, weights, ids, bank, physical)
     expected = reference.moe(x, weights, turned[ids] if by_slots else ids, experts(0, EXPERTS), None)
     assert torch.allclose(found, expected, atol=1e-4)
-    if slots:  # the rows that came are counted
+    if physical:  # the rows that came are counted
         came = torch.cat([turned[rows(other, tokens)[2]] for other in range(ranks)]).flatten()
-        assert torch.equal(slots.rows, came.bincount(minlength=EXPERTS)[rank * each : (rank + 1) * each])
+        assert torch.equal(physical.rows, came.bincount(minlength=EXPERTS)[rank * each : (rank + 1) * each])
     dist.destroy_process_group()
 
 

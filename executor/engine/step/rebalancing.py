@@ -47,7 +47,7 @@ class Rebalancing:
     def __init__(self, model: nn.Module, world: Group, interval: int | None):
         """`interval`: steps between two placements; None: the first placement stays."""
         layers = [layer for _, layer in layers_of(model) if isinstance(layer, Experts)]
-        self.layers = [(layer, layer.slots) for layer in layers if layer.slots]
+        self.layers = [(layer, layer.physical) for layer in layers if layer.physical]
         self.world, self.interval, self.steps = world, interval, 0
         self.due: list[tuple[Experts, Counts]] = []  # layers that are to be placed by these counts
         self.history: list[Rebalance] = []
@@ -68,11 +68,11 @@ class Rebalancing:
 
     def _count(self) -> None:
         """Begins a placement by the rows that came since the last one."""
-        rows = torch.stack([slots.rows for _, slots in self.layers])  # (layers, slots of this rank)
+        rows = torch.stack([physical.rows for _, physical in self.layers])  # (layers, physical experts of this rank)
         counts = rows.new_zeros(len(self.layers), self.layers[0][0].experts)
-        for own, one, (layer, slots) in zip(rows, counts, self.layers, strict=True):
+        for own, one, (layer, physical) in zip(rows, counts, self.layers, strict=True):
             one[torch.from_numpy(layer.held[layer.here]).to(rows.device)] = own
-            slots.rows.zero_()
+            physical.rows.zero_()
         routed = self.world.all_reduce(counts).cpu().numpy()
         self.due = [(layer, one) for one, (layer, _) in zip(routed, self.layers, strict=True)]
         now = float(np.mean([imbalance(one, layer.held, self.world.size) for layer, one in self.due]))

@@ -12,7 +12,6 @@ step changes neither shapes nor constants, compiles nothing again and reads noth
 import dataclasses
 import re
 import types
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -42,9 +41,8 @@ from umbra.ops.ascend import (
     vector_core,
 )
 from umbra.ops.ascend.host_memory import pinned
-from umbra.ops.ascend.recurrent import for_graphs
+from umbra.ops.ascend.recurrent import GraphStrips
 from umbra.ops.ascend.vector_core import converters  # noqa: F401 (registers)
-from umbra.ops.interface import Recurrent
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
 # Folders of the code that graphs are made from.
@@ -119,7 +117,7 @@ class AscendGraphs:
         self.step, self.settings, self.device, self.calls = step, settings, device, calls
         layers = cast(nn.Module, step.__self__).modules()
         self.states = [layer for layer in layers if isinstance(layer, RecurrentStates)]
-        self.tables: Callable[[Recurrent], Recurrent] | None = None  # those of states
+        self.strips: GraphStrips | None = None
         self.graphs: dict[tuple[int, ...], AscendGraph] = {}
         self.compiles = 0
         self.cache: CompileCache | None = None
@@ -155,10 +153,10 @@ class AscendGraphs:
         """`batch` with the tables of states that graphs take."""
         if batch.recurrent is None:
             return batch
-        if not self.tables:
+        if not self.strips:
             of_layers = [(layer.conv, layer.inputs, layer.delta) for layer in self.states]
-            self.tables = for_graphs(of_layers, self.settings.group_sequences)
-        return dataclasses.replace(batch, recurrent=self.tables(batch.recurrent))
+            self.strips = GraphStrips(of_layers, self.settings.group_sequences)
+        return dataclasses.replace(batch, recurrent=self.strips.tables(batch.recurrent))
 
     def _first(self, size: tuple[int, ...], batch: Batch) -> Any:
         try:

@@ -23,7 +23,7 @@ from umbra.models.config import ModelConfig
 from umbra.ops import load_ops
 from umbra.ops.cpu.engine import Tape, host, placement, start
 from umbra.ops.exchange import GroupExchange
-from umbra.ops.interface import Exchange, ExpertMatrices, Slots
+from umbra.ops.interface import Exchange, ExpertMatrices, PhysicalExperts
 
 MOST_THREADS = 16  # most threads for each CPU; more than one never helps, since threads wait without sleeping
 
@@ -32,11 +32,11 @@ class CpuExchange(GroupExchange):
     """`GroupExchange` as one node of a tape."""
 
     def mixture(
-        self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, slots: Slots | None = None
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, physical: PhysicalExperts | None = None
     ) -> Tensor:
         out = torch.empty(x.shape)
         mixture = super().mixture
-        host(lambda: out.copy_(mixture(x, weights, ids, experts, slots)))
+        host(lambda: out.copy_(mixture(x, weights, ids, experts, physical)))
         return out
 
 
