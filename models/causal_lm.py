@@ -12,9 +12,10 @@ from umbra.models.build import Build
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.eagle3 import Eagle3Head
 from umbra.models.layers.embedding import HEAD, LMHead, VocabEmbedding
-from umbra.models.layers.mtp import DEEPSEEK_MTP, MtpNames, MultiTokenPrediction, add_at
+from umbra.models.layers.mtp import MultiTokenPrediction, add_at
 from umbra.models.layers.norm import RMSNorm
 from umbra.models.layers.rotary import RotaryTable
+from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import RopeConfig
 
 
@@ -69,8 +70,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A family's model; the family's own class takes (config, build). The weights of a new model are undefined until
     they are filled, and its attention layers need their caches. `mtp_layers` layers that predict further tokens may
-    follow in a checkpoint; with `build.mtp` the first of them is made, with the decoder layer that `mtp_layer` makes of
-    a Build at its path."""
+    follow in a checkpoint, which calls them `mtp_names`; with `build.mtp` the first of them is made, with the decoder
+    layer that `mtp_layer` makes of a Build at its path."""
 
     def __init__(
         self,
@@ -79,17 +80,17 @@ class CausalLM(nn.Module):
         layers: Iterable[nn.Module],
         mtp_layers: int = 0,
         mtp_layer: Callable[[Build], DecoderLayer] | None = None,
-        mtp_path: str = "model.layers.{}",
-        mtp_names: MtpNames = DEEPSEEK_MTP,
+        mtp_names: MtpNames | None = None,
     ):
         super().__init__()
         self.model = Decoder(config, build, layers)
         source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
-        paths = [mtp_path.format(self.model.depth + i) for i in range(mtp_layers)]
+        names = mtp_names or MtpNames()
+        paths = [names.path.format(self.model.depth + i) for i in range(mtp_layers)]
         self.mtp_layers = tuple(f"{path}." for path in paths)
         self.mtp_at = ""  # the path of the one that is made
         # A module that every checkpoint with the first of them has; empty: the family has none that can be made.
-        self.mtp_sign = f"{paths[0]}.{mtp_names.projection}" if mtp_layer and paths else ""
+        self.mtp_sign = f"{paths[0]}.{names.projection}" if mtp_layer and paths else ""
         if build.mtp:
             if not paths:
                 raise UserError("draft_config.method: mtp: the model has no layers that predict further tokens")
@@ -101,11 +102,9 @@ class CausalLM(nn.Module):
                 )
             # Its experts stay in the device's memory: they are those of one layer.
             own = dataclasses.replace(build, shadows=None, exchange=None).at(paths[0])
-            layer = mtp_layer(own.at(mtp_names.layer) if mtp_names.layer else own)
+            layer = mtp_layer(own.at(names.layer) if names.layer else own)
             self.mtp_at = paths[0]
-            add_at(
-                self, self.mtp_at, MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, mtp_names)
-            )
+            add_at(self, self.mtp_at, MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, names))
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
         self.eagle3 = Eagle3Head(build.eagle3, build.of_head) if build.eagle3 else None
         self.state_width = (build.eagle3 or config).hidden_size  # of the states that guesses are made from

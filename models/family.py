@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from umbra.models.gguf.architecture import Architecture
+from umbra.models.mtp_names import MtpNames
+
 
 @dataclass(frozen=True)
 class Family:
@@ -17,6 +20,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     # Models of other architectures that are easily taken for one of the family, by their `model_type`.
     others: Mapping[str, str] = field(default_factory=dict)
+    gguf: Architecture | None = None  # of its GGUF files; None: there are none
+    mtp: MtpNames | None = None  # of its layers that predict further tokens; None: none is made
 
     @property
     def architecture(self) -> str:

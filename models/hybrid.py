@@ -4,14 +4,11 @@ import dataclasses
 
 from umbra.models.build import Build
 from umbra.models.causal_lm import CausalLM
-from umbra.models.hybrid_config import HybridConfig
+from umbra.models.hybrid_config import MTP, HybridConfig
 from umbra.models.layers.attention import GroupedAttention
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.delta_net import DeltaNet
-from umbra.models.layers.mtp import MtpNames
 from umbra.models.layers.sparse_block import SparseMoeBlock
-
-MTP = MtpNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
 
 
 def decoder_layer(config: HybridConfig, build: Build, linear: bool, fused: bool) -> DecoderLayer:
@@ -43,7 +40,6 @@ class HybridForCausalLM(CausalLM):
             layers,
             config.mtp_num_hidden_layers,
             lambda own: decoder_layer(config, own, linear=False, fused=False),
-            "mtp",
             MTP,
         )
 

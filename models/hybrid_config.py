@@ -7,9 +7,11 @@ from typing import Any
 from umbra.models.config import LARGEST_DEPTH, check_even_split, check_kv_split
 from umbra.models.hf_config import HfConfig
 from umbra.models.moe_config import MoeConfig, read_sizes
+from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import read_rope, read_rotary_dim
 
 FULL, LINEAR = "full_attention", "linear_attention"
+MTP = MtpNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm", "shared_head")
 DEFAULTS = {
     "hidden_size": 2048,
     "num_attention_heads": 16,

@@ -10,6 +10,7 @@ from umbra.base.errors import UserError, listed, short
 from umbra.base.files import read_json
 from umbra.models.config import ModelConfig
 from umbra.models.family import Family
+from umbra.models.gguf.architecture import Architecture
 from umbra.models.hf_config import read_hf_config
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def family(name: str) -> Family:
 def families() -> list[Family]:
     """Returns the records of all families, in the registry's order."""
     return [family(name) for name in FAMILIES]
+
+
+def architectures() -> dict[str, Architecture]:
+    """Returns llama.cpp's architectures that a family has, by their names."""
+    return {record.gguf.name: record.gguf for record in families() if record.gguf}
 
 
 def family_of(config: Mapping[str, Any]) -> str | None:

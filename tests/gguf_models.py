@@ -22,18 +22,10 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
+from umbra.models.registry import family as family_record
 from umbra.tools.benchmarks.gguf_file import describe_tokenizer
 
-ARCHITECTURES = {
-    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
-    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
-    "minimax_m2": MODEL_ARCH.MINIMAXM2,
-    "gpt_oss": MODEL_ARCH.GPT_OSS,
-    "glm4_moe": MODEL_ARCH.GLM4_MOE,
-    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
-    "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
-}
+ARCHITECTURES = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -129,7 +121,9 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     """Writes the checkpoint in `folder`, with its tokenizer if it has one, to `path`, and what its values mean in
     floats to another file, which is returned. A part has at most `split` tensors, if that is not 0."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    arch, means = ARCHITECTURES[family], path.with_name(f"means-{path.name}")
+    record = family_record(family)
+    assert record.gguf
+    arch, means = ARCHITECTURES[record.gguf.name], path.with_name(f"means-{path.name}")
     depth = config["num_hidden_layers"]
     tensors = {as_last_layer(name, depth): tensor for name, tensor in tensors.items()}
     predicting = f"model.layers.{depth}.eh_proj.weight" in tensors

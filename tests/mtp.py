@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from tests.tiny import save_tiny_of
-from umbra.models.hybrid import MTP
-from umbra.models.layers.mtp import DEEPSEEK_MTP
+from umbra.models.registry import family as record_of
 
 KINDS = ["linear_attention", "full_attention", "full_attention"]
 
@@ -27,7 +26,9 @@ class Oracle:
         self.main, depth = whole, whole.config.num_hidden_layers - 1
         block = whole.model.layers.pop(depth)
         tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-        own, at = (MTP, "mtp") if hybrid else (DEEPSEEK_MTP, f"model.layers.{depth}")
+        own = record_of(family).mtp
+        assert own
+        at = own.path.format(depth)
         if hybrid:
             tensors = {
                 name.replace(f"model.layers.{depth}.", "mtp.layers.0."): tensor for name, tensor in tensors.items()

@@ -8,6 +8,7 @@ from typing import ClassVar, TypeVar
 from umbra.models.config import LARGEST_DEPTH, Expansion
 from umbra.models.hf_config import HfConfig, read_hf_config
 from umbra.models.moe_config import MoeConfig, check_routing, read_sizes
+from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import read_rope
 
 V3_SIZES = {
@@ -28,6 +29,7 @@ V3_SIZES = {
     "v_head_dim": 128,
 }
 EXPERTS = "n_routed_experts"
+MTP = MtpNames("model.layers.{}", "enorm", "hnorm", "eh_proj", "", "shared_head.norm", "shared_head.head")
 MOST_GROUPS = 64
 Own = TypeVar("Own", bound="LatentMoeConfig")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from umbra.models.build import Build
 from umbra.models.causal_lm import CausalLM
-from umbra.models.deepseek.config import LatentMoeConfig
+from umbra.models.deepseek.config import MTP, LatentMoeConfig
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.latent_attention import LatentAttention
 from umbra.models.layers.mlp import GatedMLP
@@ -38,9 +38,8 @@ class LatentMoeForCausalLM(CausalLM):
             decoder_layer(config, build.at(f"model.layers.{i}"), sparse)
             for i, sparse in enumerate(config.sparse_layers)
         )
-        super().__init__(
-            config, build, layers, config.num_nextn_predict_layers, lambda own: decoder_layer(config, own, sparse=True)
-        )
+        further = config.num_nextn_predict_layers
+        super().__init__(config, build, layers, further, lambda own: decoder_layer(config, own, sparse=True), MTP)
 
     def ignores(self, name: str) -> bool:
         """Also what sees pictures."""

@@ -14,11 +14,12 @@ from typing import Any
 from umbra.base.errors import UserError
 from umbra.base.files import CACHES, read_json, sync
 from umbra.models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_gguf
-from umbra.models.gguf.metadata import ARCHITECTURES, architecture_of, config_of, predicting_layers, value_heads
+from umbra.models.gguf.keys import Keys
+from umbra.models.gguf.metadata import architecture_of, config_of, value_heads
 from umbra.models.gguf.names import Tiled, View, views_of
 from umbra.models.gguf.vocabulary import AT, Vocabulary
 from umbra.models.hf_config import HfConfig
-from umbra.models.registry import read_config
+from umbra.models.registry import architectures, read_config
 
 FOLDERS = CACHES / "packed_cache" / "gguf"
 INDEX = "gguf.json"
@@ -83,7 +84,7 @@ def read_index(folder: Path) -> Index:
     """The index in `folder`, which `checkpoint_folder` wrote."""
     data = read_json(folder / INDEX)
     tensors = {name: TensorInfo(kind, tuple(shape), *rest) for name, (kind, shape, *rest) in data["tensors"].items()}
-    names = ARCHITECTURES[data["architecture"]].names
+    names = architectures()[data["architecture"]].names
     tiled = data["tiled"] and Tiled(*data["tiled"])
     views = views_of(tensors, names, range(*data["predicting"]), data["files"][0], tiled)
     return Index([Path(path) for path in data["files"]], tensors, views)
@@ -92,7 +93,7 @@ def read_index(folder: Path) -> Index:
 def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     """The contents of the files of the folder, by their names."""
     config, meta = config_of(gguf), HfConfig(gguf.metadata, str(gguf.paths[0]))
-    predicting, tiled = predicting_layers(gguf), value_heads(gguf)
+    predicting, tiled = Keys(gguf).predicting, value_heads(gguf)
     found = {
         INDEX: {
             "files": [str(path) for path in gguf.paths],

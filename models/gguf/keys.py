@@ -1,5 +1,6 @@
 """The metadata of a GGUF file by the keys of its architecture."""
 
+import math
 from typing import Any
 
 from umbra.models.gguf.container import Gguf
@@ -7,10 +8,10 @@ from umbra.models.hf_config import HfConfig
 
 
 class Keys:
-    """The metadata of one architecture."""
+    """The metadata of one file by its keys without the name of its architecture."""
 
-    def __init__(self, gguf: Gguf, name: str):
-        self.gguf, self.name = gguf, name
+    def __init__(self, gguf: Gguf):
+        self.gguf, self.name = gguf, gguf.metadata["general.architecture"]
         self.all = HfConfig(gguf.metadata, str(gguf.paths[0]))
 
     def has(self, tensor: str) -> bool:
@@ -20,7 +21,7 @@ class Keys:
         return self.all.size(*(f"{self.name}.{key}" for key in keys), **options)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number as it was before it became a float32; without a default it must be there."""
+        """Returns a positive number as it was before it became a float32; without a default it must be there."""
         name = f"{self.name}.{key}"
         if default is None and self.all.value(name) is None:
             raise self.all.error(name, "is missing")
@@ -30,6 +31,41 @@ class Keys:
         return self.all.flag(f"{self.name}.{key}", default)
 
     def rows(self, tensor: str, dimension: int = -2) -> int | None:
-        """The rows of a tensor, for keys that older files lack."""
+        """Returns the rows of a tensor, for keys that older files lack."""
         info = self.gguf.tensors.get(tensor)
         return info.shape[dimension] if info and len(info.shape) >= -dimension else None
+
+    @property
+    def predicting(self) -> range:
+        """The numbers of the last layers, which predict further tokens."""
+        layers = self.size("block_count")
+        return range(layers - self.size("nextn_predict_layers", default=0, minimum=0), layers)
+
+    def expert_width(self) -> int:
+        return self.size("expert_feed_forward_length", default=self.rows("blk.0.ffn_up_exps.weight"))
+
+    def kv_heads(self, heads: int) -> int:
+        """Returns the number of heads of keys and values of every layer, by default that of queries."""
+        name = f"{self.name}.attention.head_count_kv"
+        counts = self.all.one_or_more(name)
+        if len(set(counts)) > 1:
+            raise self.all.error(name, "must be the same in every layer")
+        return counts[0] if counts else heads
+
+    def scaling(self) -> dict[str, Any] | None:
+        """Returns `rope_scaling` of config.json."""
+        kind = self.all.value(f"{self.name}.rope.scaling.type", default="none")
+        if kind == "none":
+            return None
+        scaling: dict[str, Any] = {"rope_type": kind}
+        if kind == "yarn":
+            factor = self.number("rope.scaling.factor")
+            scaling["factor"] = factor
+            scaling["original_max_position_embeddings"] = self.size("rope.scaling.original_context_length")
+            for key in ("beta_fast", "beta_slow"):
+                if self.all.value(f"{self.name}.rope.scaling.yarn_{key}") is not None:
+                    scaling[key] = self.number(f"rope.scaling.yarn_{key}")
+            times = self.number("rope.scaling.attn_factor", self.number("rope.scaling.yarn_attn_factor", 1.0))
+            if times != 1:
+                scaling["attention_factor"] = times * (0.1 * math.log(factor) + 1.0)
+        return scaling

@@ -1,4 +1,5 @@
-"""Which part of which tensor of a GGUF file each weight of the model is."""
+"""Finds the part of a GGUF file's tensors that each weight of a model is, by its family's table of names, and has the
+names of layers that several families share."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from umbra.base.errors import UserError
 from umbra.models.gguf.container import TensorInfo
+from umbra.models.mtp_names import MtpNames
 
 MOST_NAMES = 1 << 18  # several times those of the largest models
 WHOLE = {
@@ -14,83 +16,68 @@ WHOLE = {
     "output.weight": "lm_head.weight",
 }
 LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(ssm_a|[\w.]+\.(?:weight|bias))")
-# The module of a layer's tensors `NAME.weight` and `NAME.bias`; MOE is its mixture of experts.
-MODULES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
+# Parts of families' tables: the module of a layer's tensors `KEY.weight` and `KEY.bias`, or the path of a tensor `KEY`.
+AFTER_ATTENTION = "post_attention_layernorm"
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": AFTER_ATTENTION}
+NORMS_NAMED_BY_PLACE = {"attn_norm": "input_layernorm", "post_attention_norm": AFTER_ATTENTION}
+ATTENTION = {
     **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+}
+LATENT_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     **{f"attn_{x}_b": f"self_attn.{x}_b_proj" for x in ("kv", "k", "v")},
-    **{f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")},
-    **{f"ffn_{which}_shexp": f"MOE.SHARED.{which}_proj" for which in ("gate", "up", "down")},
-    "ffn_gate_inp": "MOE.ROUTER",
-    "ffn_gate_inp_shexp": "MOE.shared_expert_gate",
+    "attn_output": "self_attn.o_proj",
+}
+DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
-    "ssm_in": "linear_attn.in_proj_qkvz",
-    "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-# Tensors of modules whose path is their name.
-NAMELESS = {"attn_sinks.weight": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+MLP = {f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")}
+SELECTION_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 
-@dataclass(frozen=True)
-class Predicting:
-    """Where a family's model has the layer that predicts further tokens: its path, below that the one of the decoder
-    layer, and those of other modules by their names after `nextn.`."""
-
-    path: str
-    layer: str
-    modules: Mapping[str, str]
-
-
-OF_DEEPSEEK = Predicting(
-    "model.layers.{}",
-    "",
-    {
-        **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
-        **{f"shared_head_{name}": f"shared_head.{name}" for name in ("norm", "head")},
-    },
-)
-OF_QWEN = Predicting(
-    "mtp",
-    "layers.0.",
-    {
-        "eh_proj": "fc",
-        "enorm": "pre_fc_norm_embedding",
-        "hnorm": "pre_fc_norm_hidden",
-        "shared_head_norm": "norm",
-        "embed_tokens": "embed_tokens",
-        "shared_head_head": "shared_head",
-    },
-)
+def shared_expert(path: str) -> dict[str, str]:
+    """The part of a table with the expert at `path` that every token takes."""
+    return {f"ffn_{which}_shexp": f"{path}.{which}_proj" for which in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True)
 class Names:
-    """What an architecture's modules are called in its family's model."""
+    """A family's table: the names of an architecture's tensors in its model."""
 
-    moe: str = "mlp"
-    router: str = "gate"
-    shared: str = "shared_expert"
+    tensors: Mapping[str, str]  # of each decoder layer, except experts
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    experts_at: str = "mlp.experts"
     fused: bool = False  # one weight has all experts
-    selection_bias: str = "mlp.gate.e_score_correction_bias"
     plus_one: bool = False  # norms are stored with the one that the family's model adds
-    predicting: Predicting | None = None  # None: layers that predict further tokens are left out
+    mtp: MtpNames | None = None  # None: layers that predict further tokens are left out
+    tiled: bool = False  # value heads of gated DeltaNet layers are in llama.cpp's order
+
+    @property
+    def written(self) -> dict[str, str]:
+        """Returns the table by the model's names. The first of several names of one module is written."""
+        return {module: name for name, module in reversed(list(self.tensors.items()))}
+
+    @property
+    def mtp_modules(self) -> dict[str, str]:
+        """Returns the modules of the layer that predicts further tokens by their names after `nextn.`"""
+        if not (mtp := self.mtp):
+            return {}
+        norms = {"enorm": mtp.embedding, "hnorm": mtp.hidden, "shared_head_norm": mtp.norm}
+        return {**norms, "eh_proj": mtp.projection, "shared_head_head": mtp.head, "embed_tokens": "embed_tokens"}
 
 
 @dataclass(frozen=True)
@@ -127,19 +114,19 @@ class View:
 def views_of(
     tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str, tiled: Tiled | None = None
 ) -> dict[str, View]:
-    """The view of each weight, by the model's name. Copies are left out, as are tensors of the layers `predicting`,
-    which predict further tokens, but for the first if the model has it; one that is unknown keeps its name. `tiled` is
-    the order of value heads, behind queries and keys, if it is not the model's. Raises UserError, which `where` begins,
-    for two tensors of one weight.
+    """Returns the view of each weight, by the model's name. Copies are left out, as are tensors of the layers
+    `predicting`, which predict further tokens, but for the first if the model has it; one that is unknown keeps its
+    name. `tiled` is the order of value heads, behind queries and keys, if it is not the model's. Raises UserError,
+    which `where` begins, for two tensors of one weight.
     """
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
         found = LAYER.fullmatch(tensor)
         number = int(found[1]) if found else -1
-        of = names.predicting if number in predicting[:1] else None
-        if found and (_is_copy(found, tensors) or (number in predicting and of is None)):
+        mtp = names.mtp if number in predicting[:1] else None
+        if found and (_is_copy(found, tensors) or (number in predicting and mtp is None)):
             continue
-        for ours, view in _views(tensor, info.shape, names, found, of):
+        for ours, view in _views(tensor, info.shape, names, found, mtp):
             if ours in views:
                 raise UserError(f"{where}: {tensor} and {views[ours].tensor} are two tensors of one weight, {ours}")
             if len(views) >= MOST_NAMES:
@@ -171,7 +158,7 @@ def in_order(tiled: Tiled, last: str, view: View) -> View:
 
 
 def _views(
-    tensor: str, shape: tuple[int, ...], names: Names, found: re.Match[str] | None, of: Predicting | None
+    tensor: str, shape: tuple[int, ...], names: Names, found: re.Match[str] | None, mtp: MtpNames | None
 ) -> Iterator[tuple[str, View]]:
     if found is None:
         change = "minus_one" if names.plus_one and tensor == "output_norm.weight" else ""
@@ -179,20 +166,17 @@ def _views(
         return
     layer, rest = found.groups()
     stem, _, ending = rest.rpartition(".")
-    path = f"{of.path.format(layer)}." if of else ""
-    at = f"{path}{of.layer}" if of else f"model.layers.{layer}."
+    path = f"{mtp.path.format(layer)}." if mtp else f"model.layers.{layer}."
+    at = f"{path}{mtp.layer}." if mtp and mtp.layer else path
     which = stem.removeprefix("ffn_").removesuffix("_exps")
     if stem.endswith("_exps") and len(shape) >= 2 and which in ("gate", "up", "down", "gate_up"):
-        yield from _stack(View(tensor, shape), f"{at}{names.moe}.experts.", which, ending, names)
-    elif rest in NAMELESS:
-        yield at + NAMELESS[rest], View(tensor, shape, change="logarithm" if rest == "ssm_a" else "")
-    elif rest == "exp_probs_b.bias":
-        yield at + names.selection_bias, View(tensor, shape)
-    elif of and (own := of.modules.get(stem.removeprefix("nextn."))):
+        yield from _stack(View(tensor, shape), f"{at}{names.experts_at}.", which, ending, names)
+    elif rest in names.tensors:
+        yield at + names.tensors[rest], View(tensor, shape, change="logarithm" if rest == "ssm_a" else "")
+    elif mtp and (own := names.mtp_modules.get(stem.removeprefix("nextn."))):
         change = "minus_one" if names.plus_one and stem.endswith("norm") else ""
         yield f"{path}{own}.{ending}", View(tensor, shape, change=change)
-    elif module := MODULES.get(stem):
-        module = module.replace("MOE", names.moe).replace("ROUTER", names.router).replace("SHARED", names.shared)
+    elif module := names.tensors.get(stem):
         if stem == "ffn_gate_inp_shexp":  # a matrix of one row
             shape = 1, *shape
         elif stem == "ssm_conv1d":  # whose channels are groups of one

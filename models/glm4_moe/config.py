@@ -6,6 +6,7 @@ from pathlib import Path
 from umbra.models.config import LARGEST_DEPTH
 from umbra.models.hf_config import read_hf_config
 from umbra.models.moe_config import MoeConfig, check_routing, read_sizes
+from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import read_rope, read_rotary_dim
 
 DEFAULTS = {
@@ -22,6 +23,7 @@ DEFAULTS = {
     "n_shared_experts": 1,
 }
 EXPERTS = "n_routed_experts"
+MTP = MtpNames("model.layers.{}", "enorm", "hnorm", "eh_proj", "", "shared_head.norm", "shared_head.head")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Devices, splits over ranks and weight formats are handled by the layers.
 
 from umbra.models.build import Build
 from umbra.models.causal_lm import CausalLM
-from umbra.models.glm4_moe.config import Glm4MoeConfig
+from umbra.models.glm4_moe.config import MTP, Glm4MoeConfig
 from umbra.models.layers.attention import GroupedAttention
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.mlp import GatedMLP
@@ -28,6 +28,5 @@ class Glm4MoeForCausalLM(CausalLM):
             decoder_layer(config, build.at(f"model.layers.{i}"), sparse)
             for i, sparse in enumerate(config.sparse_layers)
         )
-        super().__init__(
-            config, build, layers, config.num_nextn_predict_layers, lambda own: decoder_layer(config, own, sparse=True)
-        )
+        further = config.num_nextn_predict_layers
+        super().__init__(config, build, layers, further, lambda own: decoder_layer(config, own, sparse=True), MTP)

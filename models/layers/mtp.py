@@ -1,9 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one more decoder layer that guesses the token
+"""Multi-token prediction (arXiv 2412.19437, section 2.2): one more decoder layer that guesses the token
 after the next one, from a token's last hidden state and the next token. The embedding, the rotary table and the output
 head are the model's.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +11,7 @@ from umbra.models.build import Build
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.linear import MergedLinear, Source
 from umbra.models.layers.norm import RMSNorm
-
-
-class MtpNames(NamedTuple):
-    """The checkpoint's names, below the path of the part: of the norms of the next token's embedding and of the hidden
-    state, of the projection of both, of the decoder layer ("": its parts stand beside these) and of the last norm."""
-
-    embedding: str
-    hidden: str
-    projection: str
-    layer: str
-    norm: str
-
-
-DEEPSEEK_MTP = MtpNames("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
+from umbra.models.mtp_names import MtpNames
 
 
 class MultiTokenPrediction(nn.Module):
@@ -40,7 +25,8 @@ class MultiTokenPrediction(nn.Module):
         )
         projection = MergedLinear(build, 2 * hidden, [Source(names.projection, hidden, slice(0, hidden))], floats=True)
         self.parts = of_embedding, of_hidden, projection, layer, last  # which the checkpoint's names are added to
-        named = dict(zip(names, self.parts, strict=True))
+        paths = names.embedding, names.hidden, names.projection, names.layer, names.norm
+        named = dict(zip(paths, self.parts, strict=True))
         if not names.layer:
             named |= dict(layer.named_children())
         for name, part in named.items():

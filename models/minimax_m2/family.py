@@ -1,6 +1,7 @@
 """The record of MiniMax-M2: M2, M2.1, M2.5 and M2.7."""
 
 from umbra.models.family import Family
+from umbra.models.minimax_m2 import gguf
 
 MINIMAX_M2 = Family(
     name="minimax_m2",
@@ -15,4 +16,5 @@ MINIMAX_M2 = Family(
         "minimax_m3": "MiniMax-M3",
         "minimax_m3_vl": "MiniMax-M3",
     },
+    gguf=gguf.MINIMAX_M2,
 )

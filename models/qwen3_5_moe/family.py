@@ -1,6 +1,8 @@
 """The record of Qwen3.5-MoE and Qwen3.6-MoE."""
 
 from umbra.models.family import Family
+from umbra.models.hybrid_config import MTP
+from umbra.models.qwen3_5_moe.gguf import QWEN35MOE
 
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
@@ -9,4 +11,6 @@ QWEN3_5_MOE = Family(
     old_types=("qwen3_5_moe_text",),
     aliases={"model.language_model": "model"},
     others={"qwen3_5": "dense Qwen3.5", "qwen3_5_text": "dense Qwen3.5"},
+    gguf=QWEN35MOE,
+    mtp=MTP,
 )

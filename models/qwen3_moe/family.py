@@ -1,10 +1,12 @@
 """The record of Qwen3-MoE."""
 
 from umbra.models.family import Family
+from umbra.models.qwen3_moe.gguf import QWEN3MOE
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
     config="umbra.models.qwen3_moe.config:Qwen3MoeConfig",
     model="umbra.models.qwen3_moe.model:Qwen3MoeForCausalLM",
     others={"qwen4_exp": "Qwen4"},
+    gguf=QWEN3MOE,
 )

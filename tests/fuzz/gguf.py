@@ -6,8 +6,10 @@ from pathlib import Path
 from tests.fuzz.target import Target
 from umbra.models.gguf.container import read_gguf
 from umbra.models.gguf.folder import files_of
-from umbra.models.gguf.metadata import ARCHITECTURES, predicting_layers, value_heads
+from umbra.models.gguf.keys import Keys
+from umbra.models.gguf.metadata import architecture_of, value_heads
 from umbra.models.gguf.names import views_of
+from umbra.models.registry import architectures
 
 TEXT, LIST = 8, 9
 
@@ -84,8 +86,8 @@ def gguf(folder: Path) -> Target:
         path.write_bytes(data)
         found = read_gguf(path)
         files_of(found)
-        architecture = ARCHITECTURES[found.metadata["general.architecture"]]
-        views_of(found.tensors, architecture.names, predicting_layers(found), str(path), value_heads(found))
+        names = architecture_of(found).names
+        views_of(found.tensors, names, Keys(found).predicting, str(path), value_heads(found))
 
     words: dict[str, object] = {
         "tokenizer.ggml.model": "gpt2",
@@ -100,5 +102,5 @@ def gguf(folder: Path) -> Target:
     }
     yarn: dict[str, object] = {f"gpt-oss.rope.scaling.{key}": 4 for key in ("factor", "original_context_length")}
     yarn |= {"gpt-oss.rope.scaling.type": "yarn", "gpt-oss.rope.scaling.factor": 4.0}
-    seeds = [model(name) for name in ARCHITECTURES if name != "deepseek2"] + [latent({"expert_gating_func": 2})]
+    seeds = [model(name) for name in architectures() if name != "deepseek2"] + [latent({"expert_gating_func": 2})]
     return Target(run, [*seeds, model("qwen3moe", **words), model("gpt-oss", **yarn), file({}, {})], json=False)

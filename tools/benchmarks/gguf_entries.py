@@ -1,7 +1,7 @@
-"""The tensors of a loaded model by llama.cpp's names, for gguf_file.py.
+"""The tensors of a loaded model by llama.cpp's names, which the record of its family has, for gguf_file.py.
 
 Rows are in the checkpoint's order, because llama.cpp rotates the columns that the checkpoint does; but for the value
-heads of Qwen3.5's linear attention.
+heads of linear attention that are tiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from umbra.models.causal_lm import CausalLM
-from umbra.models.deepseek.config import LatentMoeConfig
-from umbra.models.gguf.names import Tiled
-from umbra.models.glm4_moe.config import Glm4MoeConfig
-from umbra.models.gpt_oss.config import GptOssConfig
-from umbra.models.minimax_m2.config import MiniMaxM2Config
-from umbra.models.qwen3_5_moe.config import Qwen3_5MoeConfig
-from umbra.models.qwen3_moe.config import Qwen3MoeConfig
-from umbra.models.qwen3_next.config import Qwen3NextConfig
+from umbra.models.config import ModelConfig
+from umbra.models.family import Family
+from umbra.models.gguf.architecture import Architecture
+from umbra.models.gguf.names import Names, Tiled
+from umbra.models.layers.attention import Sinks
+from umbra.models.layers.delta_net import DeltaNet
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.latent_attention import LatentAttention
+from umbra.models.layers.mlp import GatedMLP
+from umbra.models.layers.norm import RMSNorm, SplitRMSNorm
+from umbra.models.layers.router import Router, SelectionBias
+from umbra.models.registry import families
 from umbra.ops.cpu.matrix import ROWS
 
 Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
-Hybrid = Qwen3NextConfig | Qwen3_5MoeConfig
-Config = Qwen3MoeConfig | MiniMaxM2Config | GptOssConfig | Glm4MoeConfig | LatentMoeConfig | Hybrid
 Change = Callable[[Tensor], Tensor]
 
 
@@ -86,68 +88,69 @@ def biases(name: str, weights: Any, which: str) -> Entry:
     return plain(name, bias.contiguous())
 
 
-def shared(expert: Any, width: int) -> Iterator[Entry]:
-    """The expert that every token takes."""
-    both = expert.gate_up_proj.weight
-    yield matrix("ffn_gate_shexp.weight", both, slice(0, width))
-    yield matrix("ffn_up_shexp.weight", both, slice(width, 2 * width))
-    yield matrix("ffn_down_shexp.weight", expert.down_proj.weight)
+def architecture_of(config: ModelConfig) -> Architecture:
+    """Returns the architecture of the files of the family that has the class of `config`."""
+    path = f"{type(config).__module__}:{type(config).__name__}"
+    record: Family = next(record for record in families() if record.config == path)
+    if record.gguf is None:
+        raise ValueError(f"{record.name} has no GGUF files")
+    return record.gguf
 
 
-def entries(model: CausalLM, config: Config) -> Iterator[Entry]:
-    """Every tensor by llama.cpp's name, matrices in the format that they are kept in."""
+def entries(model: CausalLM, config: ModelConfig) -> Iterator[Entry]:
+    """Yields every tensor by llama.cpp's name, matrices in the format that they are kept in."""
     table: Any = model.model.embed_tokens.table
+    names = architecture_of(config).names
     yield plain("token_embd.weight", table)
     yield plain("output_norm.weight", model.model.norm.weight)
     yield matrix("output.weight", model.lm_head.weight)
-    layers: Any = model.model.layers
-    for i, layer in enumerate(layers):
-        for entry in of_layer(layer, config):
-            yield replace(entry, name=f"blk.{i}.{entry.name}")
+    for i, layer in enumerate(model.model.layers):
+        for path, module in layer.named_modules():
+            for entry in of_module(path, module, names, config):
+                yield replace(entry, name=f"blk.{i}.{entry.name}")
 
 
-def of_layer(layer: Any, config: Config) -> Iterator[Entry]:
-    after = "ffn" if isinstance(config, Qwen3MoeConfig | MiniMaxM2Config | LatentMoeConfig) else "post_attention"
-    yield plain("attn_norm.weight", layer.input_layernorm.weight)
-    yield plain(f"{after}_norm.weight", layer.post_attention_layernorm.weight)
-    moe = layer.block_sparse_moe if isinstance(config, MiniMaxM2Config) else layer.mlp
-    if isinstance(config, Hybrid) and hasattr(layer, "linear_attn"):
-        yield from delta_net(layer.linear_attn, config)
-    elif isinstance(config, LatentMoeConfig):
-        yield from latent_attention(layer.self_attn)
-    else:
-        yield from attention(layer.self_attn, isinstance(config, Hybrid))
-    if isinstance(config, MiniMaxM2Config):
-        yield plain("exp_probs_b.bias", moe.e_score_correction_bias.values)
-        norms = layer.self_attn.qk_norm
-        for name, source, weight in zip("qk", norms.sources, norms.weights, strict=True):
-            yield plain(f"attn_{name}_norm.weight", weight, source.order)
-    elif isinstance(config, GptOssConfig):
-        yield plain("attn_sinks.weight", layer.self_attn.sinks.values)
-        yield plain("attn_output.bias", layer.self_attn.o_proj.bias)
-        yield plain("ffn_gate_inp.bias", moe.router.score_bias)
+def of_module(path: str, module: Any, names: Names, config: ModelConfig) -> Iterator[Entry]:
+    """Yields the tensors of one module of a decoder layer, without those of its own modules."""
+    named = names.written
+    if isinstance(module, RMSNorm):
+        yield plain(f"{named[path]}.weight", module.weight, module.source.order)
+    elif isinstance(module, SplitRMSNorm):
+        for source, weight in zip(module.sources, module.weights, strict=True):
+            at = f"{path.rpartition('.')[0]}.{source.name}"
+            yield plain(f"{named[at]}.weight", weight, source.order)
+    elif isinstance(module, Sinks | SelectionBias):
+        yield plain(named[path], module.values)
+    elif isinstance(module, Router):
+        gate = matrix(f"{named[path]}.weight", module.weight, format="float32")  # llama.cpp accepts no other type
+        yield replace(gate, shape=gate.shape[1:]) if gate.shape[0] == 1 else gate
+        if module.score_bias is not None:
+            yield plain(f"{named[path]}.bias", module.score_bias)
+    elif isinstance(module, Experts):
         for which in ("gate", "up", "down"):
-            yield biases(f"ffn_{which}_exps.bias", moe.experts.weights, which)
-    elif isinstance(config, Glm4MoeConfig | LatentMoeConfig):
-        if moe.gate.bias is not None:
-            yield plain("exp_probs_b.bias", moe.gate.bias)
-        yield from shared(moe.shared_experts, config.shared_width)
-    elif isinstance(config, Hybrid):
-        yield from shared(moe.shared_expert, config.shared_width)
-        gate = matrix("ffn_gate_inp_shexp.weight", moe.shared_expert_gate.weight, format="float32")
-        yield replace(gate, shape=(config.hidden_size,))
-    router = moe.router if isinstance(config, GptOssConfig) else moe.gate
-    yield matrix("ffn_gate_inp.weight", router.weight, format="float32")  # llama.cpp accepts no other type
-    for which in ("gate", "up", "down"):
-        yield experts(f"ffn_{which}_exps.weight", moe.experts.weights, which)
+            yield experts(f"ffn_{which}_exps.weight", module.weights, which)
+            if module.kind.biased:
+                yield biases(f"ffn_{which}_exps.bias", module.weights, which)
+    elif isinstance(module, GatedMLP):
+        both: Any = module.gate_up_proj.weight
+        yield matrix(f"{named[f'{path}.gate_proj']}.weight", both, slice(0, both.rows // 2))
+        yield matrix(f"{named[f'{path}.up_proj']}.weight", both, slice(both.rows // 2, both.rows))
+        yield matrix(f"{named[f'{path}.down_proj']}.weight", module.down_proj.weight)
+    elif isinstance(module, LatentAttention):
+        yield from latent_attention(module)
+    elif isinstance(module, DeltaNet):
+        yield from delta_net(module, names, config)
+    elif hasattr(module, "qkv_proj"):
+        yield from attention(module)
 
 
-def attention(layer: Any, gated: bool) -> Iterator[Entry]:
+def attention(layer: Any) -> Iterator[Entry]:
+    """Yields the projections of grouped-query attention."""
     both, start, order = layer.qkv_proj.weight, 0, layer.qkv_proj.sources[0].order
     gates = slice(sum(layer.sizes), both.rows)
     for name, rows in zip("qkv", layer.sizes, strict=True):
         part, own = slice(start, start + rows), None if name == "v" else order
-        if gated and name == "q":
+        if name == "q" and gates.start < gates.stop:
             change = partial(with_gates, order=order, dim=layer.head_dim)
             yield matrix("attn_q.weight", both, part, gates, change=change)
         else:
@@ -155,13 +158,13 @@ def attention(layer: Any, gated: bool) -> Iterator[Entry]:
         if layer.qkv_proj.bias is not None:
             yield plain(f"attn_{name}.bias", layer.qkv_proj.bias[part], own)
         start += rows
-    if hasattr(layer, "q_norm"):
-        yield plain("attn_q_norm.weight", layer.q_norm.weight, order)
-        yield plain("attn_k_norm.weight", layer.k_norm.weight, order)
     yield matrix("attn_output.weight", layer.o_proj.weight)
+    if layer.o_proj.bias is not None:
+        yield plain("attn_output.bias", layer.o_proj.bias)
 
 
 def latent_attention(layer: Any) -> Iterator[Entry]:
+    """Yields the projections of attention over latents."""
     (first, both_rows), latent = layer.sizes, layer.kv_b_proj.latent
     both, queries = layer.qkv_proj.weight, layer.q_b_proj.weight if layer.compressed else layer.qkv_proj.weight
     order = layer.qkv_proj.sources[-1].order
@@ -176,13 +179,11 @@ def latent_attention(layer: Any) -> Iterator[Entry]:
     yield matrix(f"{name}.weight", queries, slice(0, sum(layer.of_queries)), change=of_heads)
     if layer.compressed:
         yield matrix("attn_q_a.weight", both, slice(0, first))
-        yield plain("attn_q_a_norm.weight", layer.q_a_layernorm.weight)
 
     def of_latents(rows: Tensor) -> Tensor:
         return torch.cat((rows[:latent], as_in_checkpoint(rows[latent:], order)))
 
     yield matrix("attn_kv_a_mqa.weight", both, slice(first, first + both_rows), change=of_latents)
-    yield plain("attn_kv_a_norm.weight", layer.kv_a_layernorm.weight)
     yield heads("attn_k_b.weight", layer.kv_b_proj.keys)
     yield heads("attn_v_b.weight", layer.kv_b_proj.values)
     yield matrix("attn_output.weight", layer.o_proj.weight)
@@ -195,17 +196,17 @@ def with_gates(rows: Tensor, order: Order, dim: int) -> Tensor:
     return torch.stack(heads, 1).flatten(0, 2)
 
 
-def delta_net(layer: Any, config: Hybrid) -> Iterator[Entry]:
+def delta_net(layer: Any, names: Names, config: Any) -> Iterator[Entry]:
+    """Yields the tensors of linear attention except its norm."""
     key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
     keys, width = 2 * key_heads * config.linear_key_head_dim, config.linear_value_head_dim
     qkvz, ba = layer.qkvz_proj.weight, layer.ba_proj.weight
     channels = keys + heads * width
-    tiled = isinstance(config, Qwen3_5MoeConfig)
 
     def in_file(rows: Tensor, size: int = 1, first: int = 0) -> Tensor:
         """The rows with value heads of so many, behind `first` others, in llama.cpp's order."""
         places = Tiled(key_heads, heads, size, first).places()
-        return rows[torch.tensor(places).argsort()] if tiled else rows
+        return rows[torch.tensor(places).argsort()] if names.tiled else rows
 
     def in_groups(rows: Tensor) -> Tensor:
         """The rows b and a of each key head's value heads."""
@@ -213,7 +214,7 @@ def delta_net(layer: Any, config: Hybrid) -> Iterator[Entry]:
 
     yield matrix("attn_qkv.weight", qkvz, slice(0, channels), change=partial(in_file, size=width, first=keys))
     yield matrix("attn_gate.weight", qkvz, slice(channels, qkvz.rows), change=partial(in_file, size=width))
-    if tiled:
+    if names.tiled:
         yield matrix("ssm_beta.weight", ba, slice(0, heads), change=in_file)
         yield matrix("ssm_alpha.weight", ba, slice(heads, 2 * heads), change=in_file)
     else:
@@ -221,5 +222,4 @@ def delta_net(layer: Any, config: Hybrid) -> Iterator[Entry]:
     yield plain("ssm_conv1d.weight", in_file(layer.conv1d.weight.T, width, keys))
     yield plain("ssm_a", in_file(-layer.decay.rates))
     yield plain("ssm_dt.bias", in_file(layer.decay.dt_bias))
-    yield plain("ssm_norm.weight", layer.norm.weight)
     yield matrix("ssm_out.weight", layer.out_proj.weight, change=lambda rows: in_file(rows.T, width).T)

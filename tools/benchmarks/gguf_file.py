@@ -20,27 +20,14 @@ from tqdm import tqdm
 
 from umbra.base.errors import UserError
 from umbra.models.causal_lm import CausalLM
-from umbra.models.deepseek.config import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, LatentMoeConfig
-from umbra.models.glm4_moe.config import Glm4MoeConfig
-from umbra.models.gpt_oss.config import GptOssConfig
-from umbra.models.minimax_m2.config import MiniMaxM2Config
-from umbra.models.qwen3_5_moe.config import Qwen3_5MoeConfig
-from umbra.models.qwen3_moe.config import Qwen3MoeConfig
-from umbra.models.qwen3_next.config import Qwen3NextConfig
+from umbra.models.config import ModelConfig
+from umbra.models.gguf.architecture import Architecture
 from umbra.ops.format import E2M1
-from umbra.tools.benchmarks.gguf_entries import Config, Entry, entries
+from umbra.tools.benchmarks.gguf_entries import Entry, architecture_of, entries
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 GROUP = 32
 PART = 256  # rows
-ARCHITECTURES = {
-    Qwen3MoeConfig: "qwen3moe",
-    MiniMaxM2Config: "minimax-m2",
-    GptOssConfig: "gpt-oss",
-    Glm4MoeConfig: "glm4moe",
-    Qwen3NextConfig: "qwen3next",
-    Qwen3_5MoeConfig: "qwen35moe",
-} | dict.fromkeys((DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig), "deepseek2")
 TYPES = {"q4": "Q4_0", "q8": "Q8_0", "mxfp4": "MXFP4", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -89,7 +76,7 @@ class Content:
     make: Callable[[], Bytes]
 
 
-def write_gguf(path: Path, model: CausalLM, config: Config, tokenizer: Path | None = None) -> None:
+def write_gguf(path: Path, model: CausalLM, config: ModelConfig, tokenizer: Path | None = None) -> None:
     """Writes the model's own values; at most one tensor is held in memory besides the model."""
 
     def blocks(entry: Entry) -> Bytes:
@@ -99,13 +86,14 @@ def write_gguf(path: Path, model: CausalLM, config: Config, tokenizer: Path | No
     write_tensors(path, config, contents, tokenizer)
 
 
-def write_tensors(path: Path, config: Config, contents: list[Content], tokenizer: Path | None = None) -> None:
+def write_tensors(path: Path, config: ModelConfig, contents: list[Content], tokenizer: Path | None = None) -> None:
     """Writes the file tensor by tensor. `tokenizer` is a folder with the tokenizer's files; without one the file has
     none."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
-    writer = GGUFWriter(path, ARCHITECTURES[type(config)])
-    describe(writer, config)
+    architecture = architecture_of(config)
+    writer = GGUFWriter(path, architecture.name)
+    describe(writer, architecture, config)
     if tokenizer:
         describe_tokenizer(writer, tokenizer)
     else:
@@ -126,87 +114,34 @@ def write_tensors(path: Path, config: Config, contents: list[Content], tokenizer
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def describe(writer: Any, config: Config) -> None:
-    """Write the metadata that llama.cpp requires for this architecture, other than the tokenizer's."""
-    from gguf import ExpertGatingFuncType, RopeScalingType
-
+def describe(writer: Any, architecture: Architecture, config: Any) -> None:
+    """Writes the metadata that llama.cpp requires for this architecture, other than the tokenizer's."""
     if config.tie_word_embeddings:
         raise UserError("GGUF: tied embeddings are not written")
+    keys: dict[str, Any] = {
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", 0),
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope.theta,
+        "rope.dimension_count": config.rope.dim,
+        "expert_count": config.expert_count,
+        "expert_used_count": config.experts_per_token,
+    }
     if yarn := config.rope.yarn:
-        writer.add_rope_scaling_type(RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(yarn.factor)
-        writer.add_rope_scaling_orig_ctx_len(yarn.original_length)
-    if isinstance(config, MiniMaxM2Config):
-        if not config.use_routing_bias:
-            raise UserError("GGUF: llama.cpp has no minimax-m2 with use_routing_bias: false")
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    elif isinstance(config, GptOssConfig):
-        writer.add_sliding_window(config.sliding_window)
-    elif isinstance(config, Glm4MoeConfig):
-        if config.use_qk_norm or not all(config.sparse_layers):
-            raise UserError("GGUF: use_qk_norm and dense layers of glm4_moe are not written")
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-        describe_shared(writer, config)
-    elif isinstance(config, LatentMoeConfig):
-        describe_latents(writer, config)
-    elif isinstance(config, Qwen3NextConfig | Qwen3_5MoeConfig):
-        every = (*config.linear_layers, False).index(False) + 1
-        if any(linear != bool((i + 1) % every) for i, linear in enumerate(config.linear_layers)):
-            raise UserError("GGUF: layer_types that do not repeat are not written")
-        if not config.norm_topk_prob:
-            raise UserError("GGUF: norm_topk_prob: false is not written")
-        writer.add_full_attention_interval(every)
-        writer.add_expert_shared_feed_forward_length(config.shared_width)
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        if isinstance(config, Qwen3_5MoeConfig):
-            writer.add_rope_dimension_sections([11, 11, 10, 0])
-    else:
-        if config.attention_bias or not config.norm_topk_prob:
-            raise UserError("GGUF: biases and norm_topk_prob: false are not written")
-    inner = config.intermediate_size if isinstance(config, MiniMaxM2Config) else config.moe_intermediate_size
-    writer.add_expert_feed_forward_length(inner)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    latent = config.kv_lora_rank if isinstance(config, LatentMoeConfig) else 0
-    writer.add_key_length(latent + config.head_dim)
-    writer.add_value_length(latent or config.head_dim)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.rope.dim)
-    writer.add_expert_count(config.expert_count)
-    writer.add_expert_used_count(config.experts_per_token)
-
-
-def describe_shared(writer: Any, config: Glm4MoeConfig | LatentMoeConfig) -> None:
-    writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(config.norm_topk_prob)
-    writer.add_leading_dense_block_count(0)
-
-
-def describe_latents(writer: Any, config: LatentMoeConfig) -> None:
-    from gguf import ExpertGatingFuncType
-
-    if config.n_group > 1 or not all(config.sparse_layers):
-        raise UserError("GGUF: n_group and dense layers of models with latents are not written")
-    writer.add_expert_gating_func(ExpertGatingFuncType[config.scoring.upper()])
-    describe_shared(writer, config)
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    if config.q_lora_rank:
-        writer.add_q_lora_rank(config.q_lora_rank)
-    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length_mla(config.v_head_dim)
-    if config.rope.yarn:
-        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope.yarn.mscale_all_dim)
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(yarn.factor)}
+        keys |= {"rope.scaling.original_context_length": yarn.original_length}
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
+    for key, value in (keys | architecture.write(config)).items():
+        add[type(value)](f"{architecture.name}.{key}", value)
 
 
 def describe_tokenizer(writer: Any, folder: Path) -> None:

@@ -15,7 +15,7 @@ from umbra.base.errors import UserError
 from umbra.executor.config.load import load_case
 from umbra.executor.plan.sketch import sketch_of
 from umbra.models.registry import model_class
-from umbra.tools.benchmarks.gguf_entries import entries
+from umbra.tools.benchmarks.gguf_entries import architecture_of, entries
 from umbra.tools.benchmarks.gguf_file import PART, Bytes, Content, write_tensors
 from umbra.tools.benchmarks.umbra_engine import with_experts
 
@@ -68,8 +68,8 @@ def write_mix(path: Path, case_name: str, layers: int | None, mix: str) -> None:
     case = load_case(case_name, ["method=q8"])
     sketch = sketch_of(case)
     config: Any = sketch.config if layers is None else with_experts(sketch.config, layers)
-    if case.model_name == "gpt_oss":
-        raise UserError(f"--gguf {mix}: of gpt-oss's shape, give --format auto, which writes MXFP4")
+    if architecture_of(config).names.fused:
+        raise UserError(f"--gguf {mix}: of {case.model_name}'s shape, give --format auto, which writes MXFP4")
     generator, contents = np.random.default_rng(0), []
     for entry in entries(model_class(case.model_name)(config, sketch.build), config):
         if entry.format == "q8" or entry.name == "token_embd.weight":

@@ -15,8 +15,7 @@ from umbra.executor.config.env import use_modelscope
 from umbra.executor.config.units import GB, MB
 from umbra.models.gguf.container import SPLIT
 from umbra.models.gguf.folder import SUFFIX
-from umbra.models.gguf.metadata import ARCHITECTURES
-from umbra.models.registry import FAMILIES, family_in, read_config
+from umbra.models.registry import FAMILIES, architectures, family_in, read_config
 
 PART = r"\w[\w.-]{0,95}"
 NAME = re.compile(rf"(?!.*(?:--|\.\.))({PART}/{PART})(?:@(\w[\w./-]*))?(?::(\w[\w./-]*))?", re.ASCII)
@@ -40,8 +39,8 @@ def fetched(model: HubName) -> Path:
     weights = weights_among(sizes, model.name)
     in_gguf = bool(model.file) or weights is None
     if in_gguf and (said := repository.architecture):
-        if said not in ARCHITECTURES:
-            raise model.error(f"architecture {short(said)} is not supported, only {', '.join(ARCHITECTURES)}")
+        if said not in architectures():
+            raise model.error(f"architecture {short(said)} is not supported, only {', '.join(architectures())}")
     elif CONFIG in sizes:
         repository.fetch([CONFIG])
         family = family_in(repository.folder)

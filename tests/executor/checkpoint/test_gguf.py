@@ -29,7 +29,7 @@ from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.run.defaults import RUNNING, case_of_checkpoint
 from umbra.models.gguf import folder as unpacked
 from umbra.models.gguf.container import read_gguf
-from umbra.models.gguf.metadata import ARCHITECTURES, config_of
+from umbra.models.gguf.metadata import config_of
 from umbra.models.gguf.types import BY_NAME
 from umbra.models.gguf.vocabulary import Vocabulary
 from umbra.models.hf_config import HfConfig
@@ -38,7 +38,7 @@ from umbra.models.layers.embedding import LMHead, VocabEmbedding
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.latent_attention import KeysAndValues
 from umbra.models.layers.linear import MergedLinear, RowLinear
-from umbra.models.registry import model_class
+from umbra.models.registry import families, model_class
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.matrix import NativeExperts
@@ -86,9 +86,7 @@ def logits(folder: Path, checkpoint: Path, family: str, **sections: Any) -> list
     return prefill_logits(runner, PROMPTS)
 
 
-@pytest.mark.parametrize(
-    "family", sorted({family for architecture in ARCHITECTURES.values() for family in architecture.families})
-)
+@pytest.mark.parametrize("family", sorted(family.name for family in families() if family.gguf))
 def test_a_family_means_the_same(tmp_path: Path, family: str) -> None:
     """Within what the logarithm of a state's rates costs."""
     save(tmp_path / "model", family, **OPTIONS.get(family, {}))
