@@ -34,10 +34,6 @@ class Device(ABC):
     ) -> ShadowedExperts:
         """Makes the experts of layer `number`, none of them resident. `here` is this rank's slice of the experts."""
 
-    def spare(self, slot_bytes: int) -> int:
-        """Bytes of the buffer, after the arena's own, that the device needs for itself."""
-        return 0
-
     @abstractmethod
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         """To be called once weights are loaded. `memory` is the arena's buffer, of which the arena takes the first

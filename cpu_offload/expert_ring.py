@@ -47,6 +47,7 @@ AHEAD_BYTES = 32 << 10  # which a link copies in the rest of a layer for each to
 LEAST, MOST = 4, 8  # experts of a group
 GROUP_BYTES = 112 << 20  # of a group, within these bounds
 SURE = 3.0  # expected pairs of an expert: fewer than one in twenty such experts gets no token
+JOB_ROWS = 512  # rows of a job of the shadow pool in long steps, whose tokens may be any number
 LEARN = 0.5  # the weight of the newest step in the expected routing
 
 

@@ -28,10 +28,9 @@ from umbra.executor.plan.host_memory import check_host_memory
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.plan.shadows import plan_run
 from umbra.executor.plan.sketch import sketch_of
-from umbra.executor.platform import load_platform
 from umbra.executor.platform.base import Platform
+from umbra.executor.platform.registry import load_platform
 from umbra.executor.platform.settings import PlatformSettings
-from umbra.executor.run.chunk_plan import with_chunk
 from umbra.executor.run.prompts import encode_prompts
 from umbra.executor.run.report import Completion, make_report
 from umbra.executor.run.shadow_report import write_shadow_report
@@ -64,7 +63,7 @@ class ModelRunner:
             f"moe_tp {parallel.moe_tp.rank}/{parallel.moe_tp.size}, "
             f"moe_ep {parallel.moe_ep.rank}/{parallel.moe_ep.size}"
         )
-        if PLATFORMS[case.platform].is_host:
+        if not PLATFORMS[case.platform].own_memory:
             check_host_memory(case, ranks.local_world_size, sketch_of(case, config=self.config))
         self.planned = None
         if case.offload_config.mode != "none":
@@ -159,6 +158,5 @@ class Qwen3MoeRunner(ModelRunner):
 
 
 def make_runner(case: Case, results: Path, ranks: RankEnv) -> ModelRunner:
-    case = with_chunk(case, ranks.rank)
     runner = Qwen3MoeRunner if case.model_name == "qwen3_moe" else ModelRunner
     return runner(case, results, ranks)

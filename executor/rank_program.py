@@ -16,8 +16,8 @@ from umbra.executor.config.resolved import read_resolved
 from umbra.executor.launch.preflight import check_prompts, check_ready
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.plan.platform_settings import platform_settings
-from umbra.executor.platform import start_environment
-from umbra.executor.platform.ascend.compile_cache import clear_cache
+from umbra.executor.plan.resolve import resolve
+from umbra.executor.platform.registry import clear_graphs, start_environment
 from umbra.executor.run.defaults import RUNNING, open_case
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
         raise UserError("CASE_NAME is not set: CASE_NAME=demo .venv/bin/python run.py, or bash infer.sh demo")
     case = open_case(name, RUNNING, args.set)
     if args.clear_cache:
-        print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
+        print(f"{clear_graphs(case.name)} compiled graphs of case {case.name} removed")
         return
     load_model_config(case)  # refuse a wrong case before anything heavy is imported
     if args.plan:
@@ -45,6 +45,7 @@ def main(argv: list[str]) -> None:
         return show_plan(case)
     check_prompts(case)
     check_ready(case)
+    case = resolve(case)
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
     generate(case, args.results, own_results=False)
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from umbra.base.errors import UserError
 from umbra.executor.config.case import MOST_DRAFTING, Case, OffloadSettings
 from umbra.executor.config.load import load_case
+from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import GB
 from umbra.planner.cluster import Cluster
 from umbra.planner.machine import Hardware
@@ -80,8 +81,7 @@ def case_of(cluster: Cluster, sizes: Sizes) -> Case:
         **{f"offload_config.{field.name}": field.default or 0 for field in fields(OffloadSettings)},
     }
     case = load_case(cluster.case)
-    if case.platform == "ascend":
-        settings["hccl_config.aiv_group"] = "none"
+    settings |= PLATFORMS[case.platform].layout_settings
     if guesses := len(cluster.guesses.accepted):
         settings["draft_config.tokens"] = guesses
         if case.draft_config.method != "eagle3":

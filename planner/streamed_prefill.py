@@ -1,4 +1,4 @@
-"""Simulates prefills whose experts are in host memory on an Ascend device. The ring and the split are those of a run
+"""Simulates prefills on a device whose experts are in host memory. The ring and the split are those of a run
 (cpu_offload/expert_ring.py); what the device's long steps give to streams here takes only time (streams.py):
 
     copies   groups of experts                           link to the device
@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from umbra.base.errors import UserError
 from umbra.cpu_offload.costs import Costs, Line
-from umbra.cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
-from umbra.ops.ascend.bridge import JOB_ROWS
+from umbra.cpu_offload.expert_ring import JOB_ROWS, ExpertRing, Link, group_count, group_size
 from umbra.planner.machine import Hardware
 from umbra.planner.served import Served
 from umbra.planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
 from umbra.planner.times import GIGA, TERA, US
 
-CALL_S = 10e-6  # of the host for a call to the device, an assumption: torch_npu's eager ops
+CALL_S = 10e-6  # of the host for a call to the device, an assumption: eager ops
 PLANES = 4  # of an expert, each copied by a call
 GROUP_CALLS, LAYER_CALLS = 10, 40  # besides copies: products of a group; attention, routing and sums of a layer
 SORT_S = 20e-9  # of the host for a (token, expert) pair: measured, 0.9 ms for 48,000 of them

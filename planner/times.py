@@ -71,7 +71,7 @@ def step_times(work: Work, placing: Placing, hardware: Hardware) -> Times:
     read = hardware.need("device.read_gbps") * hardware.need("device.read_fraction") * GIGA
     attending = hardware.need("device.read_gbps") * hardware.need("device.attention_fraction") * GIGA
     rate = hardware.need("device.tflops") * hardware.need("device.multiply_fraction") * TERA
-    launch, on_host = hardware.need("device.launch_us") * US, PLATFORMS[hardware.platform].is_host
+    launch, on_host = hardware.need("device.launch_us") * US, not PLATFORMS[hardware.platform].own_memory
     parts = dict.fromkeys(PARTS, 0.0)
     for done in work.done:
         here = placing.resident if done.mixture else 1.0

@@ -3,7 +3,6 @@ meta device, with ops that note what they are asked for, so what is counted is w
 """
 
 import dataclasses
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,7 @@ from umbra.executor.engine.memory.batch_limits import limits_of
 from umbra.executor.engine.memory.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
 from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.plan.activations import CountedGroup, batch_of
-from umbra.executor.plan.platform_settings import platform_settings
-from umbra.executor.platform.ascend.exchange import most_rows, why_gathered
+from umbra.executor.plan.counting import counting_of
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig, with_layers
 from umbra.models.eagle3_config import TAPS
@@ -29,8 +27,7 @@ from umbra.models.layers.base import layers_of
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.states import RecurrentStates
 from umbra.models.registry import load, model_class
-from umbra.ops.ascend.vector_core.planes import MOST_ROWS
-from umbra.ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
+from umbra.ops.counted import CountedExchange, CountedOps, Done, Message, Notes
 from umbra.ops.interface import Exchange, Ops
 from umbra.ops.parallel.groups import Group
 from umbra.ops.parallel.join import parallel_of
@@ -87,14 +84,15 @@ class Counted:
     def __init__(self, case: Case):
         self.case, self.config = case, load_model_config(case)
         config, self.multiples = one_of_each_layer(self.config)
-        platform, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
+        facts, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
+        counting = counting_of(case, config)
         self.ops = ops = CountedOps(
-            load(platform.layout)(own),
-            torch.float32 if platform.is_host else own,
+            load(facts.layout)(own),
+            getattr(torch, facts.activations or case.model_config.dtype),
             case.cache_config.page_size,
             case.parallel_sizes.physical(config.expert_count),
-            kernels=ASCEND_KERNELS if case.platform == "ascend" else None,
-            most_columns=MOST_ROWS if case.platform == "ascend" else sys.maxsize,
+            kernels=counting.kernels,
+            most_columns=counting.most_columns,
         )
         self.notes = ops.notes
         own = parallel_of(case.parallel_sizes, 0, {})
@@ -103,15 +101,10 @@ class Counted:
             n: NotedGroup(g.rank, g.size, None, n, self.notes) for n, g in groups.items() if isinstance(g, Group)
         }
         parallel = dataclasses.replace(own, **noted)
-        settings = platform_settings(case)
-        if case.platform == "ascend":
-            exchanged = 0 if why_gathered(settings, config) else most_rows(settings)
-        else:
-            exchanged = sys.maxsize if case.parallel_sizes.expert_slots else 0
-        exchange = CountedExchange(ops, case.world_size, exchanged) if exchanged else None
+        exchange = CountedExchange(ops, case.world_size, counting.exchanged) if counting.exchanged else None
         meta = torch.device("meta")
         build = build_of(
-            case, cast(Ops, ops), parallel, meta, platform.quantised_head, None, cast("Exchange | None", exchange)
+            case, cast(Ops, ops), parallel, meta, facts.quantised_head, None, cast("Exchange | None", exchange)
         )
         self.model: CausalLM = model_class(case.model_name)(config, build)
         bind_caches(self.model, case, build, 2)

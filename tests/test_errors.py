@@ -10,23 +10,6 @@ from umbra.base.errors import REFUSED_STATUS, UserError, refusal, run_main
     ("error", "line"),
     [
         (MemoryError("std::bad_alloc"), "out of memory: an allocation was refused: "),
-        (
-            RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 64.00 GiB total)"),
-            "has no 20.00 MiB left",
-        ),
-        (
-            RuntimeError(
-                "operator():../x.cpp:26 NPU function error: aclrtMemcpy, error code is 507000\n"
-                "[ERROR] (PID:1, Device:0, RankID:-1) ERR00100 PTA call acl api failed.\nEZ9999: x\ny"
-            ),
-            "the NPU failed: NPU function error: aclrtMemcpy, error code is 507000; EZ9999: x (",
-        ),
-        (
-            RuntimeError(
-                "layer 1, step 7: a copy of its experts: f():x.cpp:26 NPU function error: f, error code is 5\ny"
-            ),
-            "the NPU failed: layer 1, step 7: a copy of its experts: NPU function error: f, error code is 5 (",
-        ),
         (ConnectionError("the other\x1b[2J end is gone"), "the other [2J end is gone"),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from umbra.base.files import ROOT
 
 FAMILIES = sorted(f"umbra.models.{path.parent.name}" for path in (ROOT / "models").glob("*/config.py"))
+DEVICES = sorted(path.parent.name for path in (ROOT / "executor/platform").glob("*/facts.py"))
 # From the ground up: a room imports from the floors below its own, never from one beside it. A module is in the room of
 # the longest name that fits.
 FLOORS = [
@@ -26,13 +27,13 @@ FLOORS = [
     ["umbra.executor.config"],
     ["umbra.executor.checkpoint"],
     ["umbra.executor.platform"],
-    ["umbra.executor.platform.cpu", "umbra.executor.platform.ascend"],
+    [f"umbra.executor.platform.{device}" for device in DEVICES],
     ["umbra.executor.engine.memory"],
     ["umbra.executor.engine.drafts"],
     ["umbra.executor.engine.schedule"],
     ["umbra.executor.engine.step"],
     ["umbra.executor.plan"],
-    ["umbra.executor.platform.ascend.plan"],
+    [f"umbra.executor.platform.{device}.plan" for device in DEVICES],
     ["umbra.executor.launch"],
     ["umbra.executor.run"],
     ["umbra.executor.model_runner"],
@@ -153,7 +154,13 @@ def test_no_import_goes_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises an error that names a circle
 
 
-LOWER = [m for m in SOURCES if FLOOR.get(room_of(m) or "", 99) < WHOLE_CASE and room_of(m) != "umbra.executor.config"]
+ENVIRONMENTS = ["umbra.executor.config.env", *(f"umbra.executor.platform.{name}.environment" for name in DEVICES)]
+RULES = ["umbra.executor.config", *(f"umbra.executor.platform.{device}.rules" for device in DEVICES)]
+LOWER = [
+    module
+    for module in SOURCES
+    if FLOOR.get(room_of(module) or "", 99) < WHOLE_CASE and not any(is_in(module, room) for room in RULES)
+]
 
 
 def test_only_the_engine_and_above_take_a_whole_case() -> None:
@@ -169,10 +176,10 @@ def test_ascends_libraries_are_imported_in_few_places() -> None:
             assert not {name.split(".")[0] for name in imports(own)} & {"torch_npu", "torchair"}, module
 
 
-def test_environment_is_read_in_one_file() -> None:
+def test_environment_is_read_in_one_file_and_that_of_a_device_in_its_folder() -> None:
     for module, path in SOURCES.items():
         text = path.read_text()
-        if module != "umbra.executor.config.env":
+        if module not in ENVIRONMENTS:
             assert "os.getenv" not in text, path
             assert "environ.get" not in text, path
 

@@ -20,7 +20,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.load import list_cases, load_case, load_model_config
 from umbra.executor.config.resolved import read_resolved
 from umbra.executor.launch.launch import run_case
-from umbra.executor.platform.ascend.compile_cache import clear_cache
+from umbra.executor.platform.registry import clear_graphs
 from umbra.executor.run.defaults import (
     CHATTING,
     MEASURING,
@@ -304,7 +304,7 @@ def show_cases(args: argparse.Namespace) -> None:
 
 def clear(args: argparse.Namespace) -> None:
     case = load_case(args.case, args.set)
-    print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
+    print(f"{clear_graphs(case.name)} compiled graphs of case {case.name} removed")
 
 
 def inspect(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import parse_value
+from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.schema import Leaf, leaves
 
 KEYS: dict[str, Leaf] = {name: leaf for leaf in leaves(Case) for name in leaf.elsewhere}
@@ -30,11 +31,12 @@ VALUES = {  # other engines' words for values of a key
     ("model_config.dtype", "float"): "float32",
     ("model_config.dtype", "auto"): "bfloat16",
 }
+COUNTED = "memory is counted, not a share of it taken: give --max-model-len and --max-num-seqs" + "".join(
+    f", and on {name.capitalize()} {facts.memory_key}" for name, facts in PLATFORMS.items() if facts.memory_key
+)
 OTHERS = {
-    "gpu_memory_utilization": "memory is counted, not a share of it taken: give --max-model-len and --max-num-seqs, "
-    "and on Ascend ascend_config.memory_gb",
-    "mem_fraction_static": "memory is counted, not a share of it taken: give --max-model-len and --max-num-seqs, "
-    "and on Ascend ascend_config.memory_gb",
+    "gpu_memory_utilization": COUNTED,
+    "mem_fraction_static": COUNTED,
     "max_total_tokens": "give --max-model-len and --max-num-seqs, whose product it is",
     "max_num_batched_tokens": "--chunked-prefill-size bounds the prompt tokens of a step",
     "data_parallel_size": "--set world_size=N attn_tp_size=M makes N / M data-parallel groups",

@@ -26,6 +26,7 @@ from umbra.executor.config.load import model_folder
 from umbra.executor.engine.schedule.request import Event, Request, SamplingParams
 from umbra.executor.launch.preflight import check_ready
 from umbra.executor.model_runner import make_runner
+from umbra.executor.plan.resolve import resolve
 from umbra.executor.run.defaults import CALLING, open_case
 from umbra.executor.run.report import Completion
 from umbra.flags import settings_of
@@ -65,6 +66,7 @@ class LLM:
                 f"start all ranks with bash infer.sh {case.name}"
             )
         check_ready(case)
+        case = resolve(case)
         self.case, self.runner = case, make_runner(case, WORK / "results", rank_env())
         self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size, case.model_config.chat_template)
         self.runner.setup()

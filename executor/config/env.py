@@ -1,4 +1,5 @@
-"""The environment variables that Umbra reads: every one is read and checked in this file."""
+"""The environment variables that Umbra reads: every one is read and checked in this file, but for those of a device,
+which its folder reads (executor/platform/DEVICE/environment.py)."""
 
 import os
 from dataclasses import dataclass
@@ -56,17 +57,6 @@ def ik_llama() -> Path | None:
     """The folder of a build of ik_llama.cpp, for benchmarks; None: there is none."""
     folder = os.environ.get("IK_LLAMA")
     return Path(folder) if folder else None
-
-
-def cann_home() -> Path | None:
-    """The folder that CANN is installed in, as its set_env.sh sets it; None: unknown."""
-    home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
-    return Path(home) if home else None
-
-
-def custom_operators() -> str:
-    """ASCEND_CUSTOM_OPP_PATH: folders of CANN's custom operators, with ":" between them."""
-    return os.environ.get("ASCEND_CUSTOM_OPP_PATH", "")
 
 
 def rank_env() -> RankEnv:

@@ -5,6 +5,7 @@ import dataclasses
 from umbra.base.errors import UserError
 from umbra.cpu_offload.planner.hits import curve_of
 from umbra.executor.config.case import Case
+from umbra.executor.config.platforms import PLATFORMS
 
 
 def check_offload(case: Case, where: str) -> None:
@@ -18,11 +19,8 @@ def check_offload(case: Case, where: str) -> None:
                     f"{where}: offload_config.{field.name}: has no meaning with offload_config.mode: none: leave it out"
                 )
         return
-    if case.exe_mode == "ge_graph":
-        raise UserError(
-            f"{where}: {mode} needs a callback to the host, which a GE graph takes from CANN 9 on, in an operator that "
-            "Umbra does not have yet: choose exe_mode: acl_graph or npugraph_ex"
-        )
+    if not PLATFORMS[case.platform].expert_slot:
+        raise UserError(f"{where}: {mode}: platform: {case.platform} has no shadow experts: leave it out")
     if wanted.stream_tokens and wanted.stream_tokens <= case.decode_rows:
         raise UserError(
             f"{where}: offload_config.stream_tokens: {wanted.stream_tokens} must be above the {case.decode_rows} "

@@ -1,10 +1,12 @@
 """The rules between the keys of a case; each file of rules raises a UserError that names the keys and the rule."""
 
+import dataclasses
+
 from umbra.base.errors import UserError
-from umbra.executor.config.ascend_rules import check_ascend, check_not_ascend
 from umbra.executor.config.case import Case, ParallelSettings
 from umbra.executor.config.offload_rules import check_offload
 from umbra.executor.config.platforms import PLATFORMS
+from umbra.models.registry import load
 from umbra.ops.format import GROUP_SIZES
 
 LEAST_TEMPERATURE = 1e-6
@@ -39,18 +41,7 @@ def check(case: Case, where: str) -> None:
                 f"{where}: parallel_config.sequence_parallel_tokens: {fewest} is more than the {case.prefill_tokens} "
                 "tokens of the largest prefill step: lower it, or raise chunked_prefill_size or input_max_len"
             )
-    modes = PLATFORMS[case.platform].exe_modes
-    if case.exe_mode not in modes:
-        raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
-    if case.platform == "ascend":
-        check_ascend(case, where)
-    else:
-        check_not_ascend(case, where)
-        if case.cache_config.page_size % 2:
-            raise UserError(
-                f"{where}: cache_config.page_size: {case.cache_config.page_size} must be even on platform: cpu (values "
-                "are kept in pairs of tokens): choose 16"
-            )
+    check_device(case, where)
     check_offload(case, where)
     wanted = case.quantization
     if wanted.group_size not in GROUP_SIZES:
@@ -75,6 +66,32 @@ def check(case: Case, where: str) -> None:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
     if data.max_model_len == 1:
         raise UserError(f"{where}: data_config.max_model_len: {data.max_model_len} must be at least 2")
+
+
+def check_device(case: Case, where: str) -> None:
+    """Refuse what the case's device cannot do, and keys that only another device reads."""
+    facts, page_size = PLATFORMS[case.platform], case.cache_config.page_size
+    if case.exe_mode not in facts.exe_modes:
+        modes = ", ".join(facts.exe_modes)
+        raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {modes}")
+    if page_size % facts.page_multiple:
+        raise UserError(
+            f"{where}: cache_config.page_size: {page_size} must be a multiple of {facts.page_multiple} on platform: "
+            f"{case.platform}: choose {facts.page_size}"
+        )
+    if case.model_config.enable_cache_compile and not facts.keeps_graphs:
+        raise UserError(
+            f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: {case.platform}"
+        )
+    for name in (name for other in PLATFORMS.values() if other is not facts for name in other.sections):
+        settings = getattr(case, name)
+        for field in dataclasses.fields(settings):
+            if getattr(settings, field.name) != field.default:
+                raise UserError(
+                    f"{where}: {name}.{field.name}: has no meaning on platform: {case.platform}: leave it out"
+                )
+    if facts.rules:
+        load(facts.rules)(case, where)
 
 
 def check_slots(case: Case, where: str) -> None:

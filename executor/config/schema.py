@@ -14,6 +14,10 @@ from typing import Any, TypeVar
 from umbra.base.errors import UserError, short
 
 T = TypeVar("T")
+# Numbers that have a special meaning in a file: the values that they become, where None is "chosen for you" or "no
+# limit", and 0 none.
+OPEN: Mapping[Any, int | None] = {0: None}
+OPEN_OR_NONE: Mapping[Any, int | None] = {0: None, -1: 0}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Why a job ended, by what its ranks have left."""
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from umbra.base.errors import EXIT_STATUS, UserError
+from umbra.executor.platform.registry import lost_another_rank
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-HCCL = re.compile(r"ERR02\d{3} DIST")  # torch_npu's errors of collectives, whose reason may be on another node
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -41,7 +39,7 @@ def cause_of(
     if cause := stack.splitlines()[-1] if stack else message:
         if stack:  # a bug; what the system refused says nothing of the code
             print(stack, file=sys.stderr)
-        follows = follows or bool(HCCL.search(stack))
+        follows = follows or lost_another_rank(stack)
         how += f": {UserError(cause)!s:.300}"
     who = f"rank {rank} (pid {failure.pid})" + (f" on {node}" if node else "")
     logs = "logs on each node" if node else "all ranks' logs"

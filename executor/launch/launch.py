@@ -28,7 +28,8 @@ from umbra.executor.launch.halts import Halts
 from umbra.executor.launch.preflight import check_prompts, check_ready
 from umbra.executor.launch.results import create_results, discard_results, share_results
 from umbra.executor.plan.platform_settings import platform_settings
-from umbra.executor.platform import start_environment
+from umbra.executor.plan.resolve import resolve
+from umbra.executor.platform.registry import start_environment
 
 if TYPE_CHECKING:
     from umbra.executor.launch.nodes import Nodes
@@ -53,6 +54,7 @@ def launch(case: Case, program: list[str]) -> None:
     Returns only when all ranks have succeeded; otherwise this process ends with the job's exit status.
     """
     here = node_env()
+    case = resolve(case, silent=here.node_rank > 0)
     if case.world_size % here.nnodes:
         raise UserError(f"NNODES={here.nnodes} does not divide world_size: {case.world_size} of case {case.name}")
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
@@ -89,7 +91,7 @@ def _launch_ranks(case: Case, program: list[str], here: NodeEnv, words: str) -> 
 
     import torch.distributed  # noqa: F401 (which reads the level of its log now)
 
-    if not given and not PLATFORMS[case.platform].is_host:
+    if not given and PLATFORMS[case.platform].plugin:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # warnings of ranks matter there, such as that an op falls back
     logging.disable(logging.ERROR)  # torchrun's own messages; a failure is reported once, below
     results, nodes = _meet(case, here) if here.nnodes > 1 else (create_results(case.name), None)

@@ -13,7 +13,8 @@ from umbra.models.gguf.folder import INDEX as GGUF
 
 def check_ready(case: Case) -> None:
     """Refuse a case whose checkpoint or platform plugin is missing here."""
-    folder, plugin = model_folder(case), PLATFORMS[case.platform].plugin
+    folder, facts = model_folder(case), PLATFORMS[case.platform]
+    plugin = facts.plugin
     if case.model_config.with_ckpt and not (weights_in(folder) or (folder / GGUF).is_file()):
         raise UserError(
             f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read): put the "
@@ -22,7 +23,7 @@ def check_ready(case: Case) -> None:
     if plugin and not find_spec(plugin):
         release = version("torch").partition("+")[0]
         raise UserError(
-            f"platform: {case.platform} needs {plugin}, which is not installed: on a machine with CANN, "
+            f"platform: {case.platform} needs {plugin}, which is not installed: on a machine with {facts.runtime}, "
             f".venv/bin/python -m pip install {plugin}=={release}"
         )
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from umbra.executor.config.case import Case
-from umbra.executor.platform.ascend.compile_cache import CACHE
-from umbra.executor.platform.settings import PlatformSettings
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.platform.settings import GRAPHS, PlatformSettings
 
 
 def platform_settings(case: Case) -> PlatformSettings:
@@ -24,9 +24,8 @@ def platform_settings(case: Case) -> PlatformSettings:
         instruction_set=case.instruction_set,
         shadow_threads=offload.shadow_threads if offload.mode != "none" else None,
         shadow_timeout_s=offload.timeout_s,
-        graphs=CACHE if case.model_config.enable_cache_compile else None,
-        ascend=case.ascend_config,
-        hccl=case.hccl_config,
+        graphs=GRAPHS if case.model_config.enable_cache_compile else None,
+        sections=tuple(getattr(case, name) for name in PLATFORMS[case.platform].sections),
         graph_facts=_graph_facts(case),
     )
 

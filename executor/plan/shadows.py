@@ -3,6 +3,8 @@
 Sizes come from a model on PyTorch's meta device, so only the checkpoint's `config.json` is read.
 """
 
+from typing import Any
+
 from umbra.base.errors import UserError
 from umbra.cpu_offload.manager import largest_of
 from umbra.cpu_offload.memory.arena import Arena, extent_of
@@ -19,20 +21,20 @@ from umbra.executor.engine.memory.batch_limits import limits_of
 from umbra.executor.engine.memory.kv_caches import frame_of, state_sizes
 from umbra.executor.plan.activations import Part
 from umbra.executor.plan.host_memory import PER_ENTRY, lock_limit, too_much_here
+from umbra.executor.plan.memory import MemoryPlan, plan_memory
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of
-from umbra.executor.platform import load_platform
-from umbra.executor.platform.ascend.slot_store import npu_blocks
 from umbra.executor.platform.base import Platform
+from umbra.executor.platform.registry import load_platform
 from umbra.models.registry import load
-from umbra.ops.cpu.shadow import ExpertBlocks
+from umbra.ops.cpu.shadow import Blocks
 from umbra.ops.parallel.groups import Group
 
 
 def plan_run(case: Case, ranks: RankEnv, world: Group, platform: Platform) -> PlannedRun:
     """Measures and chooses for a run of `case` on `platform`, before weights are loaded."""
     local, sizes = (ranks.local_rank, ranks.local_world_size), sizes_of(case)
-    if not PLATFORMS[case.platform].is_host and (why := too_much_here(host_bytes(sizes), ranks.local_world_size)):
+    if PLATFORMS[case.platform].own_memory and (why := too_much_here(host_bytes(sizes), ranks.local_world_size)):
         raise UserError(f"case {case.name}: {why}")
     return PlannedRun(wanted_of(case), sizes, local, world, platform.device, platform.copy_ms)
 
@@ -57,7 +59,7 @@ def wanted_of(case: Case) -> Wanted:
         batch=data.batch_size,
         decode_rows=case.decode_rows,
         longest=min(data.batch_size * data.input_max_len, data.chunked_prefill_size or 1 << 62),
-        on_host=PLATFORMS[case.platform].is_host,
+        on_host=not PLATFORMS[case.platform].own_memory,
         threads_given=case.threads is not None,
         instruction_set=case.instruction_set,
         verbose=case.verbose,
@@ -67,8 +69,9 @@ def wanted_of(case: Case) -> Wanted:
 def sizes_of(case: Case) -> ShadowSizes:
     found = ShadowedLayers(case.offload_config.start_layer)
     sketch = sketch_of(case, found)
-    on_host, dtype = PLATFORMS[case.platform].is_host, sketch.build.dtype
-    kinds = {layer: ExpertBlocks(*layer[1:]) if on_host else npu_blocks(*layer[1:], dtype) for layer in found.layers}
+    facts, dtype = PLATFORMS[case.platform], sketch.build.dtype
+    blocks_of = load(facts.shadow_blocks)
+    kinds: dict[Any, Blocks] = {layer: blocks_of(*layer[1:], dtype) for layer in found.layers}
     largest = largest_of({layer: blocks.block_bytes for layer, blocks in kinds.items()}, found.start_layer)
     (count, inner, hidden, format, kind), blocks = largest, kinds[largest]
     config = sketch.config
@@ -76,7 +79,7 @@ def sizes_of(case: Case) -> ShadowSizes:
     top_k = max(1, round(config.experts_per_token * count / config.expert_count))
     shape = Shape(len(found.layers), count, top_k)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
-    slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, kind, dtype)
+    slot_bytes, alignment = load(facts.expert_slot)(inner, hidden, format, kind, dtype)
     experts = shape.layers * count
     states = state_sizes(sketch.model, frame.nbytes // frame.units)
     set_pages = set_pages_of(sketch.model, case, sketch.build, slot_bytes, alignment)
@@ -106,14 +109,14 @@ def show_offload_plan(case: Case) -> list[Part]:
     experts, but loads no weights. -> the parts of the arena's buffer"""
     sizes, platform = sizes_of(case), PLATFORMS[case.platform]
     ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
-    if platform.is_host:  # measured with the platform's own engine
+    if not platform.own_memory:  # measured with the platform's own engine
         load_platform(case.platform)(platform_settings(case), ranks)
     planner, choices = choose(wanted_of(case), sizes, (ranks.local_rank, ranks.local_world_size))
     longest, experts, most_slots = sizes.pages, sizes.split.experts, choices.slots.value
     arena, pinned, parts = arena_of(case, sizes, most_slots)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
-    if platform.is_host:
+    if not platform.own_memory:
         total = sizes.fixed_bytes + sum(part.nbytes for part in parts)
         print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")
         print(f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows")
@@ -148,11 +151,20 @@ def arena_of(case: Case, sizes: ShadowSizes, most_slots: int) -> tuple[Arena, in
     parts = [Part("frames", arena.frames * arena.frame_bytes)]
     if sizes.frame.beside:
         parts.append(Part("caches beside it", arena.frames * sizes.frame.beside))
-    if not PLATFORMS[case.platform].is_host:
+    facts = PLATFORMS[case.platform]
+    if facts.spare_slots:
         unit = sizes.frame.nbytes // sizes.frame.units
-        parts.append(Part("a slot of zeros", -(-sizes.slot_bytes // unit) * unit))
-        parts += [Part("states of padding rows", sizes.states.nbytes)] if sizes.states.layers else []
+        parts.append(Part("a slot of zeros", -(-facts.spare_slots * sizes.slot_bytes // unit) * unit))
+    if facts.padding_states and sizes.states.layers:
+        parts.append(Part("states of padding rows", sizes.states.nbytes))
     return arena, pinned, parts
+
+
+def plan_with_arena(case: Case) -> MemoryPlan:
+    """The plan of a case with shadow experts, as many of them resident as may be where `slots` is left open."""
+    sizes, slots = sizes_of(case), case.offload_config.slots
+    *_, parts = arena_of(case, sizes, sizes.split.experts if slots is None else slots)
+    return plan_memory(case, parts)
 
 
 def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots: int, experts: int) -> list[str]:

@@ -23,8 +23,6 @@ Step = Callable[[Batch], Any]  # -> logits, or several tensors
 class Platform(ABC):
     name: ClassVar[str]
     collectives: ClassVar[str]  # torch.distributed's backend
-    # Whether padding rows of its graphs have states, at the last place of each layer with states.
-    padding_states: ClassVar[bool] = False
     # Whether graphs take little memory and time to capture, so that a step without guesses has graphs of its own.
     small_graphs: ClassVar[bool] = False
     device: torch.device
@@ -70,10 +68,10 @@ class Platform(ABC):
         """Measured milliseconds of a copy of `nbytes` from the host, on devices with memory of their own."""
         raise NotImplementedError
 
-    @abstractmethod
     def shadow_device(self, top_k: int, choices: Choices) -> Device:
-        """The device side of shadow experts, for models with `top_k` experts a token. In steps of
-        `choices.stream_tokens` tokens or more, missing experts are copied to it; 0: in none."""
+        """The device side of shadow experts, on devices that have them, for models with `top_k` experts a token. In
+        steps of `choices.stream_tokens` tokens or more, missing experts are copied to it; 0: in none."""
+        raise NotImplementedError
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

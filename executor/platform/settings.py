@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from umbra.executor.config.case import AscendSettings, HcclSettings
+from umbra.base.files import CACHES
 from umbra.ops.parallel.partitions import ParallelSizes
+
+T = TypeVar("T")
+GRAPHS = CACHES / "compile_cache"  # compiled graphs of all cases
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,13 @@ class PlatformSettings:
     shadow_threads: int | None  # threads of the pool for shadow experts; None: no pool, or the planner chooses later
     shadow_timeout_s: int
     graphs: Path | None  # the folder that keeps compiled graphs for the next start; None: none are kept
-    ascend: AscendSettings
-    hccl: HcclSettings
+    sections: tuple[object, ...]  # the sections of the case that only this device reads
     # All settings of the case that can change a compiled graph. A kept graph is used only while none of them changes.
     graph_facts: dict[str, object] = field(repr=False)
+
+    def of_device(self, kind: type[T]) -> T:
+        """The device's section of this type."""
+        return next(section for section in self.sections if isinstance(section, kind))
 
     @property
     def group_rows(self) -> int:

@@ -23,6 +23,7 @@ from umbra.executor.config.schema import read
 from umbra.executor.config.units import GB, MB
 from umbra.executor.engine.memory.batch_limits import Limits, limits_of
 from umbra.executor.plan.host_memory import free_memory
+from umbra.executor.plan.memory import device_gb
 from umbra.models.config import ModelConfig
 from umbra.models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
 from umbra.models.registry import family_in, read_config
@@ -162,7 +163,7 @@ def case_of_checkpoint(
             "model_name": name,
             "model_path": str(whole_path(checkpoint)),
             "platform": platform,
-            "exe_mode": PLATFORMS[platform].exe_modes[1],
+            "exe_mode": PLATFORMS[platform].default_mode,
             "model_config": {"tokenizer_mode": "chat" if chat else "default"},
             "quantization": quantization,
             "data_config": {
@@ -264,8 +265,8 @@ def _size(nbytes: float) -> str:
 
 def _room(case: Case) -> float:
     """The bytes that weights and KV cache of one rank may take."""
-    if not PLATFORMS[case.platform].is_host:
-        return SHARE * case.ascend_config.memory_gb * GB
+    if PLATFORMS[case.platform].own_memory:
+        return SHARE * device_gb(case) * GB
     return SHARE * (free_memory() / case.world_size - PROGRAM)
 
 

@@ -6,49 +6,30 @@ from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import GB
 from umbra.executor.plan.activations import Part
 from umbra.executor.plan.host_memory import check_host_memory, memory_limit
+from umbra.executor.plan.memory import ARENA, MemoryPlan, device_gb, plan_memory
+from umbra.executor.plan.resolve import resolve
 from umbra.executor.plan.sketch import cache_of, sketch_of, weights_of
-from umbra.executor.platform.ascend.plan.memory import (
-    ARENA,
-    CACHE,
-    GRAPHS,
-    HCCL,
-    PREFILL,
-    REST,
-    WEIGHTS,
-    Plan,
-    make_plan,
-)
-from umbra.executor.run.chunk_plan import with_chunk
-
-REMEDIES = {
-    WEIGHTS: "raise world_size, or set quantization.method: q4",
-    CACHE: "lower batch_size, input_max_len or max_new_tokens",
-    ARENA: "lower offload_config.arena_mb",
-    PREFILL: "lower chunked_prefill_size (0: no limit)",
-    GRAPHS: "lower batch_size",
-    HCCL: "lower hccl_config.buffer_mb",
-    REST: "use dies with more memory",
-}
 
 
 def show_plan(case: Case) -> None:
     """Prints what the case needs, for `--plan`; raises UserError if that is more than a device has."""
-    arena: list[Part] = []
-    case = with_chunk(case)
+    arena, facts = list[Part](), PLATFORMS[case.platform]
+    case = resolve(case)
     if case.offload_config.mode != "none":
         from umbra.executor.plan.shadows import show_offload_plan
 
         arena = show_offload_plan(case)
         print()
-    if PLATFORMS[case.platform].is_host:
+    if not facts.plans_memory:
         return None if arena else show_host_plan(case)
-    plan = make_plan(case, arena)
+    plan = plan_memory(case, arena)
     print_plan(plan)
     check_fits(plan)
 
 
 def show_host_plan(case: Case) -> None:
-    """Prints the weights and the KV cache of a case whose device is the CPU, next to this machine's memory."""
+    """Prints the weights and the KV cache of a case whose device computes in the host's memory, next to this
+    machine's."""
     sketch = sketch_of(case)
     parts, cache = weights_of(sketch.model), cache_of(sketch)
     weights, (limit, of) = sum(part.nbytes for part in parts), memory_limit()
@@ -65,7 +46,7 @@ def show_host_plan(case: Case) -> None:
     check_host_memory(case, case.world_size, sketch)
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: MemoryPlan) -> None:
     case = plan.case
     _print_head(case)
     print("Memory of one rank, counted, not measured. No rank holds more than rank 0. 1 GB = 2^30 bytes.")
@@ -76,7 +57,7 @@ def print_plan(plan: Plan) -> None:
             _part(part)
     print()
     _row("total", plan.total)
-    _row(f"ascend_config.memory_gb: {case.ascend_config.memory_gb}", case.ascend_config.memory_gb * GB)
+    _row(_device_memory(case), device_gb(case) * GB)
     _row("left", plan.left, f"{plan.tokens_left:,} more tokens of KV cache" if plan.left > 0 else "does not fit")
     print(f"\nA decode step of {case.data_config.batch_size} sequence(s) reads on each rank:")
     for part in plan.decode:
@@ -84,15 +65,19 @@ def print_plan(plan: Plan) -> None:
     _row("in all", sum(part.nbytes for part in plan.decode))
 
 
-def check_fits(plan: Plan) -> None:
+def check_fits(plan: MemoryPlan) -> None:
     if plan.left >= 0:
         return
     largest = max(plan.sections, key=plan.of)
     raise UserError(
         f"case {plan.case.name}: {plan.total / GB:.2f} GB are {-plan.left / GB:.2f} GB more than "
-        f"ascend_config.memory_gb: {plan.case.ascend_config.memory_gb}; the largest share is {largest} with "
-        f"{plan.of(largest) / GB:.2f} GB: {REMEDIES[ARENA if ARENA in plan.sections else largest]}"
+        f"{_device_memory(plan.case)}; the largest share is {largest} with {plan.of(largest) / GB:.2f} GB: "
+        f"{plan.remedies[ARENA if ARENA in plan.sections else largest]}"
     )
+
+
+def _device_memory(case: Case) -> str:
+    return f"{PLATFORMS[case.platform].memory_key}: {device_gb(case)}"
 
 
 def _print_head(case: Case) -> None:

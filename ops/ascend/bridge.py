@@ -13,7 +13,6 @@ from umbra.ops.ascend.cann import HOST_FUNC_SINCE, since
 
 SOURCE = Path(__file__).parent / "csrc" / "bridge.cpp"
 JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "shadow" / "job.h"
-JOB_ROWS = 512  # of a job in long steps, whose tokens may be any number
 BUILT = Path(__file__).parent / "build" / "umbra_bridge.so"
 
 

@@ -29,6 +29,7 @@ from typing import Any
 from umbra.base.errors import run_main
 from umbra.base.files import ROOT
 from umbra.executor.config.load import load_case
+from umbra.executor.config.platforms import PLATFORMS
 from umbra.planner.benchmarks import cpu_ranks
 from umbra.planner.layouts import spans_of, tokens_by_guesses
 from umbra.planner.machine import read_hardware
@@ -313,8 +314,7 @@ def predicted(figure: Figure, folder: Path) -> Times:
         "batch_size": max(figure.sequences, world // attn_tp),
         "input_max_len": figure.cached,
     }
-    if hardware.platform == "ascend":
-        settings["hccl_config.aiv_group"] = "none"
+    settings |= PLATFORMS[hardware.platform].layout_settings
     if figure.config:
         config = full_config(figure)
         (folder / "config.json").write_text(json.dumps(config))

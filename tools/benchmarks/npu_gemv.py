@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 from umbra.base.errors import UserError, run_main
-from umbra.executor.config.env import custom_operators
+from umbra.executor.platform.ascend.environment import custom_operators
 from umbra.ops.ascend import vector_core
 from umbra.tools.benchmarks.output import printed, write_rows
 

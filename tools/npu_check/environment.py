@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_case
 from umbra.executor.plan.platform_settings import platform_settings
-from umbra.executor.platform import start_environment
+from umbra.executor.platform.registry import start_environment
 from umbra.ops.ascend.vector_core import package_path
 
 CASE = "demo"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.base.files import ROOT, write_json
-from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.environment import cann_home
 from umbra.executor.platform.ascend.trusted_files import source_digest
 from umbra.executor.platform.ascend.versions import read_versions
 from umbra.tools.npu_check.outcome import Outcome

@@ -14,13 +14,11 @@ from collections.abc import Callable
 EXIT_STATUS = 2
 REFUSED_STATUS = 1
 NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|^std::bad_alloc$")
-NO_NPU_MEMORY = re.compile(r"NPU out of memory\. Tried to allocate (\S+ \S+)")
-# What torch_npu says if CANN refuses a call or a kernel fails; lost connections (ERR02 DIST) are another matter.
-NPU = re.compile(r"ERR\d{5} (PTA|OPS|GRAPH)|NPU function error|ACL \w+ synchronize failed|\baclrt\w+: error \d+$")
-OF_EXPERTS = re.compile(r"^layer \d+, step \d+: [^:]+: ")  # what a step with shadow experts says first
 NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable$")  # Python's text; C++'s
 LONGEST = 2000  # characters of an error
 YOUNG = 50_000  # new objects between two looks for garbage
+# For each device that this process uses: the function that returns the line for what the device refused, or nothing.
+REFUSALS: dict[str, Callable[[RuntimeError], str]] = {}
 _REPR = reprlib.Repr()
 _REPR.maxstring = 80
 
@@ -42,26 +40,19 @@ def one_line(text: str) -> str:
 
 
 def refusal(error: BaseException) -> str:
-    """The line of an error for what the system refused: memory, a file, a thread, a connection, a call to the NPU.
-    Empty for other errors. A retry may succeed, so a server restarts after it; after a UserError it does not."""
+    """The line of an error for what the system refused: memory, a file, a thread, a connection, a call to
+    a device. Empty for other errors. A retry may succeed, so a server restarts after it; after a UserError it does
+    not."""
     refused = NO_MEMORY.search(str(error))
     if isinstance(error, MemoryError) or refused:
         size = f"of {refused[1]} bytes " if refused and refused[1] else ""
         return (
             f"out of memory: an allocation {size}was refused: end other programs, or lower batch_size or input_max_len"
         )
-    if isinstance(error, RuntimeError) and (wanted := NO_NPU_MEMORY.search(str(error))):
-        return f"out of memory: the NPU has no {wanted[1]} left: lower batch_size or input_max_len, or use more ranks"
-    if isinstance(error, RuntimeError) and NPU.search(str(error)):
-        # The first line is torch_npu's, the first one after its code is CANN's.
-        said, _, cann = str(error).partition("[ERROR]")
-        where = "".join(OF_EXPERTS.findall(said))
-        said = (
-            where + said[max(said.find("NPU function error"), len(where)) :]
-        )  # without a place in torch_npu's sources
-        reasons = [said.strip().partition("\n")[0], *cann.strip().split("\n")[1:2]]
-        why = "; ".join(reason[:500] for reason in reasons if reason)
-        return one_line(f"the NPU failed: {why} (the rank's log has the stack, ~/ascend/log what the device did)")
+    if isinstance(error, RuntimeError) and (
+        line := next(filter(None, (line_of(error) for line_of in REFUSALS.values())), "")
+    ):
+        return line
     if isinstance(error, RuntimeError) and NO_THREAD.search(str(error)):
         why = os.strerror(errno.EAGAIN)
         return f"a thread cannot be started: {why}: end other programs, or raise the limits of processes and threads"

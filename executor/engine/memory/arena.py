@@ -9,6 +9,7 @@ from umbra.base.errors import UserError
 from umbra.cpu_offload.manager import ShadowExperts
 from umbra.cpu_offload.memory.arena import NO_STATES, Arena, Frame, StateSizes, extent_of
 from umbra.executor.config.case import Case
+from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import MB
 from umbra.executor.engine.memory.batch_limits import Limits
 from umbra.executor.engine.memory.kv_caches import bind_arena, bind_aside, frame_of, recurrent, sets_of, state_sizes
@@ -18,17 +19,19 @@ from umbra.models.build import Build
 
 
 def open_arena(
-    case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, limits: Limits, padding_states: bool
+    case: Case, build: Build, model: nn.Module, shadows: ShadowExperts | None, limits: Limits
 ) -> tuple[Pages, PageMemory]:
     """Binds the KV caches and states of `model`, and the slots of experts that have shadows, to one buffer. -> the
-    pages that sequences take. `padding_states`: the buffer has a last place, of the states of padding rows."""
+    pages that sequences take. After the arena the buffer has what the device needs for itself, and a last place for
+    the states of padding rows."""
+    facts = PLATFORMS[case.platform]
     frame = frame_of(model, case, build)
     slots = (shadows.slot_bytes, shadows.most_slots, shadows.device.alignment) if shadows else (0, 0, 64)
     states = state_sizes(model, frame.nbytes // frame.units)
     least = limits.pages_of(limits.max_sequence_length)
     arena, pinned = make_arena(case, frame, *slots[:2], limits.pages, least, slots[2], states)
-    spare, unit = shadows.device.spare(slots[0]) if shadows else 0, frame.nbytes // frame.units
-    spare = -(-spare // unit) * unit + (states.nbytes if padding_states else 0)
+    unit = frame.nbytes // frame.units
+    spare = -(-facts.spare_slots * slots[0] // unit) * unit + (states.nbytes if facts.padding_states else 0)
     memory, *beside = bind_arena(model, case, build, arena.frames, spare)
     frames = [part[: arena.frames * arena.units].view(arena.frames, -1) for part in (memory, *beside)]
     aside = bind_aside(model, case, build, arena.frames)

@@ -72,7 +72,7 @@ class Engine:
         limits = limits_of(case, config, True, set_pages)
         self.aside = bool(attentions(self.model, aside=True))
         if self.shadows or set_pages:
-            opened = open_arena(case, build, self.model, self.shadows, limits, platform.padding_states)
+            opened = open_arena(case, build, self.model, self.shadows, limits)
             self.pages: Pages = opened[0]
             self.page_memory = opened[1]
         else:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from umbra.base.errors import UserError
-from umbra.base.files import CACHES, sync
+from umbra.base.files import sync
 from umbra.executor.platform.ascend.trusted_files import (
     Untrusted,
     check_own,
@@ -35,9 +35,9 @@ from umbra.executor.platform.ascend.trusted_files import (
     read_own,
 )
 from umbra.executor.platform.ascend.versions import Versions
+from umbra.executor.platform.settings import GRAPHS
 from umbra.models.config import ModelConfig
 
-CACHE = CACHES / "compile_cache"
 MANIFEST, GRAPH = "manifest.json", "graph"
 LAYOUT = 1  # raised whenever the manifest or the folder changes its meaning
 LIMIT = 4 << 20  # bytes of a manifest
@@ -146,7 +146,7 @@ class Entry:
         self.close()
 
 
-def clear_cache(case_name: str, root: Path = CACHE) -> int:
+def clear_cache(case_name: str, root: Path = GRAPHS) -> int:
     """Remove the compiled graphs of all ranks of a case; returns their number. Folders without our manifest stay."""
     removed = 0
     for home in sorted((root / case_name).glob("rank*of*/*")):

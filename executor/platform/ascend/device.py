@@ -12,10 +12,12 @@ import torch_npu
 from torch import nn
 from torch_npu.npu.utils import get_cann_version
 
-from umbra.base.errors import UserError
+from umbra.base.errors import REFUSALS, UserError
 from umbra.cpu_offload.device import Device
 from umbra.cpu_offload.planner.choices import Choices
-from umbra.executor.config.env import RankEnv, cann_home
+from umbra.executor.config.env import RankEnv
+from umbra.executor.platform.ascend.environment import cann_home
+from umbra.executor.platform.ascend.errors import refusal
 from umbra.executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, why_refused, window_mb
 from umbra.executor.platform.ascend.fallbacks import loud_fallbacks
 from umbra.executor.platform.ascend.graphs import AscendGraphs
@@ -27,6 +29,7 @@ from umbra.executor.platform.ascend.kernels import (
     gemv_tokens,
     prefetch_attention,
 )
+from umbra.executor.platform.ascend.settings import AscendSettings, HcclSettings
 from umbra.executor.platform.ascend.versions import check_versions, read_versions
 from umbra.executor.platform.base import Platform, Step, graph_rows
 from umbra.executor.platform.settings import PlatformSettings
@@ -45,10 +48,10 @@ COPIES = 5  # number of copies that are timed; the fastest is taken
 class AscendPlatform(Platform):
     name: ClassVar[str] = "ascend"
     collectives: ClassVar[str] = "hccl"
-    padding_states: ClassVar[bool] = True
 
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         self.settings, self.ranks = settings, ranks
+        REFUSALS[self.name] = refusal
         versions = read_versions(cann_home(), get_cann_version() or None)
         self.cann = versions.cann
         for warning in check_versions(versions, settings.strict):
@@ -65,7 +68,7 @@ class AscendPlatform(Platform):
         tokens = gemv_tokens(settings, bool(vector_core.built()))
         if tokens:
             vector_core.load()
-        ascend = settings.ascend
+        ascend = settings.of_device(AscendSettings)
         self.can = installed(self.cann)
         self.own = AscendOps(
             dtype,
@@ -80,7 +83,7 @@ class AscendPlatform(Platform):
         self.communicator = self.rows = ""  # the name of that of `exchange`, and what is printed about it
 
     def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
-        if self.settings.ascend.prefetch and self.ranks.world_size > 1:
+        if self.settings.of_device(AscendSettings).prefetch and self.ranks.world_size > 1:
             prefetch_attention(cast(CausalLM, cast(MethodType, step).__self__))
         return AscendGraphs(step, self.settings, self.ranks, self.device, model_config, self.communicator, calls)
 
@@ -112,7 +115,7 @@ class AscendPlatform(Platform):
 
     def group_options(self, group: str) -> Any:
         soc = torch_npu.npu.get_device_name(self.device)
-        return self._options(group_options(self.settings.hccl, self.settings.sizes, group, soc))
+        return self._options(group_options(self.settings.of_device(HcclSettings), self.settings.sizes, group, soc))
 
     def _options(self, config: dict[str, int]) -> Any:
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()

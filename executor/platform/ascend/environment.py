@@ -1,13 +1,17 @@
-"""Every environment variable that ranks on ascend are started with; the launcher sets them before any rank begins.
+"""Every environment variable that is read for ascend, or that its ranks are started with; the launcher sets these
+before any rank begins.
 
 A variable that the user has set stays as it is. One that contradicts the case is refused, because HCCL would not do
 what the case says. Umbra's custom operators are added to the list of custom operators.
 """
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from umbra.base.errors import UserError
 from umbra.executor.platform.ascend.hccl import uses_aiv
+from umbra.executor.platform.ascend.settings import AscendSettings, HcclSettings
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.ops.ascend import vector_core
 
@@ -20,10 +24,22 @@ ALLOCATOR = "expandable_segments:True"  # segments that grow: less memory lost b
 AFFINITY = "1,npu_affine:1"
 
 
+def cann_home() -> Path | None:
+    """The folder that CANN is installed in, as its set_env.sh sets it; None: unknown."""
+    home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
+    return Path(home) if home else None
+
+
+def custom_operators() -> str:
+    """ASCEND_CUSTOM_OPP_PATH: folders of CANN's custom operators, with ":" between them."""
+    return os.environ.get("ASCEND_CUSTOM_OPP_PATH", "")
+
+
 def ascend_environment(settings: PlatformSettings, given: Mapping[str, str]) -> dict[str, str]:
     """The variables to add to the environment `given`."""
     _refuse_contradictions(settings, given)
-    ascend, hccl, timeout = settings.ascend, settings.hccl, settings.comm_timeout_s
+    ascend, hccl = settings.of_device(AscendSettings), settings.of_device(HcclSettings)
+    timeout = settings.comm_timeout_s
     shortest, longest = CONNECT_TIMEOUT_S
     wanted = {
         "PYTORCH_NPU_ALLOC_CONF": ALLOCATOR,
@@ -51,7 +67,8 @@ def ascend_environment(settings: PlatformSettings, given: Mapping[str, str]) -> 
 
 
 def _refuse_contradictions(settings: PlatformSettings, given: Mapping[str, str]) -> None:
-    hccl, aiv = settings.hccl, uses_aiv(settings.hccl, settings.sizes)
+    hccl = settings.of_device(HcclSettings)
+    aiv = uses_aiv(hccl, settings.sizes)
     deterministic = given.get("HCCL_DETERMINISTIC", "").lower()
     if deterministic in ("true", "strict") and aiv:
         raise UserError(

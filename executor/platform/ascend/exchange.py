@@ -7,6 +7,7 @@ Limits are those of the operators' tilings for Atlas A3, the same in OT 8.5.0, 9
 from umbra.base.errors import UserError
 from umbra.executor.config.units import MB
 from umbra.executor.platform.ascend.hccl import A3
+from umbra.executor.platform.ascend.settings import AscendSettings
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.config import ModelConfig
 from umbra.ops.ascend.cann import since
@@ -21,7 +22,7 @@ ONE_PLACE = ParallelSizes()  # each expert is on one rank
 def why_gathered(settings: PlatformSettings, config: ModelConfig) -> str:
     """Returns why a case gathers the rows of all ranks on any device; empty if it may exchange them."""
     sizes = settings.sizes
-    if not settings.ascend.exchange:
+    if not settings.of_device(AscendSettings).exchange:
         return "ascend_config.exchange: false"
     if sizes.attn_tp > 1 or sizes.moe_tp > 1:
         return "attn_tp_size and moe_tp_size are not both 1"

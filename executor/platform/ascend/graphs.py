@@ -24,10 +24,11 @@ from torch._functorch import config as functorch_config
 from torchair.inference._cache_compiler import CompiledModel
 
 from umbra.base.files import ROOT
-from umbra.executor.config.case import AscendSettings
-from umbra.executor.config.env import RankEnv, cann_home
+from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.ascend.compile_cache import CompileCache, compile_facts
+from umbra.executor.platform.ascend.environment import cann_home
 from umbra.executor.platform.ascend.fallbacks import report
+from umbra.executor.platform.ascend.settings import AscendSettings
 from umbra.executor.platform.ascend.trusted_files import source_digest
 from umbra.executor.platform.ascend.versions import read_versions
 from umbra.executor.platform.base import Step
@@ -174,7 +175,10 @@ class AscendGraphs:
             if isinstance(layer, PagedAttention):
                 layer.keep_queries(size[0])
         in_ge = self.settings.exe_mode == "ge_graph"
-        step, config = named(self.step, size), compiler_config(self.settings.exe_mode, self.settings.ascend)
+        step, config = (
+            named(self.step, size),
+            compiler_config(self.settings.exe_mode, self.settings.of_device(AscendSettings)),
+        )
         if self.cache is None:
             backend = torchair.get_npu_backend(compiler_config=config)
             compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)

@@ -4,7 +4,7 @@ HCCL runs collectives on the vector cores (AIV) for one group of ranks at a time
 HCCL_OP_EXPANSION_MODE=AIV, which switches AIV on, applies to every group, so all groups but one name another mode.
 """
 
-from umbra.executor.config.case import HcclSettings
+from umbra.executor.platform.ascend.settings import HcclSettings
 from umbra.ops.parallel.partitions import ParallelSizes, names_sharing, partitions
 
 HOST, AI_CPU, AIV = 1, 2, 3  # HcclCommConfig's hcclOpExpansionMode

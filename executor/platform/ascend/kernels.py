@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from umbra.base.errors import UserError
+from umbra.executor.platform.ascend.settings import AscendSettings
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.causal_lm import CausalLM
 from umbra.models.layers.base import layers_of
@@ -26,10 +27,11 @@ BUILD = "bash ops/ascend/vector_core/build.sh"
 def gemv_tokens(settings: PlatformSettings, built: bool) -> int:
     """Most tokens of a step whose products run on the vector cores; 0: no products do. `built` says whether
     ops/ascend/vector_core has been built."""
-    wanted = settings.ascend.decode_gemv
+    ascend = settings.of_device(AscendSettings)
+    wanted = ascend.decode_gemv
     if wanted == "on" and not built:
         raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: the kernels are not built: run {BUILD}")
-    return settings.ascend.gemv_max_tokens if wanted != "off" and built else 0
+    return ascend.gemv_max_tokens if wanted != "off" and built else 0
 
 
 def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) -> dict[str, str]:
@@ -42,7 +44,7 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
         if match and isinstance(layer, (Experts, MergedLinear, RowLinear)):
             weights: Any = layer.weights if isinstance(layer, Experts) else layer.weight
             why = unfit(weights)
-            if why and settings.ascend.decode_gemv == "on":
+            if why and settings.of_device(AscendSettings).decode_gemv == "on":
                 raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
             why = why or _why_none(settings, built)
             kernels = (*_kernels(weights, in_planes=not why), why)
@@ -107,7 +109,7 @@ def _kernels(weights: AscendMatrix | Bank, in_planes: bool) -> tuple[str, str]:
 
 
 def _why_none(settings: PlatformSettings, built: bool) -> str:
-    if settings.ascend.decode_gemv == "off":
+    if settings.of_device(AscendSettings).decode_gemv == "off":
         return "decode_gemv: off"
     return "" if built else f"decode_gemv: the kernels are not built: {BUILD}"
 

@@ -22,9 +22,9 @@ import torch_npu
 from torch import Tensor
 
 from umbra.cpu_offload.costs import Costs
-from umbra.cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
+from umbra.cpu_offload.expert_ring import JOB_ROWS, ExpertRing, Link, group_count, group_size
 from umbra.cpu_offload.experts import ShadowedExperts
-from umbra.ops.ascend.bridge import JOB_ROWS, BridgeError
+from umbra.ops.ascend.bridge import BridgeError
 from umbra.ops.ascend.grouped import COUNTS
 from umbra.ops.ascend.host_memory import pinned, send
 from umbra.ops.ascend.moe import check_ids, products, resident

@@ -150,9 +150,6 @@ class AscendDevice(Device):
         self.layers.append(NpuExperts(self, pool, number, here, inner, hidden, format, kind))
         return self.layers[-1]
 
-    def spare(self, slot_bytes: int) -> int:
-        return slot_bytes  # room for a slot of zeros
-
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
         self.registered = [Registered(layer.store.memory, f"layer {layer.number}") for layer in self.layers]

@@ -38,6 +38,11 @@ def expert_slot(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype
     return ExpertBlocks(inner, hidden, format, kind).block_bytes, ALIGNMENT
 
 
+def expert_blocks(inner: int, hidden: int, format: Format, kind: ExpertKind, dtype: torch.dtype) -> ExpertBlocks:
+    """The blocks of the shadow store. `dtype` makes no difference."""
+    return ExpertBlocks(inner, hidden, format, kind)
+
+
 class CpuExperts(ShadowedExperts):
     def __init__(self, pool: ShadowPool, number: int, here: slice, blocks: ExpertBlocks):
         self.store = ExpertStore(here.stop - here.start, blocks, pool)

@@ -13,7 +13,7 @@ from umbra.executor.config.resolved import read_resolved
 from umbra.executor.launch.join import init_parallel
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.plan.platform_settings import platform_settings
-from umbra.executor.platform import load_platform
+from umbra.executor.platform.registry import load_platform
 
 
 def main() -> None:

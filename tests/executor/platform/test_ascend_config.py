@@ -17,10 +17,11 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_case, load_model_config
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.plan.sketch import sketch_of
-from umbra.executor.platform import start_environment
 from umbra.executor.platform.ascend.exchange import why_gathered, why_refused
 from umbra.executor.platform.ascend.hccl import AI_CPU, AIV, HOST, group_options
 from umbra.executor.platform.ascend.kernels import check_offsets, chosen_kernels, gemv_tokens
+from umbra.executor.platform.ascend.settings import HcclSettings
+from umbra.executor.platform.registry import start_environment
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.qwen3_moe.config import Qwen3MoeConfig
 from umbra.ops.ascend import vector_core
@@ -73,7 +74,8 @@ def environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
 
 def options(case: Case, soc: str) -> dict[str, tuple[int, int]]:
     """(MB, mode) of each group."""
-    made = {name: group_options(case.hccl_config, case.parallel_sizes, name, soc) for name in GROUPS}
+    hccl = case.of_device(HcclSettings)
+    made = {name: group_options(hccl, case.parallel_sizes, name, soc) for name in GROUPS}
     return {name: (o["hccl_buffer_size"], o["hccl_op_expansion_mode"]) for name, o in made.items()}
 
 

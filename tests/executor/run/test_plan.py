@@ -21,9 +21,10 @@ from umbra.executor.engine.memory.batch_limits import limits_of
 from umbra.executor.engine.memory.kv_caches import bind_caches
 from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.plan.activations import Ledger
+from umbra.executor.plan.resolve import STEP, resolve
+from umbra.executor.plan.shadows import plan_with_arena
 from umbra.executor.platform.ascend.plan.memory import make_plan
 from umbra.executor.platform.ascend.plan.shadows import CountedShadows
-from umbra.executor.run.chunk_plan import STEP, plan_with_arena, with_chunk
 from umbra.executor.run.memory_report import check_fits, print_plan
 from umbra.models.layers.base import layers_of
 from umbra.models.registry import model_class
@@ -115,7 +116,7 @@ def test_every_case_of_ascend_fits(name: str) -> None:
     case = load_case(name)
     if case.offload_config.mode == "none":
         return check_fits(make_plan(case))
-    case = with_chunk(case)
+    case = resolve(case)
     check_fits(plan_with_arena(case))
     if chunk := case.data_config.chunked_prefill_size:
         assert plan_with_arena(load_case(name, [f"chunked_prefill_size={chunk + STEP}"])).left < 0

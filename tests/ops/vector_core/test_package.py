@@ -14,7 +14,7 @@ import torch
 from umbra.base.files import ROOT
 from umbra.executor.config.load import load_case
 from umbra.executor.plan.platform_settings import platform_settings
-from umbra.executor.platform import start_environment
+from umbra.executor.platform.registry import start_environment
 from umbra.ops.ascend import vector_core
 from umbra.ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
 

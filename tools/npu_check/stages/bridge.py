@@ -13,7 +13,7 @@ import torch_npu
 from torch import Tensor
 from torch_npu.npu.utils import get_cann_version
 
-from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.environment import cann_home
 from umbra.executor.platform.ascend.versions import read_versions
 from umbra.ops.ascend.bridge import DONE, SUBMIT, BridgeError
 from umbra.ops.ascend.shadow import ShadowNodes

@@ -12,7 +12,7 @@ import torch_npu
 from torch import Tensor
 from torch_npu.npu.utils import get_cann_version
 
-from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.environment import cann_home
 from umbra.executor.platform.ascend.versions import read_versions
 from umbra.ops import reference
 from umbra.ops.ascend.layout import TILE

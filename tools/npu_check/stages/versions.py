@@ -4,7 +4,7 @@ import platform
 from pathlib import Path
 
 from umbra.base.errors import UserError
-from umbra.executor.config.env import cann_home
+from umbra.executor.platform.ascend.environment import cann_home
 from umbra.executor.platform.ascend.versions import check_versions, read_versions
 from umbra.tools.npu_check.outcome import Check, Passed
 from umbra.tools.npu_check.stage import DEVICE

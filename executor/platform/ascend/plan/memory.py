@@ -7,7 +7,6 @@ Splits of a model are even (`check_parallel`), or the first ranks hold a little 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,14 +15,16 @@ from torch import nn
 from umbra.executor.config.case import MOST_DRAFTING, Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.units import GB, MB
-from umbra.executor.engine.memory.batch_limits import Limits
 from umbra.executor.engine.memory.kv_caches import attentions, recurrent
 from umbra.executor.plan.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
+from umbra.executor.plan.counting import Counting
+from umbra.executor.plan.memory import ARENA, CACHE, GRAPHS, PREFILL, REMEDIES, REST, WEIGHTS, MemoryPlan
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of
 from umbra.executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from umbra.executor.platform.ascend.hccl import buffer_mb
 from umbra.executor.platform.ascend.plan.shadows import CountedShadow, CountedShadows
+from umbra.executor.platform.ascend.settings import AscendSettings, HcclSettings
 from umbra.executor.platform.base import graph_rows
 from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig
@@ -31,20 +32,13 @@ from umbra.models.layers.base import layers_of
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.mtp import MultiTokenPrediction
 from umbra.ops.ascend.layout import CAUSAL_MASK, AscendLayout
+from umbra.ops.ascend.vector_core.planes import MOST_ROWS
 from umbra.ops.ascend.weights import AscendExperts
-from umbra.ops.counted import CountedExchange, CountedOps
+from umbra.ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps
 from umbra.ops.interface import Exchange, Ops
 from umbra.ops.parallel.partitions import ParallelSizes, partitions
 
-WEIGHTS, CACHE, ARENA, PREFILL, GRAPHS, HCCL, REST = (
-    "weights",
-    "KV cache",
-    "arena",
-    "prefill step",
-    "decode graphs",
-    "HCCL buffers",
-    "allowance",
-)
+HCCL = "HCCL buffers"
 # A tenth of 64 GB, rounded down: serving engines usually leave as much free.
 ALLOWANCE = Part(
     "CANN, operators, tiles",
@@ -54,36 +48,7 @@ ALLOWANCE = Part(
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The memory that one rank needs, by sections."""
-
-    case: Case
-    sections: dict[str, list[Part]]
-    page_nbytes: int  # bytes of one KV page of a set of layers
-    limits: Limits
-    decode: list[Part]  # the parts that a decode step reads from memory
-
-    @property
-    def total(self) -> int:
-        return sum(self.of(name) for name in self.sections)
-
-    @property
-    def left(self) -> int:
-        return self.case.ascend_config.memory_gb * GB - self.total
-
-    @property
-    def tokens_left(self) -> int:
-        """Number of further tokens of KV cache, in whole pages, that fit into the memory that is left."""
-        pages = max(self.left, 0) // self.page_nbytes
-        return pages // max(1, self.limits.windows.count(None)) * self.limits.page_size
-
-    def of(self, section: str) -> int:
-        """Bytes of all parts of a section."""
-        return sum(part.nbytes for part in self.sections[section])
-
-
-def make_plan(case: Case, arena: Sequence[Part] = ()) -> Plan:
+def make_plan(case: Case, arena: Sequence[Part] = ()) -> MemoryPlan:
     """The plan of an Ascend case. `arena` has the parts of the buffer that experts with shadows share with the KV
     cache."""
     ledger = Ledger()
@@ -114,15 +79,24 @@ def make_plan(case: Case, arena: Sequence[Part] = ()) -> Plan:
     beside = sum(cache.nbytes for layer in attentions(sketch.model, aside=True) for cache in layer.caches)
     # Of a page by a step that guesses nothing.
     read = (cache.nbytes - beside) // (sketch.pages + 1) * (layers - bool(sketch.model.mtp_at)) // layers
-    return Plan(case, sections, page_nbytes, sketch.limits, _decode(case, sketch, weights, experts, read))
+    decode = _decode(case, sketch, weights, experts, read)
+    return MemoryPlan(
+        case, sections, REMEDIES | {HCCL: "lower hccl_config.buffer_mb"}, page_nbytes, sketch.limits, decode
+    )
 
 
 def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
     """The ops of an Ascend case, which name to `ledger` the tensors that they make."""
     dtype: torch.dtype = getattr(torch, case.model_config.dtype)
-    experts, routing = case.parallel_sizes.physical(config.expert_count), case.ascend_config.moe_routing
+    experts, routing = case.parallel_sizes.physical(config.expert_count), case.of_device(AscendSettings).moe_routing
     page_size = case.cache_config.page_size
     return CountedOps(AscendLayout(dtype), dtype, page_size, experts, routing=routing, name=ledger.note)
+
+
+def counting(case: Case, config: ModelConfig) -> Counting:
+    """How steps of a model with this config run: by which kernels, and with rows that are exchanged or gathered."""
+    settings = platform_settings(case)
+    return Counting(ASCEND_KERNELS, MOST_ROWS, 0 if why_gathered(settings, config) else most_rows(settings))
 
 
 def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
@@ -233,11 +207,11 @@ def _inputs(batch: Batch) -> int:
 
 def _hccl(case: Case) -> list[Part]:
     """HCCL's buffers for this rank's groups. Groups of the same ranks share a buffer; a group of one rank has none."""
-    shared: dict[tuple[int, ...], list[str]] = {}
+    shared, hccl = dict[tuple[int, ...], list[str]](), case.of_device(HcclSettings)
     for name, members in partitions(case.parallel_sizes).items():
         shared.setdefault(members[0], []).append(name)
     return [
-        product(", ".join(names), buffers=2, MB=buffer_mb(case.hccl_config, case.parallel_sizes, names[0]), B=MB)
+        product(", ".join(names), buffers=2, MB=buffer_mb(hccl, case.parallel_sizes, names[0]), B=MB)
         for ids, names in shared.items()
         if len(ids) > 1
     ]

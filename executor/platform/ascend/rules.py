@@ -1,27 +1,27 @@
-"""The rules between keys that hold on platform: ascend, and those about its keys on other platforms."""
+"""The rules between the keys of a case that hold on platform: ascend."""
 
-import dataclasses
 import itertools
 
 from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
-from umbra.executor.config.platforms import PLATFORMS
+from umbra.executor.platform.ascend.facts import FACTS
+from umbra.executor.platform.ascend.settings import AscendSettings, HcclSettings
 from umbra.ops.parallel.partitions import names_sharing, partitions
 
 
-def check_ascend(case: Case, where: str) -> None:
-    """Refuse what the fused kernels and HCCL cannot do."""
-    page_size, hccl, port = case.cache_config.page_size, case.hccl_config, case.ascend_config.base_port
-    if page_size != PLATFORMS["ascend"].page_size:
+def check(case: Case, where: str) -> None:
+    """Refuse what the fused kernels, graphs and HCCL cannot do."""
+    page_size, ascend, hccl = case.cache_config.page_size, case.of_device(AscendSettings), case.of_device(HcclSettings)
+    if page_size != FACTS.page_size:
         raise UserError(
-            f"{where}: cache_config.page_size: {page_size} must be {PLATFORMS['ascend'].page_size} on platform: ascend "
+            f"{where}: cache_config.page_size: {page_size} must be {FACTS.page_size} on platform: ascend "
             "(the only block of paged attention that all versions of CANN document): leave it out"
         )
     if case.model_config.dtype == "float32":
         raise UserError(
             f"{where}: model_config.dtype: float32 has no fused kernels on platform: ascend: choose bfloat16 or float16"
         )
-    method, rest, kinds = case.quantization.method, case.quantization.rest, PLATFORMS[case.platform].quantised
+    method, rest, kinds = case.quantization.method, case.quantization.rest, FACTS.quantised
     if method not in ("auto", "none", *kinds):
         raise UserError(
             f"{where}: quantization.method: {method} has no fused kernels on platform: ascend: choose q4 or none"
@@ -40,41 +40,34 @@ def check_ascend(case: Case, where: str) -> None:
         )
     graphs = ("ge_graph", "acl_graph", "npugraph_ex")
     for name, modes in (("super_kernel", graphs[::2]), ("static_kernels", graphs[2:]), ("prefetch", graphs)):
-        if getattr(case.ascend_config, name) and case.exe_mode not in modes:
+        if getattr(ascend, name) and case.exe_mode not in modes:
             raise UserError(
                 f"{where}: ascend_config.{name}: true has no meaning with exe_mode: {case.exe_mode}: choose "
                 f"{' or '.join(modes)}, or leave it out"
             )
-    if port is not None and port < 1024:
-        raise UserError(f"{where}: ascend_config.base_port: {port} is the system's: choose 1024 or more, or 0")
+    if ascend.base_port is not None and ascend.base_port < 1024:
+        raise UserError(
+            f"{where}: ascend_config.base_port: {ascend.base_port} is the system's: choose 1024 or more, or 0"
+        )
     if hccl.deterministic and hccl.aiv_group != "none":
         raise UserError(
             f"{where}: hccl_config.deterministic: true and hccl_config.aiv_group: {hccl.aiv_group} exclude each other "
             "(HCCL leaves the vector cores to be deterministic): set aiv_group: none"
         )
-    _check_buffers(case, where)
-
-
-def check_not_ascend(case: Case, where: str) -> None:
-    """Refuse keys that only platform: ascend has a use for."""
-    if case.model_config.enable_cache_compile:
+    if case.offload_config.mode != "none" and case.exe_mode == "ge_graph":
         raise UserError(
-            f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: {case.platform}"
+            f"{where}: offload_config.mode: {case.offload_config.mode} needs a callback to the host, which a GE graph "
+            "takes from CANN 9 on, in an operator that Umbra does not have yet: choose exe_mode: acl_graph or "
+            "npugraph_ex"
         )
-    for name in ("ascend_config", "hccl_config"):
-        settings = getattr(case, name)
-        for field in dataclasses.fields(settings):
-            if getattr(settings, field.name) != field.default:
-                raise UserError(
-                    f"{where}: {name}.{field.name}: has no meaning on platform: {case.platform}: leave it out"
-                )
+    _check_buffers(case, hccl, where)
 
 
-def _check_buffers(case: Case, where: str) -> None:
+def _check_buffers(case: Case, hccl: HcclSettings, where: str) -> None:
     """Groups of the same ranks are one HCCL group, so they cannot have buffers of different sizes."""
     sizes = case.parallel_sizes
     for name, ranks in partitions(sizes).items():
-        own = case.hccl_config.own_buffers(names_sharing(sizes, name))
+        own = hccl.own_buffers(names_sharing(sizes, name))
         for (key, size), (other, other_size) in itertools.pairwise(own):
             if size != other_size:
                 raise UserError(

@@ -1,0 +1,25 @@
+"""What a device does with a step beside its tensors' shapes, for predictions of times."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from umbra.executor.config.case import Case
+from umbra.executor.config.platforms import PLATFORMS
+from umbra.models.config import ModelConfig
+from umbra.models.registry import load
+
+
+@dataclass(frozen=True)
+class Counting:
+    kernels: Mapping[str, int]  # of the ops that are not one kernel
+    most_columns: int  # of matrices that kernels for few rows take
+    exchanged: int  # rows of the largest step whose experts' rows are exchanged; 0: rows are always gathered
+
+
+def counting_of(case: Case, config: ModelConfig) -> Counting:
+    """How the case's device computes the steps of a model with this config."""
+    if where := PLATFORMS[case.platform].counting:
+        counting: Counting = load(where)(case, config)
+        return counting
+    return Counting({}, sys.maxsize, sys.maxsize if case.parallel_sizes.expert_slots else 0)

@@ -1,0 +1,18 @@
+"""What is known of the CPU as a device."""
+
+from umbra.executor.config.device import DeviceFacts
+
+FACTS = DeviceFacts(
+    platform="umbra.executor.platform.cpu.device:CpuPlatform",
+    layout="umbra.ops.cpu.layout:CpuLayout",
+    exe_modes=("eager", "graph"),
+    default_mode="graph",
+    page_size=16,
+    page_multiple=2,  # values are kept in pairs of tokens
+    quantised=("q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4", "w8a8"),
+    expert_slot="umbra.executor.platform.cpu.shadow_device:expert_slot",
+    shadow_blocks="umbra.executor.platform.cpu.shadow_device:expert_blocks",
+    activations="float32",
+    mixes=True,
+    keeps_packed=True,
+)
