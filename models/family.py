@@ -8,6 +8,17 @@ from umbra.models.mtp_names import MtpNames
 
 
 @dataclass(frozen=True)
+class QuantisedFiles:
+    """How the quantised checkpoints of a family are written: which modules stay in floats."""
+
+    floats: tuple[str, ...]  # modules of a layer that are never quantised, by their paths in it: routers and small ones
+    # The modules of a layer that official files in FP8 list; None: `floats`.
+    fp8_floats: tuple[str, ...] | None = None
+    fp8_anywhere: tuple[str, ...] = ("lm_head",)  # other names that they list
+    fp8_type: str = "e4m3"  # their name of the weights' type
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of models. `models/registry.py` finds its record by its name."""
 
@@ -22,6 +33,7 @@ class Family:
     others: Mapping[str, str] = field(default_factory=dict)
     gguf: Architecture | None = None  # of its GGUF files; None: there are none
     mtp: MtpNames | None = None  # of its layers that predict further tokens; None: none is made
+    quantised: QuantisedFiles | None = None  # None: its files have all experts in one tensor, and become MXFP4 alone
 
     @property
     def architecture(self) -> str:

@@ -3,14 +3,16 @@ Kimi-K2, what reads text in Kimi-K2.5, and Moonlight; GLM-4.7-Flash."""
 
 from umbra.models.deepseek.config import MTP
 from umbra.models.deepseek.gguf import DEEPSEEK2
-from umbra.models.family import Family
+from umbra.models.family import Family, QuantisedFiles
 
+QUANTISED = QuantisedFiles(("mlp.gate", "self_attn.kv_b_proj"))
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     config="umbra.models.deepseek.config:DeepseekV2Config",
     model="umbra.models.deepseek.model:DeepseekV2ForCausalLM",
     gguf=DEEPSEEK2,
     mtp=MTP,
+    quantised=QUANTISED,
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -21,6 +23,7 @@ DEEPSEEK_V3 = Family(
     aliases={"language_model.model": "model", "language_model.lm_head": "lm_head"},
     gguf=DEEPSEEK2,
     mtp=MTP,
+    quantised=QUANTISED,
 )
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
@@ -28,4 +31,5 @@ GLM4_MOE_LITE = Family(
     model="umbra.models.deepseek.model:Glm4MoeLiteForCausalLM",
     gguf=DEEPSEEK2,
     mtp=MTP,
+    quantised=QUANTISED,
 )

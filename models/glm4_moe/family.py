@@ -1,6 +1,6 @@
 """The record of GLM-4-MoE: GLM-4.5-Air, 4.5, 4.6 and 4.7."""
 
-from umbra.models.family import Family
+from umbra.models.family import Family, QuantisedFiles
 from umbra.models.glm4_moe.config import MTP
 from umbra.models.glm4_moe.gguf import GLM4MOE
 
@@ -10,4 +10,5 @@ GLM4_MOE = Family(
     model="umbra.models.glm4_moe.model:Glm4MoeForCausalLM",
     gguf=GLM4MOE,
     mtp=MTP,
+    quantised=QuantisedFiles(("mlp.gate",)),
 )

@@ -1,6 +1,6 @@
 """The record of MiniMax-M2: M2, M2.1, M2.5 and M2.7."""
 
-from umbra.models.family import Family
+from umbra.models.family import Family, QuantisedFiles
 from umbra.models.minimax_m2 import gguf
 
 MINIMAX_M2 = Family(
@@ -17,4 +17,7 @@ MINIMAX_M2 = Family(
         "minimax_m3_vl": "MiniMax-M3",
     },
     gguf=gguf.MINIMAX_M2,
+    quantised=QuantisedFiles(
+        ("block_sparse_moe.gate",), (), ("gate", "e_score_correction_bias", "lm_head"), "float8_e4m3fn"
+    ),
 )

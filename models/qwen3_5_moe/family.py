@@ -1,6 +1,6 @@
 """The record of Qwen3.5-MoE and Qwen3.6-MoE."""
 
-from umbra.models.family import Family
+from umbra.models.family import Family, QuantisedFiles
 from umbra.models.hybrid_config import MTP
 from umbra.models.qwen3_5_moe.gguf import QWEN35MOE
 
@@ -13,4 +13,5 @@ QWEN3_5_MOE = Family(
     others={"qwen3_5": "dense Qwen3.5", "qwen3_5_text": "dense Qwen3.5"},
     gguf=QWEN35MOE,
     mtp=MTP,
+    quantised=QuantisedFiles(("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")),
 )

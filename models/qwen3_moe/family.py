@@ -1,6 +1,6 @@
 """The record of Qwen3-MoE."""
 
-from umbra.models.family import Family
+from umbra.models.family import Family, QuantisedFiles
 from umbra.models.qwen3_moe.gguf import QWEN3MOE
 
 QWEN3_MOE = Family(
@@ -9,4 +9,5 @@ QWEN3_MOE = Family(
     model="umbra.models.qwen3_moe.model:Qwen3MoeForCausalLM",
     others={"qwen4_exp": "Qwen4"},
     gguf=QWEN3MOE,
+    quantised=QuantisedFiles(("mlp.gate",), ("input_layernorm", "mlp.gate", "post_attention_layernorm")),
 )

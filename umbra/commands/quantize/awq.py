@@ -63,16 +63,14 @@ class AwqTarget(Target):
 
     @property
     def config(self) -> dict[str, Any]:
-        family = self.source.family
+        floats = [*self.source.quantised_files.floats, *filter(None, [self.source.mtp])]
         return {
             "quant_method": "awq",
             "version": "gemm",
             "bits": BITS,
             "group_size": self.group,
             "zero_point": True,
-            "modules_to_not_convert": list(
-                filter(None, (family.router, family.shared_gate, *family.small, self.source.mtp))
-            ),
+            "modules_to_not_convert": floats,
         }
 
     def check_sizes(self, rows: int, columns: int) -> str:

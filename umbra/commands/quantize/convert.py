@@ -22,6 +22,7 @@ from torch import Tensor
 from umbra.base.errors import UserError
 from umbra.base.files import read_json, write_json, write_whole
 from umbra.commands.quantize.awq import AwqTarget
+from umbra.commands.quantize.layer import CalibratedLayer
 from umbra.commands.quantize.search import Fold, fold, search_layer
 from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.target import Target
@@ -62,11 +63,13 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
         for index in range(count):
             folds: list[Fold] = []
             if hidden is not None and source.parts[index] != source.mtp:
-                layer, weights = source.math(index, hidden.shape[1]), partial(_wide, source.layer(index))
+                windows, length, _ = hidden.shape
+                layer = CalibratedLayer(source, index, windows, length, each)
+                weights = partial(_wide, source.layer(index))
                 if index in missing and isinstance(target, AwqTarget):
                     rounded = partial(_rounded, target, index)
-                    folds = list(search_layer(layer, weights, hidden, target.group, rounded, each))
-                hidden = layer.forward(weights, hidden, each)
+                    folds = list(search_layer(layer, weights, hidden, target.group, rounded))
+                hidden = layer.forward(weights, hidden)
             if index in missing:
                 _write_tensors(layers[index], _written(target, index, folds, each))
             progress.layer()

@@ -37,10 +37,10 @@ class Fp8Target(Target):
     def config(self) -> dict[str, Any]:
         return {
             "quant_method": "fp8",
-            "fmt": self.source.family.fp8_name,
+            "fmt": self.source.quantised_files.fp8_type,
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": [*self.source.family.not_fp8(self.source.config), *self.source.mtp_floats],
+            "modules_to_not_convert": [*self.source.fp8_floats, *self.source.mtp_floats],
         }
 
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:

@@ -1,40 +1,50 @@
-"""One decoder layer in plain float32, in parts, so that a search can vary the weights of each part.
+"""A decoder layer of the real model on ops/reference, for calibration: each of its two blocks, attention and MLP, can
+be computed with other weights, and what its matrices multiply is seen.
 
-Shapes: B windows of L tokens, hidden size H. Tensor names are those of the checkpoint without `model.layers.N.`.
+Shapes: B windows of L tokens, hidden size H. Names of tensors are those of the checkpoint without `model.layers.N.`.
+Routed experts are not held in memory: each is read when it is used.
 """
 
-from abc import ABC, abstractmethod
+import dataclasses
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import ClassVar, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from umbra.commands.quantize.source import PLAIN, Source
 from umbra.commands.quantize.workers import Each
-from umbra.models.layers.attention import AttentionConfig
-from umbra.models.layers.rotary import head_order, rotary_angles
-from umbra.ops.reference import rms_norm, rope, sigmoid_mul
+from umbra.models.batch import Batch
+from umbra.models.build import Build, Formats
+from umbra.models.layers.attention import PagedCache
+from umbra.models.layers.base import Piece, layers_of
+from umbra.models.layers.decoder_layer import DecoderLayer
+from umbra.models.layers.experts import Experts
+from umbra.models.layers.rotary import rotary_angles
+from umbra.models.layers.states import RecurrentStates
+from umbra.models.registry import model_class
+from umbra.ops import reference
+from umbra.ops.format import Format
+from umbra.ops.interface import ExpertKind, Ops, Paged, Recurrent, fixed
+from umbra.ops.parallel.groups import Parallel
 
 Weights = Callable[[str], Tensor]  # maps a tensor's name to its values in float32
-QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-O_PROJ = "self_attn.o_proj.weight"
+PARTS = ("gate_proj", "up_proj", "down_proj")  # names of an expert's matrices where one tensor has those of all
 
 
-class LayerConfig(AttentionConfig, Protocol):
-    """The part of a family's config that all families' layers read."""
+@dataclass(frozen=True)
+class OneLayer(Build):
+    """A Build that gives memory to the modules of the layer at the path `layer` alone."""
 
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
+    layer: str = ""
 
-
-C = TypeVar("C", bound=LayerConfig)
+    def at(self, name: str) -> Build:
+        child = super().at(name)
+        device = "cpu" if f"{child.path}.".startswith(f"{self.layer}.") else "meta"
+        return dataclasses.replace(child, device=torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -43,130 +53,254 @@ class Routing:
     ids: Tensor  # (tokens, k)
 
     def of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """The rows of the tokens that are routed to the expert, and its weight for each of them."""
+        """Returns the rows of the tokens that are routed to the expert, and its weight for each of them."""
         rows, columns = (self.ids == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, columns, None]
 
 
-class LayerMath(ABC, Generic[C]):
-    """A layer that holds the tensors `names`, for windows of `length` tokens. The families' classes say what differs
-    between them."""
+@dataclass
+class Seen:
+    """The ops of a block in one window."""
 
-    matrices: ClassVar[tuple[str, str, str]]  # names of an expert's gate, up and down projections
-    router: ClassVar[str]  # path of the router within a layer
-    shared: ClassVar[str] = ""  # path of the expert that every token takes, which is numbered after the others
-    shared_gate: ClassVar[str] = ""  # path of its gate
-    small: ClassVar[tuple[str, ...]] = ()  # paths of other modules that stay in floats
-    fp8_name: ClassVar[str]  # how the family's official FP8 configs call the type of the weights
-    norm_base: ClassVar[float] = 0.0  # what the stored weights of norms lack
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # what each matrix multiplies, by the matrix's identity
+    normed: list[tuple[Tensor, int]] = field(default_factory=list)  # each norm's result and the identity of its weight
+    routing: Routing | None = None
+    gate: Tensor | None = None  # (rows, 1), of a shared expert
 
-    @classmethod
-    @abstractmethod
-    def not_fp8(cls, config: C) -> list[str]:
-        """`modules_to_not_convert` of the family's official FP8 configs."""
+    def norm_of(self, x: Tensor) -> int | None:
+        return next((weight for out, weight in self.normed if out.data_ptr() == x.data_ptr()), None)
 
-    @abstractmethod
-    def choose(self, w: Weights, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's logits (tokens, experts) -> the weights and ids of the chosen experts, each (tokens, k)"""
 
-    def __init__(self, config: C, names: Collection[str], length: int):
-        self.config, self.names = config, names
-        self.inputs: Collection[str] = QKV  # weights whose input is that of attention
-        self.cos, self.sin = rotary_angles(config.rope, config.head_dim, length)  # (L, head_dim)
-        self.order = head_order(config.rope, config.head_dim)
-        self.gate, self.up, self.down = (f"{matrix}.weight" for matrix in self.matrices)
-        # Name prefixes of the matrices above: one, or one for each expert.
-        self.mlps = [name.removesuffix(self.down) for name in names if name.endswith(f".{self.down}")]
+class WatchedOps:
+    """ops/reference, noting in `seen` of the calling thread, if it is set, what the module says of `Seen`."""
 
-    def normed(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        """RMS norm over as many columns of `x` as the norm's weight has, if there is such a norm."""
-        if f"{name}.weight" not in self.names:
-            return x
-        weight = w(f"{name}.weight") + self.norm_base
-        return rms_norm(x.unflatten(-1, (-1, len(weight))), weight, self.config.rms_norm_eps).flatten(-2)
+    def __init__(self) -> None:
+        self.thread = threading.local()
 
-    def linear(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        bias = f"{name}.bias"
-        return F.linear(x, w(f"{name}.weight"), w(bias) if bias in self.names else None)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
 
-    def heads(self, w: Weights, x: Tensor) -> Tensor:
-        """The input of o_proj: x (B, L, H) -> (B, L, heads * head_dim)"""
-        q, gate = self.queries(w, x)
-        k, v = (self.linear(w, f"self_attn.{which}_proj", x) for which in "kv")
-        q, k = self.normed(w, "self_attn.q_norm", q), self.normed(w, "self_attn.k_norm", k)
-        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in (q, k, v))
-        if self.order:
-            q, k = q[..., self.order], k[..., self.order]
-        q, k = rope(q, k, self.cos, self.sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, L, head_dim)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out = out.transpose(1, 2).flatten(2)
-        return out if gate is None else sigmoid_mul(out, gate)
+    @property
+    def seen(self) -> Seen:
+        seen: Seen = self.thread.seen
+        return seen
 
-    def queries(self, w: Weights, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The queries (B, L, heads * head_dim) and, where there is one, as large a gate of the attention's result."""
-        return self.linear(w, "self_attn.q_proj", x), None
+    def linear(self, x: Tensor, weight: reference.DenseMatrix, bias: Tensor | None) -> Tensor:
+        self.seen.inputs[id(weight)] = x
+        return reference.linear(x, weight, bias)
 
-    def within(self, w: Weights, x: Tensor) -> Iterator[tuple[Tensor, str, str]]:
-        """(inputs, weight, norm) of each product within the attention of x (B, L, H) whose inputs a norm makes."""
-        yield from ()
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        out = reference.rms_norm(x, weight, eps, bias)
+        self.seen.normed.append((out, id(weight)))
+        return out
 
-    def attentions(self, candidates: Iterable[Weights], x: Tensor, each: Each) -> Iterator[Tensor]:
-        """The attention's output (B, L, H) for x (B, L, H) with each of the weights."""
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+        self.seen.gate = gate
+        return reference.add_gated(x, y, gate)
 
-        def attention(task: tuple[Weights, Tensor]) -> Tensor:
-            w, window = task
-            return self.linear(w, "self_attn.o_proj", self.heads(w, window))
 
-        windows = x.split(1)
-        outputs = each(attention, ((w, window) for w in each(self.held, candidates) for window in windows))
-        for first in outputs:
-            yield torch.cat([first, *islice(outputs, len(windows) - 1)])
+class UnreadExperts:
+    """Experts without memory, whose mixture is zeros: it notes the routing, for `CalibratedLayer.mixtures`."""
 
-    def held(self, w: Weights) -> Weights:
-        """The attention's weights, read once for all windows."""
-        return {name: w(name) for name in self.names if name.startswith("self_attn.")}.__getitem__
+    nbytes, storages = 0, list[Tensor]()
 
-    def route(self, w: Weights, x: Tensor) -> Routing:
-        """x (tokens, H); a dense layer is treated as one expert that takes every token."""
-        router = f"{self.router}.weight"
-        if router not in self.names:
-            return Routing(x.new_ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64))
-        weights, ids = self.choose(w, x @ w(router).T)
-        if self.shared:
-            last, gate = ids.new_full((len(x), 1), len(self.mlps) - 1), f"{self.shared_gate}.weight"
-            whole = (x @ w(gate).T).sigmoid() if self.shared_gate else x.new_ones(len(x), 1)
-            weights, ids = torch.cat([weights, whole], 1), torch.cat([ids, last], 1)
-        return Routing(weights, ids)
+    def __init__(self, ops: WatchedOps, count: int):
+        self.ops, self.count = ops, count
 
-    def experts(self, routing: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name prefix, rows, weights) of each expert that has tokens."""
-        for expert, prefix in enumerate(self.mlps):
+    def fill(self, expert: int, which: str, part: object) -> None:
+        raise AssertionError("these experts are not held")
+
+    def fill_bias(self, expert: int, which: str, part: Tensor) -> None:
+        raise AssertionError("these experts are not held")
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
+        self.ops.seen.routing = Routing(weights, ids)
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
+class UnreadShadows:
+    ops: WatchedOps
+
+    def experts(
+        self, path: str, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
+    ) -> UnreadExperts:
+        return UnreadExperts(self.ops, here.stop - here.start)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrices with the same input, over the rows of all windows."""
+
+    names: tuple[str, ...]
+    x: Tensor  # (tokens, in)
+    norm: str | None  # the norm's weight that makes the input, if a norm does
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A block with its exact weights."""
+
+    out: Tensor  # (B, L, H)
+    norm: str  # the weight of the norm before it
+    products: list[Product]
+    routing: Routing | None
+    gate: Tensor | None  # (tokens, 1), of a shared expert
+
+
+class CalibratedLayer:
+    """Layer `index` of the source's parts for `windows` windows of `length` tokens."""
+
+    def __init__(self, source: Source, index: int, windows: int, length: int, each: Each = map):
+        self.each, self.config, self.ops, path = each, source.config, WatchedOps(), source.parts[index]
+        build = OneLayer(
+            cast(Ops, self.ops),
+            Parallel(),
+            Formats(PLAIN, PLAIN, PLAIN),
+            torch.float32,
+            torch.device("meta"),
+            max_positions=1,
+            holds=source.scheme.holds,
+            shadows=UnreadShadows(self.ops),
+            layer=path,
+        )
+        model = model_class(source.name)(source.whole_config, build)
+        self.layer = cast(DecoderLayer, model.get_submodule(path))
+        self.attention: nn.Module = getattr(self.layer, self.layer.attention_name)
+        self.mlp: nn.Module = getattr(self.layer, self.layer.mlp_name)
+        self.angles = rotary_angles(source.config.rope, source.config.head_dim, length)
+        self.pieces: dict[str, list[Piece]] = {}
+        self.names: dict[int, tuple[str, ...]] = {}  # the tensors that a weight holds, by the weight's identity
+        self.experts: dict[int, tuple[str, str, str]] = {}  # names of each routed expert's gate, up and down
+        for at, layer in layers_of(self.layer):
+            if isinstance(layer, Experts):
+                parts = layer.names if len(layer.names) == 3 else PARTS
+                gate, up, down = ([f"{at}.{e}.{part}.weight" for e in range(layer.experts)] for part in parts)
+                self.experts, self.kind = dict(enumerate(zip(gate, up, down, strict=True))), layer.kind
+                continue
+            for piece in layer.pieces(at):
+                self.pieces.setdefault(piece.name, []).append(piece)
+            names = dict.fromkeys(piece.name for piece in layer.pieces(at) if piece.name.endswith(".weight"))
+            self.names[id(getattr(layer, "weight", None))] = tuple(names)
+        self._bind(windows, length)
+
+    def _bind(self, windows: int, length: int) -> None:
+        """Gives each window a page of every cache, and no state before or after it."""
+        for module in self.layer.modules():
+            if isinstance(module, PagedCache):
+                sizes = windows, length, torch.float32, torch.device("cpu")
+                module.bind(*(fixed(module.new_cache(part, *sizes)) for part in range(module.tensors)))
+            elif isinstance(module, RecurrentStates):
+                module.bind(0, *(fixed(torch.empty(1, *shape)) for shape in module.shapes))
+        none, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, length])
+        states = Recurrent(starts, none - 1, none - 1, none, none, none)
+        rows, ids = torch.arange(length), torch.zeros(length, dtype=torch.int64)
+        self.batches = [
+            Batch(
+                ids,
+                rows,
+                (Paged(rows + window * length, torch.tensor([[window]]), starts, torch.tensor([length])),),
+                None,
+                None,
+                recurrent=states,
+            )
+            for window in range(windows)
+        ]
+
+    def fill(self, weights: Weights, names: Collection[str] | None = None) -> None:
+        """Writes the weights, or those of `names`, that are held here."""
+        for name in self.pieces if names is None else self.pieces.keys() & set(names):
+            value = weights(name)
+            for piece in self.pieces[name]:
+                if piece.fill:
+                    piece.fill(value[piece.part])
+
+    def normed(self, norm: str, x: Tensor) -> Tensor:
+        self.ops.thread.seen = Seen()
+        out: Tensor = getattr(self.layer, norm)(x)
+        return out
+
+    def _run(self, block: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, Seen]]:
+        """The output (L, H) of each window of x (B, L, H), without routed experts, and what was seen."""
+
+        def window(number: int) -> tuple[Tensor, Seen]:
+            self.ops.thread.seen = seen = Seen()
+            angles = self.angles if block is self.attention else ()
+            return block(x[number], *angles, self.batches[number]), seen
+
+        return self.each(window, range(len(x)))
+
+    def watch(self, block: nn.Module, x: Tensor, weights: Weights) -> Watched:
+        """The block of x (B, L, H), which the norm before it has made."""
+        outs, seen = zip(*self._run(block, x), strict=True)
+        own = "input_layernorm.weight" if block is self.attention else "post_attention_layernorm.weight"
+        together: dict[int, list[int]] = {}  # matrices by the address of their input
+        for matrix, rows in seen[0].inputs.items():
+            together.setdefault(rows.data_ptr(), []).append(matrix)
+        products = []
+        for address, matrices in together.items():
+            names, norm = [name for matrix in matrices for name in self.names[matrix]], None
+            if address == x[0].data_ptr():
+                norm = own
+                names += [name for expert in self.experts.values() for name in expert[:2] if seen[0].routing]
+            elif made := seen[0].norm_of(seen[0].inputs[matrices[0]]):
+                [norm] = self.names[made]
+            products.append(Product(tuple(names), torch.cat([s.inputs[matrices[0]] for s in seen]), norm))
+        routings, gates = [s.routing for s in seen if s.routing], [s.gate for s in seen if s.gate is not None]
+        gate, routing = torch.cat(gates) if gates else None, None
+        if routings:
+            routing = Routing(torch.cat([r.weights for r in routings]), torch.cat([r.ids for r in routings]))
+        out = torch.stack(outs)
+        if routing:
+            out = out + next(self.mixtures([weights], x.flatten(0, 1), routing)).view_as(out)
+        return Watched(out, own, products, routing, gate)
+
+    def outputs(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        names: Collection[str],
+        routing: Routing | None,
+        candidates: Iterable[Weights],
+    ) -> Iterator[Tensor]:
+        """The block's output (B, L, H) with each candidate's weights of `names`, of which the last ones stay."""
+        for weights in candidates:
+            self.fill(weights, names)
+            out = torch.stack([out for out, _ in self._run(block, x)])
+            if routing:
+                out = out + next(self.mixtures([weights], x.flatten(0, 1), routing)).view_as(out)
+            yield out
+
+    def routed(self, routing: Routing) -> Iterator[tuple[tuple[str, str, str], Tensor, Tensor]]:
+        """(names, rows, weights) of each expert that has tokens."""
+        for expert, names in self.experts.items():
             rows, share = routing.of(expert)
             if len(rows):
-                yield prefix, rows, share
+                yield names, rows, share
 
-    def inner(self, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    def inner(self, weights: Weights, names: tuple[str, str, str], x: Tensor) -> Tensor:
         """The input of an expert's down projection."""
-        return F.silu(x @ w(prefix + self.gate).T) * (x @ w(prefix + self.up).T)
+        gate, up, _ = names
+        return reference.gated(torch.cat([x @ weights(gate).T, x @ weights(up).T], 1), self.kind)
 
-    def mlps_of(self, candidates: Iterable[Weights], x: Tensor, routing: Routing, each: Each) -> Iterator[Tensor]:
-        """The output (tokens, H) of the experts for x (tokens, H) with each of the weights."""
+    def mixtures(self, candidates: Iterable[Weights], x: Tensor, routing: Routing) -> Iterator[Tensor]:
+        """The routed experts' mixture (tokens, H) for x (tokens, H) with each of the weights."""
 
-        def expert(task: tuple[Weights, str, Tensor, Tensor]) -> Tensor:
-            w, prefix, rows, share = task
-            return self.inner(w, prefix, x[rows]) @ w(prefix + self.down).T * share
+        def expert(task: tuple[Weights, tuple[str, str, str], Tensor, Tensor]) -> Tensor:
+            weights, names, rows, share = task
+            return self.inner(weights, names, x[rows]) @ weights(names[2]).T * share
 
-        experts = list(self.experts(routing))
-        outputs = each(expert, ((w, *each_expert) for w in candidates for each_expert in experts))
+        experts = list(self.routed(routing))
+        outputs = self.each(expert, ((weights, *one) for weights in candidates for one in experts))
         for first in outputs:
             out = torch.zeros_like(x)
             for (_, rows, _), y in zip(experts, chain([first], outputs), strict=False):  # takes one for each expert
                 out.index_add_(0, rows, y)
             yield out
 
-    def forward(self, w: Weights, x: Tensor, each: Each = map) -> Tensor:
+    def forward(self, weights: Weights, x: Tensor) -> Tensor:
         """x (B, L, H) -> (B, L, H), residual connections included."""
-        x = x + next(self.attentions([w], self.normed(w, "input_layernorm", x), each))
-        normed = self.normed(w, "post_attention_layernorm", x).flatten(0, 1)
-        return x + next(self.mlps_of([w], normed, self.route(w, normed), each)).view_as(x)
+        self.fill(weights)
+        for norm, block in (("input_layernorm", self.attention), ("post_attention_layernorm", self.mlp)):
+            x = x + self.watch(block, self.normed(norm, x), weights).out
+        return x

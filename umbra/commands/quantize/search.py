@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from umbra.commands.quantize.awq import quantise
-from umbra.commands.quantize.layer import O_PROJ, LayerMath, Weights
-from umbra.commands.quantize.workers import Each
+from umbra.commands.quantize.layer import CalibratedLayer, Product, Watched, Weights
 
 STEPS = 20  # alphas from 0 to 0.95
+O_PROJ = "self_attn.o_proj.weight"
+VALUES = ("self_attn.v_proj.weight", "self_attn.v_proj.bias")
 NORM = "norm.weight"  # end of the names of norms' weights
 FLOOR = 0.01  # least input, relative to the average: columns that calibration hardly used keep some precision
 
@@ -64,56 +64,67 @@ def _rounded(weights: Weights, names: frozenset[str], scale: Tensor, group: int)
 
 
 def search_layer(
-    layer: LayerMath[Any], weights: Weights, x: Tensor, group: int, rounded: Callable[[str], bool], each: Each = map
+    layer: CalibratedLayer, weights: Weights, x: Tensor, group: int, rounded: Callable[[str], bool]
 ) -> Iterator[Fold]:
     """The folds of a layer whose input is x (B, L, H); `rounded` says of a weight whether it is quantised. Weights that
-    are not quantised are multiplied as well if they have the same input as others."""
-    config = layer.config
+    are not quantised are multiplied as well if they have the same input as others. The layer has its exact weights
+    afterwards."""
+    base = layer.layer.input_layernorm.base
 
     def folds(x: Tensor, multiplied: Iterable[str], divided: Iterable[str], outputs: Outputs) -> Iterator[Fold]:
-        """The fold for the inputs `x` (..., in) of `multiplied`, none if all of these stay in floats."""
-        names = frozenset(multiplied).intersection(layer.names)  # a dense layer has no router
+        """The fold for the inputs `x` (tokens, in) of `multiplied`, none if all of these stay in floats."""
+        names = frozenset(multiplied)
         if chosen := frozenset(filter(rounded, names)):
-            yield Fold(
-                best_scale(x.flatten(0, -2), chosen, weights, outputs, group),
-                names,
-                frozenset(divided),
-                layer.norm_base,
-            )
+            yield Fold(best_scale(x, chosen, weights, outputs, group), names, frozenset(divided), base)
+            layer.fill(weights, names)
 
-    normed = layer.normed(weights, "input_layernorm", x)
-    yield from folds(normed, layer.inputs, ["input_layernorm.weight"], lambda ws: layer.attentions(ws, normed, each))
+    def products(product: Product, divided: Iterable[str]) -> Iterator[Fold]:
+        [name] = product.names
+        return folds(product.x, [name], divided, partial(_products, product.x, name))
 
-    for inner, name, norm in layer.within(weights, normed):
-        yield from folds(inner, [name], [norm], partial(_products, inner, name))
+    def inputs(block: nn.Module, normed: Tensor, watched: Watched) -> Iterator[Fold]:
+        """The fold of the block's own input, by the block's output; of others that a norm makes, by their product."""
+        for product in watched.products:
+            if product.norm == watched.norm:
+                outputs = partial(layer.outputs, block, normed, product.names, watched.routing)
+                yield from folds(product.x, product.names, [product.norm], outputs)
+            elif product.norm:
+                yield from products(product, [product.norm])
 
+    layer.fill(weights)
+    normed = layer.normed("input_layernorm", x)
+    attention = layer.watch(layer.attention, normed, weights)
+    yield from inputs(layer.attention, normed, attention)
     # Where a query head has a row of v_proj for itself.
-    if config.num_attention_heads == config.num_key_value_heads and O_PROJ in layer.names:
-        held = layer.held(weights)
-        heads = torch.cat(list(each(lambda window: layer.heads(held, window), normed.split(1))))
-        above = ["self_attn.v_proj.weight", "self_attn.v_proj.bias"]
-        yield from folds(
-            heads, [O_PROJ], above, lambda ws: each(lambda w: layer.linear(w, "self_attn.o_proj", heads), ws)
-        )
-    x = x + next(layer.attentions([weights], normed, each))
+    if layer.config.num_attention_heads == layer.config.num_key_value_heads:
+        for product in attention.products:
+            if product.names == (O_PROJ,):
+                yield from products(product, VALUES)
+    x = x + attention.out
 
-    flat = layer.normed(weights, "post_attention_layernorm", x).flatten(0, 1)
-    routing = layer.route(weights, flat)
-    inputs = [prefix + matrix for prefix in layer.mlps for matrix in (layer.gate, layer.up)]
-    router = [f"{gate}.weight" for gate in (layer.router, layer.shared_gate)]
-    yield from folds(
-        flat, inputs + router, ["post_attention_layernorm.weight"], lambda ws: layer.mlps_of(ws, flat, routing, each)
-    )
+    normed = layer.normed("post_attention_layernorm", x)
+    mlp, flat = layer.watch(layer.mlp, normed, weights), normed.flatten(0, 1)
+    yield from inputs(layer.mlp, normed, mlp)
+    for product in mlp.products:
+        if not product.norm:  # of the MLP of a dense layer, or a shared expert
+            [name] = product.names
+            inner = product.x if mlp.gate is None else product.x * mlp.gate.sigmoid()
+            yield from down(folds, inner, name, name.replace("down_proj", "up_proj"))
 
-    def down(expert: tuple[str, Tensor, Tensor]) -> list[Fold]:
-        prefix, rows, share = expert
-        name = prefix + layer.down
-        inner = layer.inner(weights, prefix, flat[rows]) * share  # weighted as in the layer's output
-        # Products with a matrix keep their size if Q of inner = QR is left out: as many rows as columns are enough.
-        least = torch.linalg.qr(inner, mode="r").R if len(inner) > inner.shape[1] else inner
-        return list(folds(inner, [name], [prefix + layer.up], partial(_products, least, name)))
+    def expert(task: tuple[tuple[str, str, str], Tensor, Tensor]) -> list[Fold]:
+        names, rows, share = task
+        inner = layer.inner(weights, names, flat[rows]) * share  # weighted as in the layer's output
+        return list(down(folds, inner, names[2], names[1]))
 
-    yield from chain.from_iterable(each(down, layer.experts(routing)))
+    if mlp.routing:
+        yield from chain.from_iterable(layer.each(expert, layer.routed(mlp.routing)))
+
+
+def down(folds: Callable[..., Iterator[Fold]], inner: Tensor, name: str, above: str) -> Iterator[Fold]:
+    """The fold of a down projection with the inputs `inner`, of which `above` makes the rows."""
+    # Products with a matrix keep their size if Q of inner = QR is left out: as many rows as columns are enough.
+    least = torch.linalg.qr(inner, mode="r").R if len(inner) > inner.shape[1] else inner
+    return folds(inner, [name], [above], partial(_products, least, name))
 
 
 def _products(x: Tensor, name: str, candidates: Iterable[Weights]) -> Iterator[Tensor]:

@@ -5,31 +5,47 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from umbra.base.errors import UserError, listed
 from umbra.base.files import read_json
-from umbra.commands.quantize.glm4_moe import Glm4MoeLayer
-from umbra.commands.quantize.hybrid import HybridLayer
-from umbra.commands.quantize.latent import LatentLayer
-from umbra.commands.quantize.layer import LayerConfig, LayerMath
-from umbra.commands.quantize.minimax_m2 import MiniMaxM2Layer
-from umbra.commands.quantize.qwen2_moe import Qwen2MoeLayer
-from umbra.commands.quantize.qwen3_moe import Qwen3MoeLayer
 from umbra.executor.checkpoint.files import CheckpointFiles
 from umbra.executor.checkpoint.formats.detect import read_scheme
 from umbra.executor.checkpoint.formats.fp8 import Fp8Matrix
 from umbra.executor.checkpoint.load import problems_of, stored_as, wanted_by
 from umbra.models.build import Build, Formats
-from umbra.models.registry import family, family_in, model_class, read_config
+from umbra.models.family import QuantisedFiles
+from umbra.models.registry import families, family, family_in, model_class, read_config
+from umbra.models.rope import RopeConfig
 from umbra.ops import load_ops
 from umbra.ops.format import FORMATS, Alternating, floats
 from umbra.ops.parallel.groups import Parallel
 
 CONFIG = "config.json"
+
+
+class QuantisationConfig(Protocol):
+    """The part of a family's config that quantising reads."""
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+
 # Files that are copied unchanged where the checkpoint has them.
 COMPANIONS = (
     "generation_config.json",
@@ -42,15 +58,6 @@ COMPANIONS = (
     "tiktoken.model",
     "chat_template.jinja",
 )
-FAMILIES: dict[str, type[LayerMath[Any]]] = {
-    "qwen3_moe": Qwen3MoeLayer,
-    "qwen2_moe": Qwen2MoeLayer,
-    "glm4_moe": Glm4MoeLayer,
-    "minimax_m2": MiniMaxM2Layer,
-    "qwen3_next": HybridLayer,
-    "qwen3_5_moe": HybridLayer,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LatentLayer),
-}
 PLAIN = FORMATS["float32"]
 
 
@@ -61,9 +68,9 @@ class Source:
             raise UserError(f"--model {folder}: {rule}: put the checkpoint there, or name another")
         name = family_in(folder)
         config = read_config(folder, name)
-        self.folder, self.name, self.config = folder, name, cast(LayerConfig, config)
-        scheme = read_scheme(folder)
-        self.title = scheme.title
+        self.folder, self.name, self.whole_config = folder, name, config
+        self.config = cast(QuantisationConfig, config)
+        self.scheme = scheme = read_scheme(folder)
         build = Build(
             load_ops("reference"),
             Parallel(),
@@ -92,17 +99,17 @@ class Source:
             linear += held if piece.linear else ()
         self.linear = {name.removesuffix(".weight"): self.shapes[name] for name in linear}  # (out, in) of each module
         self.fused = {name for name in linear if len(self.shapes[name]) == 3}  # (experts, out, in): of all experts
-        if name not in FAMILIES and not self.fused:
-            raise UserError(f"--model {folder}: {name} cannot be quantised: only {', '.join(FAMILIES)}, gpt_oss")
+        self.files_of_family = family(name).quantised
+        if not (self.files_of_family or self.fused):
+            known = [record.name for record in families() if record.quantised]
+            raise UserError(f"--model {folder}: {name} cannot be quantised, only {', '.join(known)}")
         self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
         # The modules of that layer that are small, or that official files in FP8 have in floats too.
-        small = tuple(f".{module}" for module in (FAMILIES[name].small if name in FAMILIES else ()))
+        floats = tuple(f".{module}" for module in (self.files_of_family.floats if self.files_of_family else ()))
         self.mtp_floats = [
             module
             for module in self.linear
-            if self.mtp
-            and module.startswith(f"{self.mtp}.")
-            and (module.endswith(small) or any(piece.router for piece in wanted.get(f"{module}.weight", [])))
+            if self.mtp and module.startswith(f"{self.mtp}.") and module.endswith(floats)
         ]
         if self.encodings - {Fp8Matrix}:
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
@@ -122,20 +129,25 @@ class Source:
         return text | {"architectures": [family(self.name).architecture]}
 
     @property
-    def family(self) -> type[LayerMath[Any]]:
-        """What AWQ and FP8 need to know of the model."""
-        if self.fused:
+    def quantised_files(self) -> QuantisedFiles:
+        """How the family's AWQ, FP8 and W8A8 files are."""
+        if not self.files_of_family:
             raise UserError(
                 f"--model {self.folder}: AWQ and FP8 have matrices of one expert each, {self.name}'s files have all "
                 "experts in one: --format mxfp4"
             )
-        return FAMILIES[self.name]
+        return self.files_of_family
+
+    @property
+    def fp8_floats(self) -> list[str]:
+        """The `modules_to_not_convert` of the family's official files in FP8."""
+        files, paths = self.quantised_files, {name.rpartition(".")[0] for name in self.shapes}
+        modules = files.floats if files.fp8_floats is None else files.fp8_floats
+        inside = [f"{part}.{module}" for part in self.parts if part != self.mtp for module in modules]
+        return [*files.fp8_anywhere, *(path for path in inside if path in paths)]
 
     def layer(self, index: int) -> "LayerTensors":
         return LayerTensors(self, f"{self.parts[index]}.")
-
-    def math(self, index: int, length: int) -> LayerMath[Any]:
-        return self.family(self.config, list(self.layer(index)), length)
 
     def rest(self) -> dict[str, Tensor]:
         """The tensors that belong to none of `parts`."""

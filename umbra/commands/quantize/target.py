@@ -64,7 +64,7 @@ class Target(ABC):
         have."""
         source = self.source
         if source.encodings.intersection(map(type, self.scheme.encodings)):
-            raise UserError(f"--model {source.folder}: is quantised already ({source.title})")
+            raise UserError(f"--model {source.folder}: is quantised already ({source.scheme.title})")
         for name in self.keep:
             if not any(map(inside([name]), source.linear)):
                 raise UserError(f"--keep {name}: is no module of {source.folder}, and no part of one's path")

@@ -28,8 +28,7 @@ class W8a8Target(Target):
 
     @property
     def config(self) -> dict[str, Any]:
-        family = self.source.family
-        floats = "lm_head", family.router, family.shared_gate, *family.small, self.source.mtp
+        floats = "lm_head", *self.source.quantised_files.floats, self.source.mtp
         return {"quant_method": "modelslim", "modules_to_not_convert": list(filter(None, floats))}
 
     @cached_property

@@ -18,6 +18,7 @@ from umbra.commands.logits import prefill_logits, sized_for
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import Calibration, convert
 from umbra.commands.quantize.fp8 import Fp8Target
+from umbra.commands.quantize.layer import CalibratedLayer
 from umbra.commands.quantize.source import Source
 from umbra.executor.config.load import load_case
 from umbra.text.tokenizer import Tokenizer
@@ -97,14 +98,15 @@ def dequantised(folder: Path) -> Path:
     return to
 
 
-def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
+@torch.inference_mode()
+def test_the_layers_are_transformers_layers(tmp_path: Path) -> None:
     save_m2(tmp_path, rotary_dim=8)  # of 32 columns
     oracle = MiniMaxM2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     source, ids = Source(tmp_path), torch.arange(40).view(2, 20) * 7
     hidden = source.rest()["model.embed_tokens.weight"].float()[ids]
     for index in range(source.config.num_hidden_layers):
         floats = {name: tensor.float() for name, tensor in source.layer(index).items()}
-        hidden = source.math(index, 20).forward(floats.__getitem__, hidden)
+        hidden = CalibratedLayer(source, index, 2, 20).forward(floats.__getitem__, hidden)
     with torch.no_grad():
         expected = oracle.model(ids).last_hidden_state
         torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
