@@ -1,5 +1,6 @@
 """Tiny random checkpoints of each family, written by transformers, and cases that run them."""
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -185,6 +186,7 @@ TINY_OF: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # config, model, and wh
             hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=4,
+            initializer_range=0.2,  # more would amplify roundings tenfold
             head_dim=32,
             sliding_window=8,
             swiglu_limit=2.0,
@@ -348,3 +350,18 @@ def make_runner(case: Case, results: Path, platform: PlatformMaker | None = None
 @torch.no_grad()
 def oracle_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0].float()
+
+
+@torch.no_grad()
+def rounding_bound(oracle: PreTrainedModel, prompts: list[list[int]]) -> float:
+    """Returns how far rounding to float32 may move a logit of `oracle`, which depends on how much the model amplifies.
+
+    A float32 sum of k products, in whatever order an instruction set takes it, is the exact sum of products that are
+    each changed by some sqrt(k / 2) units of roundoff. No sum of a tiny model has more than 256 products, so the bound
+    is the most that logits move when every weight changes by 16 units, up or down by chance."""
+    chance, changed = torch.Generator().manual_seed(0), copy.deepcopy(oracle)
+    for weight in changed.parameters():
+        weight.mul_(1 + 2**-20 * (2 * torch.randint(2, weight.shape, generator=chance) - 1))
+    bound = max(float((oracle_logits(changed, ids) - oracle_logits(oracle, ids)).abs().max()) for ids in prompts)
+    assert 0 < bound < 1e-3  # known mistakes move logits 30 times as far
+    return bound

@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case, write_case
+from umbra.executor.engine.schedule.scheduler import Step
 from umbra.planner.benchmarks import server_steps, simulated_server
 from umbra.planner.benchmarks.expert_placement import published
-from umbra.planner.benchmarks.server_steps import Kind, MeasuredTimes
+from umbra.planner.benchmarks.server_steps import Kind, MeasuredTimes, kind_of
 from umbra.planner.cluster import Simulation
 from umbra.planner.simulation.run import Simulator
 
@@ -24,11 +27,24 @@ def test_measured_steps_of_a_tiny_server_are_simulated(tmp_path: Path, monkeypat
         "data_config": {"input_max_len": 48, "max_new_tokens": 16, "batch_size": 2, "chunked_prefill_size": 16},
     }
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", exe_mode="graph", **settings), tmp_path)
-    figures = server_steps.measured_for(Server(runner).worker, 0.01)
-    assert len(figures.cold) == 3
-    assert figures.spread >= 1
-    assert [rows for rows, _ in figures.decode] == [1, 2]
-    assert all(seconds > 0 for _, seconds in figures.prefill)
+    worker, clock = Server(runner).worker, SimpleNamespace(now=0.0)
+    run_step = worker.step
+
+    def step(step: Step | None) -> None:
+        if step:
+            kind = kind_of(step)
+            clock.now += 0.010 + 0.001 * kind.rows + 0.002 * kind.tokens + 0.0001 * kind.cached
+        run_step(step)
+
+    monkeypatch.setattr(worker, "step", step)
+    monkeypatch.setattr(server_steps, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    figures = server_steps.measured_for(worker, 1.0)
+    assert clock.now >= 1
+    assert figures.spread == pytest.approx(1)
+    assert figures.cold == pytest.approx([0, 0, 0])
+    assert np.array(figures.decode) == pytest.approx(np.array([[1, 0.011], [2, 0.012]]))
+    assert np.array(figures.decode_cached) == pytest.approx(np.array([[1, 0.0001], [2, 0.0001]]))
+    assert np.array(figures.prefill) == pytest.approx(np.array([[4, 0.018], [16, 0.042]]))
     assert json.loads(json.dumps(figures.__dict__))["pages"] == figures.pages
 
     trace = tmp_path / "trace"
