@@ -9,7 +9,7 @@ from torch import Tensor
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
 from umbra.ops.cpu.shadow import ShadowPool
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
 ExpertId = tuple[int, int]  # (layer, expert): a number among the layers with shadows, and one among this rank's experts

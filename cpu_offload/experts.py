@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from umbra.ops.cpu.shadow import Blocks, ShadowLayer, ShadowPool
-from umbra.ops.format import Quantised
+from umbra.ops.formats.quantised import Quantised
 
 if TYPE_CHECKING:
     from umbra.ops.cpu._native import SplitMatrix

@@ -29,7 +29,7 @@ from umbra.cpu_offload.memory.arena import Arena
 from umbra.cpu_offload.memory.balance import Balance
 from umbra.cpu_offload.policy.residency import Residency, ResidencySettings
 from umbra.ops.cpu.shadow import ShadowPool
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
 PATIENCE = 8  # consecutive steps with much free memory before experts return

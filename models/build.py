@@ -12,7 +12,7 @@ from torch import Tensor
 
 from umbra.base.errors import UserError
 from umbra.models.eagle3_config import Eagle3Config
-from umbra.ops.format import FORMATS, GROUP_SIZES, LARGEST_GROUP, Format
+from umbra.ops.formats import FORMATS, GROUP_SIZES, LARGEST_GROUP, Format
 from umbra.ops.interface import Exchange, ExpertKind, ExpertMatrices, Matrix, Ops, fixed
 from umbra.ops.parallel.groups import Parallel
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from umbra.ops.format import Format, Quantised
+from umbra.ops.formats import Format
+from umbra.ops.formats.quantised import Quantised
 from umbra.ops.sampling import Choice
 
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from umbra.ops import recurrent, sampling
-from umbra.ops.format import Format, Quantised, floats
+from umbra.ops.formats import Format
+from umbra.ops.formats.quantised import Quantised, floats
 from umbra.ops.interface import (
     SILU_EXPERTS,
     ExpertKind,

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 
 CLIPPED = ExpertKind(limit=0.8, alpha=1.702, biased=True)

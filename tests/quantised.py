@@ -14,7 +14,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from umbra.ops.format import E2M1, Nested
+from umbra.ops.formats import SPECS
+from umbra.ops.formats.mxfp4 import E2M1
+from umbra.ops.formats.quantised import Nested
 
 AWQ_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]
 Written = tuple[dict[str, Tensor], Tensor]  # a module's tensors by their last name, and what they mean (N, K)
@@ -265,6 +267,6 @@ def nested(kind: str, rows: int, columns: int, group: int = 256) -> Nested:
     d = torch.rand(rows, columns // group).half() / (1024 if bits > 4 else 512)
     levels = torch.randint(1 << bits, (rows, columns), dtype=torch.uint8)
     if lowest:
-        return Nested(bits, levels, scales, None, d)
+        return Nested(SPECS[kind], levels, scales, None, d)
     minimums = torch.randint(64, (rows, columns // 32), dtype=torch.uint8)
-    return Nested(bits, levels, scales.view(torch.uint8), minimums, d, d * 10)
+    return Nested(SPECS[kind], levels, scales.view(torch.uint8), minimums, d, d * 10)

@@ -34,7 +34,7 @@ from umbra.executor.run.defaults import (
 )
 from umbra.flags import add_flags, given, unknown_flag
 from umbra.models.gguf.folder import name_of
-from umbra.ops.format import GROUP_SIZES
+from umbra.ops.formats import GROUP_SIZES
 
 CHECKPOINT = "a checkpoint: its folder, its GGUF file, or its name on a hub"
 CASE = "a case (umbra list), its file, or a checkpoint (folder, GGUF, hub name)"

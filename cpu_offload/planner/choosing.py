@@ -30,7 +30,7 @@ from umbra.cpu_offload.planner.model import Planner, Shape
 from umbra.cpu_offload.planner.probe import made_up, measure, read_ms
 from umbra.ops.cpu.engine import cores_of, native, shadow_teams, start
 from umbra.ops.cpu.shadow import Blocks, ShadowPool
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
 CopyMs = Callable[[int], float] | None

@@ -48,7 +48,7 @@ class GgufFiles:
     def __call__(self, name: str, *part: slice) -> Tensor:
         view = self.index.views[name]
         info, path = self.index.tensors[view.tensor], self.file_of[name]
-        _, columns, nbytes = BY_NAME[info.kind]
+        columns, nbytes = BY_NAME[info.kind].columns, BY_NAME[info.kind].nbytes
         rows = info.shape if view.expert is not None else view.shape
         try:
             mapped = np.frombuffer(self._map(path), np.uint8, info.nbytes, info.offset)

@@ -18,7 +18,9 @@ from umbra.executor.checkpoint.formats.scheme import Scheme, Stored, by_input, p
 from umbra.executor.checkpoint.gguf_files import open_files
 from umbra.executor.checkpoint.progress import loading_bar
 from umbra.models.layers.base import Piece, Separate, layers_of
-from umbra.ops.format import Alternating, Blocks, Quantised
+from umbra.ops.formats.ggml import Blocks
+from umbra.ops.formats.quantised import Quantised
+from umbra.ops.formats.rows import Alternating
 
 SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",
@@ -139,7 +141,7 @@ def _finite(part: Tensor | Quantised | Alternating) -> bool:
     if isinstance(part, Blocks):
         return part.finite
     if isinstance(part, Quantised):  # the scales were checked; of the levels, only floats can be strange
-        return not part.float8 or bool((part.plain_levels.view(torch.uint8) & 0x7F != 0x7F).all())
+        return not part.spec.float_levels or bool((part.plain_levels.view(torch.uint8) & 0x7F != 0x7F).all())
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
 
 

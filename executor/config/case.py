@@ -10,7 +10,7 @@ from umbra.cpu_offload.planner.hits import CURVES
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.schema import OPEN, OPEN_OR_NONE, key, section
 from umbra.models.registry import FAMILIES
-from umbra.ops.format import GROUP_SIZES
+from umbra.ops.formats import GROUP_SIZES
 from umbra.ops.parallel.partitions import ParallelSizes
 from umbra.text.formats import FORMATS
 

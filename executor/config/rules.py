@@ -7,7 +7,7 @@ from umbra.executor.config.case import Case, ParallelSettings
 from umbra.executor.config.offload_rules import check_offload
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.models.registry import load
-from umbra.ops.format import GROUP_SIZES
+from umbra.ops.formats import GROUP_SIZES
 
 LEAST_TEMPERATURE = 1e-6
 

@@ -70,7 +70,7 @@ def _smaller(case: Case, sketch: "Sketch", room: int) -> Iterator[str]:
     ways = [("cache_config.kv_dtype", "int8")]
     if formats.own:
         ways += [("quantization.rest", "q8")]
-        ways += [("quantization.method", "q4")] if formats.linear.kind in ("q8", "f8", "w8a8") else []
+        ways += [("quantization.method", "q4")] if formats.linear.spec.bits == 8 else []
     elif quantization.method != "q4":
         ways += [("quantization.method", method) for method in ("q8", "q4")]
     for name, value in ways:

@@ -1,34 +1,12 @@
 """The types of tensors in GGUF files: how many columns of a row one block has, and its bytes."""
 
-from typing import NamedTuple
+from umbra.ops.formats import SPECS
+from umbra.ops.formats.spec import BlockType
 
-
-class GgmlType(NamedTuple):
-    name: str
-    columns: int
-    nbytes: int
-
-
-TYPES = {
-    0: GgmlType("F32", 1, 4),
-    1: GgmlType("F16", 1, 2),
-    30: GgmlType("BF16", 1, 2),
-    2: GgmlType("Q4_0", 32, 18),
-    3: GgmlType("Q4_1", 32, 20),
-    6: GgmlType("Q5_0", 32, 22),
-    7: GgmlType("Q5_1", 32, 24),
-    8: GgmlType("Q8_0", 32, 34),
-    10: GgmlType("Q2_K", 256, 84),
-    11: GgmlType("Q3_K", 256, 110),
-    12: GgmlType("Q4_K", 256, 144),
-    13: GgmlType("Q5_K", 256, 176),
-    14: GgmlType("Q6_K", 256, 210),
-    20: GgmlType("IQ4_NL", 32, 18),
-    23: GgmlType("IQ4_XS", 256, 136),
-    39: GgmlType("MXFP4", 32, 17),
-}
+_FLOATS = BlockType("F32", 0, 1, 4), BlockType("F16", 1, 1, 2), BlockType("BF16", 30, 1, 2)
+TYPES = {type.number: type for type in (*_FLOATS, *(type for spec in SPECS.values() for type in spec.block_types))}
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
-FLOATS = ("F32", "F16", "BF16")  # also safetensors' names of them
+FLOATS = tuple(type.name for type in _FLOATS)  # also safetensors' names of them
 NOT_READ = {
     4: "Q4_2",
     5: "Q4_3",

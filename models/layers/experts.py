@@ -13,7 +13,8 @@ from umbra.models.build import Build
 from umbra.models.layers.base import ALL, Layer, Piece
 from umbra.models.layers.mlp import GatedMLP
 from umbra.models.layers.router import Router
-from umbra.ops.format import Alternating, Quantised, every_other, floats
+from umbra.ops.formats.quantised import Quantised, floats
+from umbra.ops.formats.rows import Alternating, every_other
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, PhysicalExperts, Routed, Scores, fixed
 from umbra.ops.parallel.placement import Held, first_placement, slots_for
 

@@ -27,7 +27,8 @@ from umbra.models.layers.base import ALL, Layer, Piece
 from umbra.models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from umbra.models.layers.norm import RMSNorm
 from umbra.models.rope import RopeConfig
-from umbra.ops.format import FORMATS, Quantised, floats
+from umbra.ops.formats import FORMATS
+from umbra.ops.formats.quantised import Quantised, floats
 from umbra.ops.interface import HeadMatrices, LatentCache, LatentNorm, LatentProlog, Paged, PrologWeights, Rows
 
 LATENT_EPS = 1e-6  # of norms of latents, whatever the config says of others

@@ -10,7 +10,8 @@ from torch import Tensor
 from umbra.models.batch import Batch
 from umbra.models.build import Build
 from umbra.models.layers.base import ALL, Layer, Piece, nbytes_of
-from umbra.ops.format import GROUP_SIZES, in_order
+from umbra.ops.formats import GROUP_SIZES
+from umbra.ops.formats.rows import in_order
 from umbra.ops.interface import Rounded, Rows
 
 

@@ -6,7 +6,7 @@ from umbra.models.batch import Batch
 from umbra.models.build import Build
 from umbra.models.layers.linear import MergedLinear, RowLinear, Source
 from umbra.models.layers.router import Router
-from umbra.ops.format import GROUP_SIZES
+from umbra.ops.formats import GROUP_SIZES
 
 
 class GatedMLP(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from umbra.models.build import Build
 from umbra.models.layers.base import ALL, Layer, Piece, nbytes_of
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import fixed
 
 

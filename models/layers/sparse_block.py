@@ -9,7 +9,7 @@ from umbra.models.layers.experts import Experts
 from umbra.models.layers.mlp import GatedMLP
 from umbra.models.layers.router import Router
 from umbra.models.moe_config import MoeConfig
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.ops.interface import Groups
 
 

@@ -18,7 +18,7 @@ from umbra.models.layers.norm import SplitRMSNorm
 from umbra.models.layers.rotary import head_order
 from umbra.models.layers.router import Router, SelectionBias
 from umbra.models.minimax_m2.config import MiniMaxM2Config
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.ops.interface import Rows
 
 

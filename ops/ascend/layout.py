@@ -6,7 +6,7 @@ from torch import Tensor
 from umbra.base.errors import UserError
 from umbra.ops import reference
 from umbra.ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, LatentProlog, Numbers, Paged, tensor_of
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats

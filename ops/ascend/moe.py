@@ -21,7 +21,6 @@ from umbra.ops.ascend.grouped import COUNTS, ENDS, grouped_matmul
 from umbra.ops.ascend.vector_core.calls import unpacked
 from umbra.ops.ascend.w8a8 import BY_TOKEN
 from umbra.ops.ascend.weights import Bank, Stored
-from umbra.ops.format import W8A8
 from umbra.ops.interface import ExpertKind
 
 AS_THEY_ARE = -1  # quant_mode
@@ -121,7 +120,7 @@ SUMS = {"tp": sum_by_index, "fusion_v1": sum_by_column, "fusion_v2": sum_by_row}
 
 def in_int8(experts: Bank) -> bool:
     """Whether their rows are rounded to eight bits."""
-    return experts.w13.format.kind == W8A8.kind
+    return experts.w13.format.spec.int8_inputs
 
 
 def products(

@@ -28,7 +28,7 @@ from umbra.ops.ascend.vector_core import calls
 from umbra.ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from umbra.ops.ascend.weights import AscendExperts, AscendHeads, AscendMatrix, Bank
 from umbra.ops.cpu import ops as cpu
-from umbra.ops.format import W8A8, Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import (
     SILU_EXPERTS,
     ExpertKind,
@@ -117,7 +117,7 @@ class AscendOps(AscendLayout):
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
         if self.few(len(x), weight):
             return calls.linear(x, weight, bias, self.float_sums)
-        if weight.format.kind == W8A8.kind:
+        if weight.format.spec.int8_inputs:
             return w8a8.linear(x, weight, bias)
         if weight.order is not None:
             x, data = x.index_select(1, weight.order), calls.unpacked(weight)
@@ -152,7 +152,7 @@ class AscendOps(AscendLayout):
         return out if bias is None else out + bias, total
 
     def rounding_norm(self, reader: AscendMatrix) -> RoundingNorm | None:
-        return self._rounding_norm if self.can.rounding_norm and reader.format.kind == W8A8.kind else None
+        return self._rounding_norm if self.can.rounding_norm and reader.format.spec.int8_inputs else None
 
     def _rounding_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None

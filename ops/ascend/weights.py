@@ -23,7 +23,11 @@ from torch import Tensor
 
 from umbra.base.errors import UserError
 from umbra.ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
-from umbra.ops.format import GROUP_SIZES, W8A8, Format, Quantised, floats, in_order
+from umbra.ops.formats import GROUP_SIZES, Format
+from umbra.ops.formats.q4 import Q4
+from umbra.ops.formats.quantised import Quantised, floats
+from umbra.ops.formats.rows import in_order
+from umbra.ops.formats.w8a8 import W8A8
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, fixed
 
 ND, FRACTAL_NZ = 2, 29
@@ -109,7 +113,7 @@ class Matrices:
         if not format.quantised:
             self.data = make((*lead, columns, rows), getattr(torch, format.kind))
             return
-        if format.kind == W8A8.kind:
+        if format.spec.int8_inputs:
             self.data = make((*lead, columns, rows), torch.int8)
             self.scales = make((*lead, rows), int8_scales(dtype, down=role == Role.DOWN))
             return
@@ -148,7 +152,7 @@ class Matrices:
         end = row + count
         if self.scales is None:
             self.data[index][:, row:end] = floats(part).T
-        elif self.format.kind == W8A8.kind:
+        elif self.format.spec.int8_inputs:
             part = in_levels(part, self.format)
             self.data[index][:, row:end] = (part.plain_levels ^ 128).view(torch.int8).T
             self.scales[index][row:end] = part.scales[:, 0]
@@ -167,7 +171,7 @@ class Matrices:
             if self.offsets is not None:
                 self.offsets[index][:, row:end] = offsets.T
         self.missing -= count
-        tiled = self.format.tiled or self.format.kind == W8A8.kind
+        tiled = self.format.tiled or self.format.spec.int8_inputs
         if not self.missing and tiled and self.planes is None and self.data.device.type == "npu":
             self.data, self.tiled = fixed(self._cast(self.data, FRACTAL_NZ)), True
 
@@ -251,7 +255,7 @@ class AscendExperts:
         self.number = 0  # tells the experts of a model's layers apart
         self.ahead: AscendMatrix | None = None  # the weight that is read next, if it is to be prefetched
         how = format, dtype, device, room
-        if format.kind == W8A8.kind and kind != SILU_EXPERTS:
+        if format.spec.int8_inputs and kind != SILU_EXPERTS:
             raise UserError("quantization.method: auto: w8a8 experts with biases or a clipped SwiGLU: use none")
         in_planes, biased = in_planes and not unfit(format, hidden, inner, kind), kind.biased
         self.w13 = Matrices((count, 2 * inner, hidden), *how, Role.UP, in_planes, biased)
@@ -329,14 +333,14 @@ def in_levels(part: Tensor | Quantised, format: Format) -> Quantised:
     """`part` quantised to `format`. Levels already in this format are not rounded again."""
     if isinstance(part, Quantised) and part.fits(format):
         return part
-    if format.kind == W8A8.kind:
+    if format.spec.int8_inputs:
         rows = floats(part)
         scales = rows.abs().amax(1, keepdim=True) / 127
         levels = (rows / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
-        return Quantised(8, levels, scales, None, int8_inputs=True)
+        return Quantised(W8A8, levels, scales, None)
     nibbles, scales, offsets = quantise(floats(part), format.group, format.zeros)
     zeros = (8 - offsets).to(torch.uint8) if format.zeros else None
-    return Quantised(4, (nibbles + 8).to(torch.uint8), scales, zeros)
+    return Quantised(Q4, (nibbles + 8).to(torch.uint8), scales, zeros)
 
 
 def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,9 @@ from torch import Tensor
 from umbra.base.errors import UserError
 from umbra.ops.cpu.engine import TYPES, module, native, pointer
 from umbra.ops.cpu.memory import allocate
-from umbra.ops.format import LARGEST_F8, Blocks, Format, Nested, Quantised, floats, in_int8
+from umbra.ops.formats import Format, FormatSpec
+from umbra.ops.formats.ggml import Blocks
+from umbra.ops.formats.quantised import Nested, Quantised, floats
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 from umbra.ops.words import Words
 
@@ -18,24 +20,8 @@ if TYPE_CHECKING:
     from umbra.ops.cpu._native import Given, SplitMatrix, Table
 
 ROWS, BLOCK = 16, 32
-BITS = {
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "q8": 8,
-    "q4": 4,
-    "f8": 8,
-    "mxfp4": 4,
-    "q4_k": 4,
-    "q5_k": 5,
-    "q6_k": 6,
-    "iq4": 4,
-    "w8a8": 8,
-}
-CODES = {kind: code for code, kind in enumerate(BITS)}
-# Of nested scales: bytes for each group, and for each 32 columns.
-NESTED_BYTES = {"q4_k": (4, 2), "q5_k": (4, 2), "q6_k": (2, 2), "iq4": (2, 1)}
-SCALES = {"f8": torch.float32, "w8a8": torch.float32, "mxfp4": torch.uint8}  # of other formats float16
+# In the order of csrc/kernels/matrix.h.
+KERNELS = ["float32", "bfloat16", "float16", "q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4", "w8a8"]
 ALIGNMENT = 64
 KINDS = {
     torch.float32: 0,
@@ -50,20 +36,29 @@ WORDS, AWQ = 6, 7
 STRANGE, LARGE_SCALE = 1, 2  # what csrc/kernels/pack.h returns
 
 
+def code_of(kind: str) -> int:
+    """The number by which the kernels know the format of this name."""
+    return KERNELS.index(kind)
+
+
 def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
 def plane_bytes(rows: int, columns: int, format: Format, biased: bool) -> list[int]:
     """Sizes of the planes of (rows, columns) values: quants, scales, zero points, bias."""
-    weights = rows * columns
-    scales = weights // format.group if format.group else 0
-    scales *= SCALES.get(format.kind, torch.float16).itemsize
-    if format.kind in NESTED_BYTES:
-        of_group, of_block = NESTED_BYTES[format.kind]
-        scales = weights // format.group * of_group + weights // BLOCK * of_block
-    zeros = weights // format.group if format.zeros else 0
-    return [weights * BITS[format.kind] // 8, scales, zeros, 4 * rows * biased]
+    weights, spec = rows * columns, format.spec
+    groups = weights // format.group if format.group else 0
+    if spec.nesting:
+        scales = groups * spec.nesting.group_bytes + weights // BLOCK * spec.nesting.block_bytes
+    else:
+        scales = groups * _scale_type(spec).itemsize
+    return [weights * spec.bits // 8, scales, groups if format.zeros else 0, 4 * rows * biased]
+
+
+def _scale_type(spec: FormatSpec) -> torch.dtype:
+    type: torch.dtype = getattr(torch, spec.scale_type)
+    return type
 
 
 def rows_of(x: "Tensor | Words") -> "Table":
@@ -106,12 +101,10 @@ class MatrixView:
         """Writes `part` to matrix `index` from `row` on. With `step` 2, every 16 rows are followed by a gap of 16 rows,
         which hold another matrix's. Returns whether all weights are finite numbers. Columns that `part` lacks are
         padding and stay zero."""
-        keep = isinstance(part, Quantised) and part.fits(self.format)
-        if self.format.kind == "f8" and not keep:
-            part, keep = as_f8(floats(part), self.format.group), True
-        if self.format.kind == "w8a8" and not keep:
-            part, keep = in_int8(floats(part)), True
-        if not keep and self.format.kind in NESTED_BYTES:
+        keep, spec = isinstance(part, Quantised) and part.fits(self.format), self.format.spec
+        if spec.quantise and not keep:
+            part, keep = spec.quantise(floats(part), self.format.group), True
+        if not keep and spec.nesting:
             raise UserError(f"{self.format.kind} holds a GGUF file's own rows only: set quantization.method: q8 or q4")
         if isinstance(part, Quantised) and not keep and _only_kept(part):
             part = part.floats()
@@ -148,7 +141,7 @@ def given_of(part: Tensor | Quantised) -> "Given":
         rows, columns = part.levels.shape
         if not isinstance(part, Nested) and part.scales.shape != (rows, columns // part.group):
             raise AssertionError(f"scales of shape {part.scales.shape} for levels of shape {part.levels.shape}")
-        scales, zeros, group, middle = elements(part.scales), elements(part.zeros), part.group, part.middle
+        scales, zeros, group, middle = elements(part.scales), elements(part.zeros), part.group, part.spec.middle
     return native.Given(
         values=rows_of(part.levels if isinstance(part, Quantised) else part),
         scales=scales,
@@ -162,15 +155,9 @@ def given_of(part: Tensor | Quantised) -> "Given":
 
 def _only_kept(part: Quantised) -> bool:
     """Whether rows in another format are packed as floats."""
-    return not isinstance(part, Blocks) and (part.group % BLOCK > 0 or part.float4 or isinstance(part, Nested))
-
-
-def as_f8(part: Tensor, group: int) -> Quantised:
-    """`part` (m, K) rounded to e4m3 floats, each `group` columns of a row with a scale that makes the largest 448."""
-    groups = part.float().unflatten(1, (-1, group))
-    scales = (groups.abs().amax(-1) / LARGEST_F8).clamp(min=1e-30)
-    levels = (groups / scales[..., None]).flatten(1).to(torch.float8_e4m3fn)
-    return Quantised(8, levels, scales, None)
+    return not isinstance(part, Blocks) and (
+        part.group % BLOCK > 0 or bool(part.spec.codes) or isinstance(part, Nested)
+    )
 
 
 def write_bias(parts: Iterable[Tensor], row: int, part: Tensor, step: int) -> None:
@@ -205,7 +192,7 @@ class PackedMatrices(MatrixView):
         if device.type == "meta":
             sizes = plane_bytes(count * padded(rows, unit), columns, format, biased)
             quant = torch.uint8 if group else getattr(torch, format.kind)
-            types = quant, SCALES.get(format.kind, torch.float16), torch.uint8, torch.float32
+            types = quant, _scale_type(format.spec), torch.uint8, torch.float32
             self.storages = [
                 torch.empty(n // t.itemsize, dtype=t, device=device)
                 for n, t in zip(sizes, types, strict=True)
@@ -225,7 +212,7 @@ class PackedMatrices(MatrixView):
             quants, scales, zeros, bias = addresses
             parts.append(
                 native.Matrix(
-                    format=CODES[format.kind],
+                    format=code_of(format.kind),
                     n=part_rows,
                     k=columns,
                     group=group,
@@ -256,7 +243,7 @@ class NativeMatrix:
         self.rows, self.columns = rows, columns
         self.packed = PackedMatrices(1, rows, columns, format, device)
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
-        self.quantised = format.quantised and format.kind != "f8"  # whether its products quantise activations
+        self.quantised = format.spec.int8_products  # whether its products quantise activations
         self.parts = [self]
 
     def fill(self, row: int, part: Tensor | Quantised) -> bool:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from umbra.base.errors import UserError
 from umbra.ops.cpu.engine import TYPES, native, own_cpus, pointer
-from umbra.ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
+from umbra.ops.cpu.matrix import ALIGNMENT, BLOCK, ROWS, MatrixView, code_of, padded, plane_bytes
 from umbra.ops.cpu.ops import traced
-from umbra.ops.format import Format, Quantised
+from umbra.ops.formats import Format
+from umbra.ops.formats.quantised import Quantised
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class ExpertBlocks:
             )
             parts.append(
                 native.Matrix(
-                    format=CODES[format.kind],
+                    format=code_of(format.kind),
                     n=end - first,
                     k=columns,
                     group=format.group,

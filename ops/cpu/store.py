@@ -23,7 +23,7 @@ from torch import Tensor
 from umbra.ops.cpu.matrix import ALIGNMENT, MatrixView, padded, write_bias
 from umbra.ops.cpu.memory import allocate
 from umbra.ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
-from umbra.ops.format import Quantised
+from umbra.ops.formats.quantised import Quantised
 
 if TYPE_CHECKING:
     from umbra.ops.cpu._native import SplitMatrix

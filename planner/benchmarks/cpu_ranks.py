@@ -38,7 +38,7 @@ from umbra.executor.config.env import rank_env
 from umbra.ops import load_ops
 from umbra.ops.cpu.engine import Tape
 from umbra.ops.cpu.matrix import NativeMatrix
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.planner.layouts import spans_of
 from umbra.planner.machine import Device, Hardware, Links
 from umbra.planner.plan import parts_of

@@ -21,7 +21,7 @@ from umbra.cpu_offload.memory.arena import Arena, StateSizes
 from umbra.executor.engine.memory.arena import expert_frames
 from umbra.executor.engine.memory.pages import ElasticPages
 from umbra.ops.cpu.shadow import ShadowPool
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
 INTERVAL = 32  # decode steps between two decisions; a server may decide after each, about as many copies in all

@@ -25,7 +25,7 @@ from umbra.models.qwen3_moe.config import Qwen3MoeConfig
 from umbra.ops.ascend.exchange import AscendExchange
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.weights import AscendExperts
-from umbra.ops.format import W8A8, Format
+from umbra.ops.formats import FORMATS, Format
 
 BF16 = torch.bfloat16
 SPLIT = ("attn_tp_size=1", "moe_tp_size=1")
@@ -201,7 +201,10 @@ def test_real_sizes_break_no_rule(tmp_path: Path, model: str, ranks: int) -> Non
     sizes = {"hidden_size": size.hidden, "num_experts": size.experts, "num_experts_per_tok": size.top_k}
     write_json(tmp_path / "config.json", {"model_type": "qwen3_moe"} | sizes)
     window = window_mb(32, Qwen3MoeConfig.from_folder(tmp_path))
-    formats = [Format("q4", 32, zeros=True), *[W8A8] * (model != "oss120")]  # in bfloat16 an expert of 235B has 38 MB
+    formats = [
+        Format("q4", 32, zeros=True),
+        *[FORMATS["w8a8"]] * (model != "oss120"),
+    ]  # in bfloat16 an expert of 235B has 38 MB
     for found in run_ranks(real, 2, size, formats, ranks, 32, window):
         assert found == []
 

@@ -25,7 +25,7 @@ from umbra.models.rope import RopeConfig
 from umbra.ops import reference
 from umbra.ops.ascend.cann import ALL_ABILITIES
 from umbra.ops.ascend.ops import AscendOps
-from umbra.ops.format import FORMATS, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import LatentNorm, fixed
 from umbra.ops.parallel.groups import Parallel
 

@@ -30,7 +30,7 @@ from umbra.models.layers.attention import PagedCache
 from umbra.ops.ascend import moe
 from umbra.ops.ascend.exchange import AscendExchange
 from umbra.ops.ascend.ops import AscendOps
-from umbra.ops.format import FORMATS, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import Paged, fixed
 from umbra.ops.parallel.groups import Parallel, Shard
 

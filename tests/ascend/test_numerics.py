@@ -28,7 +28,7 @@ from umbra.executor.platform.settings import PlatformSettings
 from umbra.ops.ascend.cann import abilities
 from umbra.ops.ascend.moe import ROUTINGS
 from umbra.ops.ascend.weights import pack, quantise
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 

@@ -23,7 +23,7 @@ from umbra.ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from umbra.ops.ascend.ops import PROLOG_FORMAT, AscendOps
 from umbra.ops.ascend.recurrent import GraphStrips
 from umbra.ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
-from umbra.ops.format import W8A8, Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import (
     SILU_EXPERTS,
     ExpertKind,
@@ -40,6 +40,7 @@ from umbra.ops.interface import (
 from umbra.tools.npu_check.numbers import EIGHTH, WHOLE, Size
 
 BF16, F32 = torch.bfloat16, torch.float32
+W8A8 = Format("w8a8", group=128)
 FORMATS = {"bf16": Format("bfloat16"), "q4": Format("q4", 32), "q4_zeros": Format("q4", 32, zeros=True)}
 FORMATS |= {"w8a8": W8A8, "w8a8, gathered": W8A8}  # experts in tiles, and as slots give them to several ops
 PAGE, PAGES = 128, 9
@@ -71,7 +72,7 @@ def kind_of(size: Size) -> ExpertKind:
 
 
 def tiled(plane: Matrices) -> None:
-    if plane.scales is None or plane.format == W8A8:
+    if plane.scales is None or plane.format == FORMATS["w8a8"]:
         plane.data = torch_npu.npu_format_cast(input=plane.data, acl_format=FRACTAL_NZ, customize_dtype=None)
 
 

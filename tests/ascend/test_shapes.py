@@ -19,7 +19,7 @@ from umbra.ops.ascend.exchange import AscendExchange
 from umbra.ops.ascend.layout import AscendLayout
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.counted import CountedExchange, CountedOps
-from umbra.ops.format import FORMATS, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import fixed
 from umbra.ops.parallel.groups import Parallel, Shard
 

@@ -13,7 +13,7 @@ from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, ran, violations
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.weights import AscendExperts
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 
 BF16, NPU, Q4 = torch.bfloat16, torch.device("npu"), Format("q4", 32)
 TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 9, 2, 4, 128, 64

@@ -18,7 +18,8 @@ from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.slots import ArenaSlots
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from umbra.ops.ascend.weights import AscendExperts
-from umbra.ops.format import FORMATS, Format, Quantised
+from umbra.ops.formats import FORMATS, Format
+from umbra.ops.formats.quantised import Quantised
 from umbra.ops.interface import Matrix, Rounded
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -29,7 +30,7 @@ UNFUSED = replace(ALL_ABILITIES, fused_swiglu=False)
 
 def int8(rows: int, columns: int) -> Quantised:
     levels = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
-    return Quantised(8, levels, torch.rand(rows, 1) / 500, None, int8_inputs=True)
+    return Quantised(W8A8.spec, levels, torch.rand(rows, 1) / 500, None)
 
 
 def rounded(x: Tensor) -> Tensor:

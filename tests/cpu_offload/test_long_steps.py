@@ -15,14 +15,14 @@ from umbra.ops import load_ops
 from umbra.ops.cpu import engine, shadow
 from umbra.ops.cpu.engine import native
 from umbra.ops.cpu.matrix import NativeExperts
-from umbra.ops.format import FORMATS, MXFP4, Format
+from umbra.ops.formats import FORMATS, Format
 
 cpu = load_ops("cpu")
 # Layers of one model differ in size, as where some are of more bits.
 KINDS = {
     "float32": (FORMATS["float32"],) * 3,
     "bfloat16": (FORMATS["bfloat16"],) * 3,
-    "mxfp4": (MXFP4,) * 3,
+    "mxfp4": (FORMATS["mxfp4"],) * 3,
     "w8a8": (Format("w8a8", 32),) * 3,
     "q8, q4": (FORMATS["q8"], FORMATS["q4"], FORMATS["q8"]),
 }

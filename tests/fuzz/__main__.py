@@ -28,7 +28,7 @@ INSTRUMENTED = [
     "umbra.executor",
     "umbra.serving",
     "umbra.text",
-    "umbra.ops.format",
+    "umbra.ops.formats",
     "umbra.ops.words",
 ]
 

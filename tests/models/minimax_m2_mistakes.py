@@ -14,7 +14,7 @@ from umbra.models.layers.router import Router
 from umbra.models.rope import RopeConfig
 from umbra.ops import reference
 from umbra.ops.cpu import ops as cpu
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
 Routing = Callable[[Tensor, Tensor | None, int, bool], tuple[Tensor, Tensor]]

@@ -29,7 +29,7 @@ from umbra.models.layers.base import layers_of
 from umbra.models.registry import family_in, model_class, read_config
 from umbra.models.rope import RopeConfig, YarnConfig
 from umbra.ops import load_ops
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.ops.parallel.groups import Parallel
 
 OSS_YARN = YarnConfig(32.0, 4096, 32.0, 1.0, attention_factor=0.1 * math.log(32) + 1, truncate=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from umbra.ops.ascend.layout import AscendLayout
 from umbra.ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message
 from umbra.ops.cpu.layout import CpuLayout
-from umbra.ops.format import FORMATS, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import Heads, Paged, Recurrent, Rounded
 
 BF16, META = torch.bfloat16, torch.device("meta")

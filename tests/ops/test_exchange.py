@@ -11,7 +11,7 @@ from torch.multiprocessing.spawn import start_processes
 from tests.ranks import free_port
 from umbra.ops import load_ops, reference
 from umbra.ops.exchange import GroupExchange
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import PhysicalExperts
 from umbra.ops.reference import DenseExperts
 

@@ -13,7 +13,7 @@ from umbra.base.errors import UserError
 from umbra.ops import reference
 from umbra.ops.cpu import engine
 from umbra.ops.cpu import ops as cpu
-from umbra.ops.format import FORMATS, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import Paged
 
 CPU, NONE = torch.device("cpu"), torch.empty(0, dtype=torch.int64)

@@ -9,7 +9,7 @@ from tests.experts import fill_experts, kind_of
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.engine import native
-from umbra.ops.format import FORMATS, MXFP4, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import MovableExperts, Ops
 
 COUNT, INNER, HIDDEN = 5, 96, 64
@@ -19,7 +19,7 @@ KINDS = {
     "q8": FORMATS["q8"],
     "q4 zeros": Format("q4", 32, zeros=True),
     "f8": Format("f8", 32),
-    "mxfp4": MXFP4,
+    "mxfp4": FORMATS["mxfp4"],
     "w8a8": Format("w8a8", 32),
     "q8 and q4": Format("q8", 32, down=FORMATS["q4"]),
 }

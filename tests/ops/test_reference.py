@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from umbra.ops import reference
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.ops.interface import Heads
 
 EPS, CPU = 1e-6, torch.device("cpu")

@@ -30,7 +30,7 @@ from umbra.models.batch import Batch
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.ops.interface import Paged
 from umbra.tools.benchmarks.machine import Limits, alternate
 from umbra.tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows

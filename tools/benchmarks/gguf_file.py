@@ -22,7 +22,7 @@ from umbra.base.errors import UserError
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig
 from umbra.models.gguf.architecture import Architecture
-from umbra.ops.format import E2M1
+from umbra.ops.formats.mxfp4 import E2M1
 from umbra.tools.benchmarks.gguf_entries import Entry, architecture_of, entries
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -17,7 +17,7 @@ from umbra.ops.cpu import engine
 from umbra.ops.cpu.engine import native, shadow_teams
 from umbra.ops.cpu.memory import allocate
 from umbra.ops.cpu.shadow import Blocks, ExpertBlocks, Job, ShadowLayer, ShadowPool, prepare
-from umbra.ops.format import W8A8, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import SILU_EXPERTS
 from umbra.tools.benchmarks.machine import take_turns
 from umbra.tools.benchmarks.output import Row, flags, plot, printed, write_rows
@@ -26,7 +26,7 @@ TOP_K, STORE = 8, 512 << 20  # bytes of a layout's experts
 SHAPES = {"V4-Flash": (4096, 2048), "30B": (2048, 768)}  # hidden, inner
 LAYOUTS = {
     "q4 in lines": (Format("q4", 32), False),
-    "int8": (W8A8, False),
+    "int8": (FORMATS["w8a8"], False),
     "planes, groups of 128": (Format("q4", 128), True),
     "planes, groups of 32": (Format("q4", 32), True),
 }

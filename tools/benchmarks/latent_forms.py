@@ -15,7 +15,7 @@ from torch import Tensor
 from umbra.base.errors import run_main
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine
-from umbra.ops.format import FORMATS, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import Paged
 from umbra.tools.benchmarks.machine import alternate
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows

@@ -17,7 +17,7 @@ from umbra.ops.ascend import moe, vector_core
 from umbra.ops.ascend.cann import ALL_ABILITIES
 from umbra.ops.ascend.vector_core import calls
 from umbra.ops.ascend.weights import AscendExperts
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.tools.benchmarks.output import Row
 
 BOUND = 0.02  # largest error relative to a result's norm; the reference rounds weights and activations to dtype

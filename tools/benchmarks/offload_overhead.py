@@ -27,7 +27,7 @@ from umbra.cpu_offload.memory.arena import Arena
 from umbra.executor.platform.cpu.shadow_device import CpuDevice
 from umbra.ops.cpu.engine import shadow_teams
 from umbra.ops.cpu.shadow import ShadowPool
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.ops.interface import SILU_EXPERTS
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.tools.benchmarks.routing_traces import made_up

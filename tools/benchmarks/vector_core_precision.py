@@ -37,7 +37,8 @@ from umbra.models.config import ModelConfig
 from umbra.ops import load_ops
 from umbra.ops.ascend.vector_core.planes import Planes, planes_of
 from umbra.ops.ascend.weights import signed
-from umbra.ops.format import Format, Quantised, floats
+from umbra.ops.formats import Format
+from umbra.ops.formats.quantised import Quantised, floats
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 from umbra.text.tokenizer import Tokenizer
 from umbra.tools.benchmarks.output import printed, write_rows

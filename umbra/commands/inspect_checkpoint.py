@@ -43,7 +43,7 @@ from umbra.executor.plan.sketch import MTP, cache_of, kind_of, sketch_of, weight
 from umbra.models.gguf.folder import checkpoint_folder, whole_path
 from umbra.models.layers.base import Piece, layers_of
 from umbra.models.registry import family_in
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 
 NONE = {
     "encoding": "none",

@@ -7,7 +7,9 @@ from umbra.executor.checkpoint.formats.bitpack import covering, groups_of
 from umbra.executor.checkpoint.formats.patterns import inside
 from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Ruled, Stored, check_sizes
 from umbra.models.hf_config import HfConfig
-from umbra.ops.format import GROUP_SIZES, Format, Quantised
+from umbra.ops.formats import GROUP_SIZES, Format
+from umbra.ops.formats.q4 import Q4
+from umbra.ops.formats.quantised import Quantised
 from umbra.ops.words import Words
 
 NIBBLES = 8
@@ -29,7 +31,7 @@ class AwqMatrix(Encoding):
         config.refuse("bits", 4)
         self.group = config.one_of("group_size", "q_group_size", allowed=GROUP_SIZES)
         self.title = f"AWQ, 4 bits in groups of {self.group} with zero points"
-        self.format = Format("q4", self.group, zeros=True)
+        self.format = Format(Q4.name, self.group, zeros=True)
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         check_sizes(module, ("columns", columns, "group_size", self.group), ("rows", rows, "a word's", NIBBLES))
@@ -40,7 +42,7 @@ class AwqMatrix(Encoding):
             held, within = covering(outputs, NIBBLES)
             in_groups, cut = groups_of(inputs, self.group)
             return Quantised(
-                bits=4,
+                Q4,
                 levels=Words(fetch(qweight, inputs, held).T, 4, ORDER).rows(within),
                 scales=cut(fetch(scales, in_groups, outputs).T),
                 zeros=cut(Words(fetch(qzeros, in_groups, held).T, 4, ORDER).rows(within)),

@@ -27,7 +27,9 @@ from umbra.executor.checkpoint.formats.scheme import (
     kept_as,
 )
 from umbra.models.hf_config import HfConfig
-from umbra.ops.format import GROUP_SIZES, W8A8, Quantised
+from umbra.ops.formats import GROUP_SIZES, INTEGERS, Format
+from umbra.ops.formats.quantised import Quantised
+from umbra.ops.formats.w8a8 import W8A8
 from umbra.ops.words import Words
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
@@ -94,7 +96,7 @@ class Integers(Encoding):
         in_int8 = inputs is not None and (inputs.value("num_bits"), inputs.value("type", default="int")) == (8, "int")
         self.int8_inputs = in_int8 and format == "int-quantized" and self.group < 0 and not self.zeros
         if self.int8_inputs:
-            self.title, self.format = f"{self.title}, activations in 8 bits", W8A8
+            self.title, self.format = f"{self.title}, activations in 8 bits", Format(W8A8.name, W8A8.group)
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         group = self.group if self.group > 0 else columns
@@ -124,9 +126,9 @@ class Integers(Encoding):
             in_groups, cut = groups_of(inputs, group, order)
             scales = fetch(scale, outputs, in_groups)
             if self.int8_inputs:  # of whole rows
-                return Quantised(8, fetch(weight, outputs, inputs), scales.float(), None, int8_inputs=True)
+                return Quantised(W8A8, fetch(weight, outputs, inputs), scales.float(), None)
             return Quantised(
-                bits=self.bits,
+                INTEGERS[self.bits],
                 levels=levels(fetch, outputs, inputs),
                 scales=cut(scales),
                 zeros=cut(zeros(fetch, outputs, in_groups)) if self.zeros else None,

@@ -10,7 +10,9 @@ from umbra.executor.checkpoint.formats.bitpack import covering, groups_of
 from umbra.executor.checkpoint.formats.patterns import inside
 from umbra.executor.checkpoint.formats.scheme import FLOATS, Encoding, Fetch, Needed, Scheme, Stored
 from umbra.models.hf_config import HfConfig
-from umbra.ops.format import F8, Quantised
+from umbra.ops.formats import FORMATS
+from umbra.ops.formats.f8 import F8
+from umbra.ops.formats.quantised import Quantised
 
 BLOCK = 128
 SHARING = {  # what shares a scale: its name in titles, its rows and columns (-1: all)
@@ -21,7 +23,7 @@ SHARING = {  # what shares a scale: its name in titles, its rows and columns (-1
 
 
 class Fp8Matrix(Encoding):
-    format, bits, zeros = F8, 8, False
+    format, bits, zeros = FORMATS[F8.name], 8, False
 
     def __init__(self, scale: str = "weight_scale_inv", strategy: str = "block"):
         """`scale` is the last name of the tensor that holds the scales; `strategy`, in compressed-tensors' words, says
@@ -39,7 +41,7 @@ class Fp8Matrix(Encoding):
             right, cut = groups_of(inputs, wide)
             found = fetch(scale, down)[:, None] if self.rows < 0 else fetch(scale, down, right)
             scales = found.float().repeat_interleave(tall, 0)[in_rows]
-            return Quantised(bits=8, levels=fetch(weight, outputs, inputs), scales=cut(scales), zeros=None)
+            return Quantised(F8, levels=fetch(weight, outputs, inputs), scales=cut(scales), zeros=None)
 
         blocks = (1,) if self.rows < 0 else (-(-rows // tall), -(-columns // wide))
         return Stored({weight: Needed((rows, columns), ("F8_E4M3",)), scale: Needed(blocks, FLOATS)}, read)

@@ -10,23 +10,28 @@ import torch
 from torch import Tensor
 
 from umbra.models.gguf.types import FLOATS
-from umbra.ops.format import FORMATS, MXFP4, NESTED, Format, Nested, Quantised
+from umbra.ops.formats import SPECS, Format, FormatSpec
+from umbra.ops.formats.iq4 import IQ4
+from umbra.ops.formats.mxfp4 import MXFP4
+from umbra.ops.formats.q4 import Q4
+from umbra.ops.formats.q4_k import Q4_K
+from umbra.ops.formats.q5_k import Q5_K
+from umbra.ops.formats.q6_k import Q6_K
+from umbra.ops.formats.q8 import Q8
+from umbra.ops.formats.quantised import Nested, Quantised
 
-# The types whose blocks become levels of a format bit for bit, and the format.
-KEPT: dict[str, Format] = {
-    "Q8_0": FORMATS["q8"],
-    "Q4_0": FORMATS["q4"],
-    "MXFP4": MXFP4,
-    "Q4_1": Format("q4_k", 32),
-    "Q5_0": Format("q5_k", 32),
-    "Q5_1": Format("q5_k", 32),
-    "IQ4_NL": Format("iq4", 32),
-    "Q4_K": NESTED["q4_k"],
-    "Q5_K": NESTED["q5_k"],
-    "Q6_K": NESTED["q6_k"],
-    "IQ4_XS": NESTED["iq4"],
-}
-ROUNDED: dict[str, Format] = {"Q2_K": FORMATS["q8"], "Q3_K": FORMATS["q8"]}
+
+def _formats(exact: bool) -> dict[str, Format]:
+    return {
+        block.name: Format(spec.name, min(spec.group, block.columns))
+        for spec in SPECS.values()
+        for block in spec.block_types
+        if block.exact == exact
+    }
+
+
+# The formats of the types whose blocks they keep bit for bit, and of those that they round.
+KEPT, ROUNDED = _formats(exact=True), _formats(exact=False)
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -44,63 +49,67 @@ def quantised(kind: str, blocks: Tensor) -> Quantised:
 
 
 def _q4_0(blocks: Tensor) -> Quantised:
-    return Quantised(4, _row(_nibbles(blocks[..., 2:])), _half(blocks, 0), None)
+    return Quantised(Q4, _row(_nibbles(blocks[..., 2:])), _half(blocks, 0), None)
 
 
 def _q8_0(blocks: Tensor) -> Quantised:
-    return Quantised(8, _row(blocks[..., 2:]).contiguous().view(torch.int8), _half(blocks, 0), None)
+    return Quantised(Q8, _row(blocks[..., 2:]).contiguous().view(torch.int8), _half(blocks, 0), None)
 
 
 def _mxfp4(blocks: Tensor) -> Quantised:  # its table is doubled, and its exponent one less
-    return Quantised(4, _row(_nibbles(blocks[..., 1:])), blocks[..., 0].contiguous().view(torch.float8_e8m0fnu), None)
+    return Quantised(
+        MXFP4, _row(_nibbles(blocks[..., 1:])), blocks[..., 0].contiguous().view(torch.float8_e8m0fnu), None
+    )
 
 
 def _iq4_nl(blocks: Tensor) -> Nested:
     d = _half(blocks, 0)
-    return Nested(4, _row(_nibbles(blocks[..., 2:])), torch.ones_like(d, dtype=torch.int8), None, d)
+    return Nested(IQ4, _row(_nibbles(blocks[..., 2:])), torch.ones_like(d, dtype=torch.int8), None, d)
 
 
 def _q5_0(blocks: Tensor) -> Nested:
     d = _half(blocks, 0)
     ones = torch.ones_like(d, dtype=torch.uint8)
-    return Nested(5, _row(_fives(blocks[..., 2:])), ones, 16 * ones, d, d)
+    return Nested(Q5_K, _row(_fives(blocks[..., 2:])), ones, 16 * ones, d, d)
 
 
 def _with_minimum(blocks: Tensor) -> Nested:
     """Q4_1 and Q5_1: d, m, then levels."""
-    bits = 4 if blocks.shape[-1] == 20 else 5
-    levels = (_nibbles if bits == 4 else _fives)(blocks[..., 4:])
+    spec, read = (Q4_K, _nibbles) if blocks.shape[-1] == 20 else (Q5_K, _fives)
+    levels = read(blocks[..., 4:])
     d, m = _half(blocks, 0), _half(blocks, 2)
     ones = torch.ones_like(d, dtype=torch.uint8)
-    return Nested(bits, _row(levels), ones, ones, d, -m)
+    return Nested(spec, _row(levels), ones, ones, d, -m)
 
 
 def _q4_k(blocks: Tensor) -> Nested:
-    return _with_minimums(4, blocks, _pieces(blocks[..., 16:], 32, 4))
+    return _with_minimums(Q4_K, blocks, _pieces(blocks[..., 16:], 32, 4))
 
 
 def _q5_k(blocks: Tensor) -> Nested:
-    return _with_minimums(5, blocks, _pieces(blocks[..., 48:], 32, 4) | _pieces(blocks[..., 16:48], 32, 1) << 4)
+    return _with_minimums(Q5_K, blocks, _pieces(blocks[..., 48:], 32, 4) | _pieces(blocks[..., 16:48], 32, 1) << 4)
 
 
-def _with_minimums(bits: int, blocks: Tensor, levels: Tensor) -> Nested:
+def _with_minimums(spec: FormatSpec, blocks: Tensor, levels: Tensor) -> Nested:
     """Eight scales and minimums of six bits each are packed into 12 bytes."""
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], -1)
     minimums = torch.cat([second & 63, third >> 4 | second >> 2 & 48], -1)
-    return Nested(bits, _row(levels), _row(scales), _row(minimums), _half(blocks, 0), _half(blocks, 2))
+    return Nested(spec, _row(levels), _row(scales), _row(minimums), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q6_k(blocks: Tensor) -> Nested:
     levels = _pieces(blocks[..., :128], 64, 4) | _pieces(blocks[..., 128:192], 32, 2) << 4
-    return Nested(6, _row(levels), _row(blocks[..., 192:208]).contiguous().view(torch.int8), None, _half(blocks, 208))
+    return Nested(
+        Q6_K, _row(levels), _row(blocks[..., 192:208]).contiguous().view(torch.int8), None, _half(blocks, 208)
+    )
 
 
 def _iq4_xs(blocks: Tensor) -> Nested:
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
     high = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)).flatten(-2) & 3
     scales = (low | high << 4).view(torch.int8) - 32
-    return Nested(4, _row(_pieces(blocks[..., 8:], 16, 4)), _row(scales), None, _half(blocks, 0))
+    return Nested(IQ4, _row(_pieces(blocks[..., 8:], 16, 4)), _row(scales), None, _half(blocks, 0))
 
 
 def _row(x: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ from umbra.models.gguf.container import TensorInfo
 from umbra.models.gguf.folder import Index
 from umbra.models.gguf.names import Tiled
 from umbra.models.gguf.types import BY_NAME, FLOATS, TYPES
-from umbra.ops.format import Alternating, Blocks, Format, Nested, Quantised, Undecoded, floats
+from umbra.ops.formats import Format
+from umbra.ops.formats.ggml import Blocks, Undecoded
+from umbra.ops.formats.quantised import Nested, Quantised, floats
+from umbra.ops.formats.rows import Alternating
 
 BLOCK = 32  # columns that parts of blocks are multiples of
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
@@ -34,8 +37,8 @@ class InBlocks(Encoding):
 
     def __init__(self, kind: str, unit: int = 0):
         """`unit`: so many columns at most stay together."""
-        _, columns, nbytes = BY_NAME[kind]
-        self.title, self.bits, self.group = kind, 8 * nbytes // columns, columns
+        type = BY_NAME[kind]
+        self.title, self.bits, self.group = kind, 8 * type.nbytes // type.columns, type.columns
         self.exact, format = kind in KEPT, (KEPT | ROUNDED)[kind]
         self.format = replace(format, group=gcd(format.group, unit))
 

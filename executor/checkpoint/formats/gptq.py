@@ -23,7 +23,8 @@ from umbra.executor.checkpoint.formats.scheme import (
     kept_as,
 )
 from umbra.models.hf_config import HfConfig
-from umbra.ops.format import GROUP_SIZES, Quantised
+from umbra.ops.formats import GROUP_SIZES, INTEGERS
+from umbra.ops.formats.quantised import Quantised
 from umbra.ops.words import Words
 
 
@@ -74,7 +75,7 @@ class GptqMatrix(Encoding):
             if not self.zeros and (zeros != 1 << (self.bits - 1)).any():
                 raise UserError(f"{qzeros}: sym is true, but zero points are not all {1 << (self.bits - 1)}")
             return Quantised(
-                bits=self.bits,
+                INTEGERS[self.bits],
                 levels=levels.columns(within),
                 scales=cut(fetch(scales, in_groups, outputs).T),
                 zeros=cut(zeros) if self.zeros else None,

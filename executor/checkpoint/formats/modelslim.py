@@ -22,7 +22,9 @@ from torch import Tensor
 from umbra.base.errors import UserError, short
 from umbra.base.files import read_json
 from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
-from umbra.ops.format import W8A8, Quantised
+from umbra.ops.formats import FORMATS
+from umbra.ops.formats.quantised import Quantised
+from umbra.ops.formats.w8a8 import W8A8
 
 STATIC, DYNAMIC, FLOAT = ("W8A8", "W8A8_MIX"), ("W8A8_DYNAMIC",), ("FLOAT",)
 CACHE = ("C8",)  # scales of a KV cache in int8, which ours does not need
@@ -32,7 +34,7 @@ ROUNDING = 2.0**-22  # of sums that modelslim adds in float32
 
 
 class Int8(Encoding):
-    format, bits, group, zeros = W8A8, 8, -1, False
+    format, bits, group, zeros = FORMATS[W8A8.name], 8, -1, False
 
     def __init__(self, static: bool):
         self.static = static
@@ -49,7 +51,7 @@ class Int8(Encoding):
                 scales = (_deq_scale(fetch, module, outputs) / fetch(f"{module}.input_scale", ALL).float())[:, None]
             if self.static and ".experts." in module and _bias(fetch, module, outputs).any():
                 raise UserError(f"{module}: experts with biases are not read: quantise them as {DYNAMIC[0]}")
-            return Quantised(8, fetch(weight, outputs, inputs), scales, None, int8_inputs=True)
+            return Quantised(W8A8, fetch(weight, outputs, inputs), scales, None)
 
         tensors = {
             weight: Needed((rows, columns), ("I8",)),

@@ -9,14 +9,16 @@ import torch
 from umbra.base.errors import UserError
 from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored, check_sizes
 from umbra.models.hf_config import HfConfig
-from umbra.ops.format import MXFP4, Quantised
+from umbra.ops.formats import FORMATS
+from umbra.ops.formats.mxfp4 import MXFP4
+from umbra.ops.formats.quantised import Quantised
 from umbra.ops.words import Words
 
 GROUP = MXFP4.group
 
 
 class Mxfp4(Scheme, Encoding):
-    title, format = f"MXFP4 in blocks of {GROUP}", MXFP4
+    title, format = f"MXFP4 in blocks of {GROUP}", FORMATS[MXFP4.name]
     bits, group, zeros, signs = 4, GROUP, False, ("blocks", "scales")
     only_experts = True
 
@@ -41,7 +43,9 @@ class Mxfp4(Scheme, Encoding):
         def read(fetch: Fetch, one: slice, outputs: slice, inputs: slice) -> Quantised:
             part = slice(inputs.start // GROUP, inputs.stop // GROUP)
             words = fetch(blocks, one, outputs, part)[0].flatten(1).view(torch.int32)
-            return Quantised(4, Words(words, 4), fetch(scales, one, outputs, part)[0].view(torch.float8_e8m0fnu), None)
+            return Quantised(
+                MXFP4, Words(words, 4), fetch(scales, one, outputs, part)[0].view(torch.float8_e8m0fnu), None
+            )
 
         shape = experts, rows, count
         return Stored({blocks: Needed((*shape, GROUP // 2), ("U8",)), scales: Needed(shape, ("U8",))}, read)

@@ -13,7 +13,9 @@ from torch import Tensor
 from umbra.base.errors import UserError
 from umbra.executor.checkpoint.formats.patterns import Matches
 from umbra.executor.checkpoint.index import renamed
-from umbra.ops.format import FORMATS, GROUP_SIZES, Alternating, Format, Quantised
+from umbra.ops.formats import FORMATS, GROUP_SIZES, INTEGERS, Format
+from umbra.ops.formats.quantised import Quantised
+from umbra.ops.formats.rows import Alternating
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -175,10 +177,10 @@ def kept_as(bits: int, group: int, zeros: bool, ordered: bool = False) -> Format
     """The format that keeps integers of 4 or 8 bits unchanged. `group` -1: a row has one scale, which smaller groups
     then share. `ordered`: the columns of a group are not neighbours, so that 4 bits are rounded to 8."""
     if ordered:
-        return FORMATS["q8"] if bits == 4 else None
+        return FORMATS[INTEGERS[8].name] if bits == 4 else None
     if zeros and bits == 8:
         return None
-    return Format({4: "q4", 8: "q8"}[bits], group if group > 0 else GROUP_SIZES[-1], zeros)
+    return Format(INTEGERS[bits].name, group if group > 0 else GROUP_SIZES[-1], zeros)
 
 
 def in_words(bits: int, group: int, zeros: bool, ordered: bool = False) -> str:

@@ -17,7 +17,7 @@ from umbra.models.build import Build, Formats, Shadows
 from umbra.models.eagle3_config import ALIASES, Eagle3Config
 from umbra.models.layers.eagle3 import TOKENS
 from umbra.ops.cpu.engine import native
-from umbra.ops.format import FORMATS, W8A8, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import Exchange, Ops
 from umbra.ops.parallel.groups import Parallel
 
@@ -37,7 +37,7 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
         return kept if kept and kept.kind in kinds else None
 
     formats = [e.format for e in scheme.encodings if e.format and e.format.kind in kinds]
-    if formats and wanted.method in ("auto", *("q8" if f == W8A8 else f.kind for f in formats)):
+    if formats and wanted.method in ("auto", *(f.spec.method or f.kind for f in formats)):
         mixed, names = PLATFORMS[case.platform].mixes, scheme.names or {}
         table = scheme.table("model.embed_tokens") if mixed else None
         if names and quantised_head:  # a tied head is the table once more

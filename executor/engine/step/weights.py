@@ -16,13 +16,7 @@ from umbra.executor.config.load import draft_folder
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.engine.step.weight_formats import packed_facts
 from umbra.models.causal_lm import CausalLM
-from umbra.ops.format import MXFP4
 
-# Root mean squares, of normal weights in MXFP4, in groups of 32.
-ROUNDED_AGAIN = (
-    "MXFP4 is rounded again, to 4-bit integers: each matrix of experts is off by 7 % of its norm, by 8 % with "
-    "zero_points: true"
-)
 ROUNDED = "kept by no format, so rounded to 8 bits in groups of 32: each matrix is off by 0.5 % of its norm"
 
 
@@ -48,8 +42,9 @@ def fill_weights(
         read += load_checkpoint(head, draft_folder(case), Eagle3(), head.ignores, rank == 0)
     seconds = time.perf_counter() - start
     print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
-    if settings.method == "q4" and any(encoding.format == MXFP4 for encoding in scheme.encodings):
-        print(f"quantization.method: q4: {ROUNDED_AGAIN}")
+    if settings.method == "q4":
+        for said in sorted({e.format.spec.rounded_again for e in scheme.encodings if e.format} - {""}):
+            print(f"quantization.method: q4: {said}")
     others = [e for e in scheme.encodings if not (e.format and e.format.kind in kinds)]
     if (settings.method, settings.rest) == ("auto", "none") and (counts := _counted(model, scheme, others)):
         key = "rest" if len(others) < len(scheme.encodings) else "method"

@@ -19,7 +19,6 @@ from umbra.models.layers.linear import MergedLinear, RowLinear
 from umbra.ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, TILED_CACHE_SINCE, Abilities, since
 from umbra.ops.ascend.vector_core.calls import unfit
 from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, Bank
-from umbra.ops.format import W8A8
 
 BUILD = "bash ops/ascend/vector_core/build.sh"
 
@@ -101,9 +100,9 @@ def _kernels(weights: AscendMatrix | Bank, in_planes: bool) -> tuple[str, str]:
     """(the kernel for few tokens by 4-bit weights, the kernels for everything else)"""
     first = "unpack_w4a16 and " if in_planes else ""
     if not isinstance(weights, AscendMatrix):
-        rounded = " by rows in int8" if weights.w13.format.kind == W8A8.kind else ""
+        rounded = " by rows in int8" if weights.w13.format.spec.int8_inputs else ""
         return "fused_moe[_scores]_w4a16", f"{first}npu_grouped_matmul{rounded}"
-    if weights.format.kind == W8A8.kind:
+    if weights.format.spec.int8_inputs:
         return "", "npu_quant_matmul by rows in int8"
     return "gemv_w4a16", f"{first}mm" if in_planes or weights.scales is None else "npu_weight_quant_batchmatmul"
 

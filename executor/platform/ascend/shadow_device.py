@@ -43,7 +43,7 @@ from umbra.ops.ascend.vector_core import calls
 from umbra.ops.ascend.vector_core.blocks import PLACE, parts_of
 from umbra.ops.ascend.weights import Stored
 from umbra.ops.cpu.shadow import ShadowPool, Worker
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind, fixed
 
 

@@ -19,10 +19,11 @@ from umbra.ops.ascend.vector_core.blocks import BlockLayout
 from umbra.ops.ascend.vector_core.planes import planes_of
 from umbra.ops.ascend.weights import AscendExperts, unfit
 from umbra.ops.cpu.engine import TYPES, native
-from umbra.ops.cpu.matrix import CODES, padded
+from umbra.ops.cpu.matrix import code_of, padded
 from umbra.ops.cpu.memory import allocate
 from umbra.ops.cpu.shadow import ShadowPool
-from umbra.ops.format import Format, Quantised
+from umbra.ops.formats import Format
+from umbra.ops.formats.quantised import Quantised
 from umbra.ops.interface import ExpertKind
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class SlotBlocks:
         types = {of: layout.planes[of + name][1] for of in ("w", "s", "b") if of + name in layout.planes}
         kind = self.format.kind if self.format.quantised else str(layout.dtype).removeprefix("torch.")
         return native.SlotMatrix(
-            format=CODES[kind],
+            format=code_of(kind),
             type=TYPES[types.get("s", layout.dtype)],
             of_bias=TYPES[types.get("b", layout.dtype)],
             n=n,

@@ -1,6 +1,7 @@
 """What is known of the CPU as a device."""
 
 from umbra.executor.config.device import DeviceFacts
+from umbra.ops.formats import SPECS
 
 FACTS = DeviceFacts(
     platform="umbra.executor.platform.cpu.device:CpuPlatform",
@@ -9,7 +10,7 @@ FACTS = DeviceFacts(
     default_mode="graph",
     page_size=16,
     page_multiple=2,  # values are kept in pairs of tokens
-    quantised=("q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4", "w8a8"),
+    quantised=tuple(name for name, spec in SPECS.items() if spec.quantised),
     expert_slot="umbra.executor.platform.cpu.shadow_device:expert_slot",
     shadow_blocks="umbra.executor.platform.cpu.shadow_device:expert_blocks",
     activations="float32",

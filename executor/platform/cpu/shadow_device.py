@@ -26,7 +26,7 @@ from umbra.executor.platform.cpu.link import CpuLink
 from umbra.ops.cpu.engine import native
 from umbra.ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, in_place, join, pairs_of, resident_rows, submit
 from umbra.ops.cpu.store import ExpertStore
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
 ALIGNMENT = 64  # alignment of slots in bytes

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from umbra.ops.ascend.vector_core.planes import planes_of
 from umbra.ops.ascend.weights import bias_type, int8_scales, unfit
-from umbra.ops.format import W8A8, Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
 PLACE = 512  # bytes of a place
@@ -51,7 +51,7 @@ class BlockLayout:
     def of(
         cls, inner: int, hidden: int, format: Format, dtype: torch.dtype, in_planes: bool = False, biased: bool = False
     ) -> "BlockLayout":
-        int8 = format.kind == W8A8.kind
+        int8 = format.spec.int8_inputs
         group = 0 if int8 else format.group
         return cls(inner, hidden, dtype, group, group, format.zeros, in_planes, biased, int8)
 

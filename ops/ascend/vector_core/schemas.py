@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from umbra.ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
-from umbra.ops.format import GROUP_SIZES
+from umbra.ops.formats import GROUP_SIZES
 
 MOST_TOKENS = 8
 MOST_SCORED, MOST_CHOSEN = 512, 8  # experts to choose from, and of each token, for fused_moe_scores_w4a16

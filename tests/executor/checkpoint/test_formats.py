@@ -33,7 +33,7 @@ from umbra.models.registry import family_in, model_class
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.matrix import NativeExperts
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.parallel.join import parallel_of
 from umbra.tools.benchmarks.checkpoint_loading import loaded, write
 

@@ -8,13 +8,13 @@ from gguf.quants import dequantize
 
 from umbra.executor.checkpoint.formats.ggml import values_of
 from umbra.models.gguf.types import BY_NAME, FLOATS
-from umbra.ops.format import floats
+from umbra.ops.formats.quantised import floats
 
 
 @pytest.mark.parametrize("kind", BY_NAME)
 def test_every_bit_is_that_of_gguf(kind: str) -> None:
     """Random bytes have every level, infinite scales and NaN; and scales that are not extreme."""
-    _, columns, nbytes = BY_NAME[kind]
+    columns, nbytes = BY_NAME[kind].columns, BY_NAME[kind].nbytes
     blocks = np.random.default_rng(0).integers(0, 256, (64, 3, nbytes), dtype=np.uint8)
     blocks[0], blocks[1] = 0, 255
     if kind not in FLOATS:

@@ -26,7 +26,7 @@ from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.qwen3_moe.config import Qwen3MoeConfig
 from umbra.ops.ascend import vector_core
 from umbra.ops.ascend.weights import AscendExperts
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.parallel.partitions import GROUPS
 
 A2, A3 = "Ascend910B3", "Ascend910_9391"

@@ -32,7 +32,7 @@ from umbra.ops.ascend.layout import AscendLayout
 from umbra.ops.ascend.slots import ArenaSlots
 from umbra.ops.ascend.weights import AscendExperts
 from umbra.ops.counted import CountedOps
-from umbra.ops.format import FORMATS, W8A8, Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import SILU_EXPERTS
 from umbra.ops.parallel.join import parallel_of
 
@@ -187,7 +187,9 @@ def test_a_head_that_guesses_is_counted() -> None:
     assert eagle3.decode == plain.decode
 
 
-@pytest.mark.parametrize("format", [FORMATS["bfloat16"], Format("q4", 32, True), W8A8], ids=lambda format: format.kind)
+@pytest.mark.parametrize(
+    "format", [FORMATS["bfloat16"], Format("q4", 32, True), FORMATS["w8a8"]], ids=lambda format: format.kind
+)
 def test_a_bank_of_experts_out_of_slots_is_counted_as_it_is_gathered(format: Format) -> None:
     ledger, kind, count, inner, hidden = Ledger(), SILU_EXPERTS, 5, 96, 256
     ops = CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, name=ledger.note)

@@ -21,7 +21,7 @@ from umbra.ops import load_ops
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.engine import worth_having
 from umbra.ops.cpu.matrix import NativeMatrix
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 
 pytestmark = pytest.mark.slow
 

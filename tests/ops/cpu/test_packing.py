@@ -14,13 +14,17 @@ from umbra.executor.checkpoint.formats.awq import ORDER
 from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix
 from umbra.ops.cpu.memory import table
 from umbra.ops.cpu.ops import fill_table
-from umbra.ops.format import FORMATS, GROUP_SIZES, MXFP4, NESTED, Format, Quantised, every_other, in_order
+from umbra.ops.formats import FORMATS, GROUP_SIZES, INTEGERS, SPECS, Format
+from umbra.ops.formats.f8 import F8
+from umbra.ops.formats.quantised import Quantised
+from umbra.ops.formats.rows import every_other, in_order
 from umbra.ops.words import Words
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROWS, COLUMNS = 45, 256  # neither rows of a block, nor a power of two of them
-INTEGERS = [Format("q8", 32), Format("q8", 128), *(Format("q4", g, z) for g in GROUP_SIZES for z in (False, True))]
+BASIC = {kind: FORMATS[kind] for kind in ("float32", "bfloat16", "float16", "q8", "q4")}
+WHOLE = [Format("q8", 32), Format("q8", 128), *(Format("q4", g, z) for g in GROUP_SIZES for z in (False, True))]
 
 
 def stored(matrix: NativeMatrix) -> Tensor:
@@ -50,7 +54,7 @@ def quantised(w: Tensor, format: Format) -> Quantised:
     inverse = torch.where(scales == 0, 0, 1 / scales.float())
     zeros = (-low * inverse).round().clamp(0, top) if format.zeros else torch.full_like(low, middle)
     levels = ((groups * inverse[..., None]).round() + zeros[..., None]).clamp(0, top).flatten(1).to(torch.uint8)
-    return Quantised(bits, levels, scales, zeros.to(torch.uint8) if format.zeros else None)
+    return Quantised(format.spec, levels, scales, zeros.to(torch.uint8) if format.zeros else None)
 
 
 def weights(dtype: torch.dtype) -> Tensor:
@@ -61,7 +65,7 @@ def weights(dtype: torch.dtype) -> Tensor:
     return w.to(dtype)
 
 
-@pytest.mark.parametrize("format", INTEGERS, ids=str)
+@pytest.mark.parametrize("format", WHOLE, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floats_become_the_nearest_levels(dtype: torch.dtype, format: Format) -> None:
     torch.manual_seed(0)
@@ -130,13 +134,13 @@ def test_levels_are_taken_as_they_are_stored(way: str, group: int, zeros: str | 
     levels = torch.randint(1 << bits, (48, COLUMNS), dtype=torch.uint8)
     points = None if zeros is None else torch.randint(1 << bits, (48, COLUMNS // group), dtype=torch.uint8)
     scales = torch.rand(COLUMNS // group, 48).to(torch.bfloat16 if group == 32 else torch.float16).T
-    formats = [Format("q4", 32), Format("q4", 32, True), Format("q8", 32), Format("q4", 128, True), *FORMATS.values()]
+    formats = [Format("q4", 32), Format("q4", 32, True), Format("q8", 32), Format("q4", 128, True), *BASIC.values()]
     for first, end in ((0, 48), (0, 16), (8, 24), (16, 40)):
         part = slice(first, end)
         own = None if points is None else points[part]
-        plain = Quantised(bits, levels[part], scales[part].contiguous(), own)
+        plain = Quantised(INTEGERS[bits], levels[part], scales[part].contiguous(), own)
         way_points = packed_in_words(own, 4, ORDER) if own is not None and zeros == "words" else own
-        given = Quantised(bits, pack(levels[part]), scales[part], way_points)
+        given = Quantised(INTEGERS[bits], pack(levels[part]), scales[part], way_points)
         assert torch.equal(given.plain_levels, levels[part])
         for format in formats:
             expected = plain if plain.fits(format) else plain.floats()
@@ -150,14 +154,14 @@ def test_e4m3_floats(group: int) -> None:
     torch.manual_seed(4)
     values = torch.arange(256, dtype=torch.uint8).repeat(ROWS, 1)
     values = torch.where(values & 127 == 127, 1, values).view(torch.float8_e4m3fn)  # all but the two NaN
-    part = Quantised(8, values, torch.rand(ROWS, COLUMNS // group), None)
-    for format in (Format("f8", 32), *FORMATS.values()):
+    part = Quantised(F8, values, torch.rand(ROWS, COLUMNS // group), None)
+    for format in (Format("f8", 32), *BASIC.values()):
         expected = filled(format, (5, part if part.fits(format) else part.floats()))
         assert torch.equal(filled(format, (5, part)), expected)
         assert expected[-1]  # all are finite
         nan = values.clone().view(torch.uint8)
         nan[44, 255] = 0xFF
-        assert not filled(format, (5, Quantised(8, nan.view(torch.float8_e4m3fn), part.scales, None)))[-1]
+        assert not filled(format, (5, Quantised(F8, nan.view(torch.float8_e4m3fn), part.scales, None)))[-1]
     matrix = NativeMatrix(ROWS, COLUMNS, FORMATS["float32"], CPU)
     matrix.fill(0, part)
     assert torch.equal(matrix.packed.dequantised(0, ROWS), part.floats())
@@ -167,7 +171,7 @@ def test_int8_rows_are_kept_bit_for_bit() -> None:
     """Their scales are float32, of any size; also in smaller groups and in another order."""
     torch.manual_seed(9)
     levels = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
-    part = Quantised(8, levels, torch.logspace(-30, 30, ROWS)[:, None], None, int8_inputs=True)
+    part = Quantised(FORMATS["w8a8"].spec, levels, torch.logspace(-30, 30, ROWS)[:, None], None)
     order = torch.randperm(ROWS).tolist()
     for given in (part, cast(Quantised, in_order(part, order))):
         for group in GROUP_SIZES:
@@ -186,29 +190,28 @@ def test_mxfp4_is_kept_bit_for_bit() -> None:
     codes[0], codes[1, :16] = torch.arange(COLUMNS) % 16, torch.arange(16)
     exponents = torch.arange(ROWS * COLUMNS // 32, dtype=torch.int64).remainder(253).to(torch.uint8).view(ROWS, -1)
     words, scales = packed_in_words(codes, 4, None), exponents.view(torch.float8_e8m0fnu)
-    part = Quantised(4, words, scales, None)
+    part = Quantised(FORMATS["mxfp4"].spec, words, scales, None)
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
     steps = 2.0 ** (exponents.double() - 127)
     expected = (values[codes.int()].unflatten(1, (-1, 32)) * steps[..., None]).flatten(1).float()
     assert torch.equal(part.floats(), expected)
-    for format in (MXFP4, FORMATS["float32"]):
+    for format in (FORMATS["mxfp4"], FORMATS["float32"]):
         matrix = NativeMatrix(ROWS, COLUMNS, format, CPU)
         assert matrix.fill(0, part) is True
         assert torch.equal(matrix.packed.dequantised(0, ROWS), expected)
     for rows, first in zip(every_other(part), (0, 1), strict=True):
-        matrix = NativeMatrix(ROWS, COLUMNS, MXFP4, CPU)
+        matrix = NativeMatrix(ROWS, COLUMNS, FORMATS["mxfp4"], CPU)
         matrix.fill(3, rows)
         assert torch.equal(matrix.packed.dequantised(0, (ROWS + 1 - first) // 2, 3), expected[first::2])
     exponents[-1, -1] = 255
-    assert NativeMatrix(ROWS, COLUMNS, MXFP4, CPU).fill(0, part) is False
+    assert NativeMatrix(ROWS, COLUMNS, FORMATS["mxfp4"], CPU).fill(0, part) is False
 
 
-@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("kind", [kind for kind, spec in SPECS.items() if spec.nesting])
 def test_scales_of_scales_are_kept_bit_for_bit(kind: str) -> None:
     """In pieces that begin anywhere and in parts of ranks."""
     torch.manual_seed(9)
     part = nested(kind, ROWS, 512)
-    assert part.kind == kind
     for first, end, group in ((0, 512, 256), (0, 512, 32), (64, 192, 64), (224, 512, 32), (256, 512, 256)):
         ours = part.columns(first, end)
         assert torch.equal(ours.floats(), part.floats()[:, first:end])
@@ -220,16 +223,16 @@ def test_scales_of_scales_are_kept_bit_for_bit(kind: str) -> None:
     floats.fill(0, part)
     assert torch.equal(floats.packed.dequantised(0, ROWS), part.floats())
     part.d[-1, -1] = math.inf
-    assert NativeMatrix(ROWS, 512, NESTED[kind], CPU).fill(0, part) is False
+    assert NativeMatrix(ROWS, 512, FORMATS[kind], CPU).fill(0, part) is False
     with pytest.raises(UserError, match=f"{kind} holds a GGUF file's own rows only"):
-        NativeMatrix(ROWS, 512, NESTED[kind], CPU).fill(0, torch.zeros(ROWS, 512))
+        NativeMatrix(ROWS, 512, FORMATS[kind], CPU).fill(0, torch.zeros(ROWS, 512))
 
 
 def test_floats_become_the_nearest_e2m1_floats() -> None:
     w = torch.tensor(
         [0, 0.25, 0.26, 0.75, 1.25, 1.3, 1.75, 2.5, 2.6, 3.5, 5, 5.1, 6, 7.9, -0.25, -7], dtype=torch.float32
     )
-    matrix = NativeMatrix(ROWS, 32, MXFP4, CPU)
+    matrix = NativeMatrix(ROWS, 32, FORMATS["mxfp4"], CPU)
     matrix.fill(0, torch.cat([w, -w])[None] * 2**-9)
     near = torch.tensor([0, 0, 0.5, 1, 1, 1.5, 2, 2, 3, 4, 4, 6, 6, 6, 0, -6])
     assert torch.equal(matrix.packed.dequantised(0, 1)[0] * 2**9, torch.cat([near, -near]))
@@ -237,10 +240,10 @@ def test_floats_become_the_nearest_e2m1_floats() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [*FORMATS, "f8", "w8a8"])
+@pytest.mark.parametrize("kind", [*BASIC, "f8", "w8a8"])
 def test_values_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dtype, value: float, kind: str) -> None:
     torch.manual_seed(5)
-    format = FORMATS.get(kind, Format(kind, 32))
+    format = BASIC.get(kind, Format(kind, 32))
     columns = COLUMNS if format.group else 33
     for row, column in ((0, 0), (ROWS - 1, columns - 1), (17, 31)):
         w = torch.randn(ROWS, columns).to(dtype)
@@ -259,7 +262,7 @@ def test_values_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dty
 @pytest.mark.parametrize("scale", [65520.0, float("inf"), float("nan")])
 def test_a_scale_beyond_halves_is_refused(scale: float) -> None:
     scales = torch.ones(ROWS, COLUMNS // 32)
-    part = Quantised(4, torch.zeros(ROWS, COLUMNS, dtype=torch.uint8), scales, None)
+    part = Quantised(INTEGERS[4], torch.zeros(ROWS, COLUMNS, dtype=torch.uint8), scales, None)
     matrix = NativeMatrix(ROWS, COLUMNS, Format("q4", 32), CPU)
     matrix.fill(0, part)
     scales[-1, -1] = scale
@@ -286,6 +289,6 @@ def test_what_is_no_matrix_is_refused() -> None:
         matrix.fill(0, torch.randn(COLUMNS, ROWS).T)
     levels = torch.zeros(ROWS, COLUMNS, dtype=torch.uint8)
     with pytest.raises(AssertionError, match="scales of shape"):
-        matrix.fill(0, Quantised(4, levels, torch.ones(ROWS - 1, 8), None))
+        matrix.fill(0, Quantised(INTEGERS[4], levels, torch.ones(ROWS - 1, 8), None))
     with pytest.raises(AssertionError, match=f"{COLUMNS - 32} columns for a matrix of {COLUMNS}"):
         matrix.fill(0, torch.randn(ROWS, COLUMNS - 32))

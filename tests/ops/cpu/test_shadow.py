@@ -20,7 +20,7 @@ from umbra.ops import load_ops
 from umbra.ops.cpu import engine, shadow
 from umbra.ops.cpu.engine import native
 from umbra.ops.cpu.matrix import NativeExperts, write_bias
-from umbra.ops.format import FORMATS, MXFP4, Format
+from umbra.ops.formats import FORMATS, Format
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ MANY = 128 if SANITIZED else 1024  # tokens; AddressSanitizer's code is many tim
 cpu = load_ops("cpu")
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
     "q4 zeros": Format("q4", 64, zeros=True),
-    "mxfp4": MXFP4,
+    "mxfp4": FORMATS["mxfp4"],
     "w8a8": Format("w8a8", 32),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.ops.cpu.test_shadow import KINDS, MANY, Model, cpu, heavy, routing, teams
 from umbra.ops.ascend.bridge import DONE, SUBMIT, Job
 from umbra.ops.cpu import engine, shadow
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 
 TYPES = torch.float32, torch.bfloat16, torch.float16
 

@@ -11,14 +11,14 @@ from umbra.ops.cpu import engine, shadow
 from umbra.ops.cpu.engine import native
 from umbra.ops.cpu.matrix import NativeExperts
 from umbra.ops.cpu.store import ExpertStore, joined
-from umbra.ops.format import FORMATS, MXFP4, Format
+from umbra.ops.formats import FORMATS, Format
 
 CPU = torch.device("cpu")
 COUNT, INNER, HIDDEN = 5, 192, 128
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {
     "q4 zeros": Format("q4", 64, zeros=True),
     "f8": Format("f8", 32),
-    "mxfp4": MXFP4,
+    "mxfp4": FORMATS["mxfp4"],
     "w8a8": Format("w8a8", 32),
     "q8 and q4": Format("q8", 64, down=FORMATS["q4"]),
 }

@@ -12,7 +12,8 @@ from torch.nn.functional import silu
 from umbra.ops.ascend.vector_core import reference, schemas
 from umbra.ops.ascend.vector_core.planes import planes_of
 from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, signed
-from umbra.ops.format import Format, Quantised
+from umbra.ops.formats import Format
+from umbra.ops.formats.quantised import Quantised
 
 SLOTS, SCORES, TILES = "fused_moe_slots_w4a16", "fused_moe_scores_w4a16", "unpack_tiles_w4a16"
 T, K, N, E, TOP = 3, 128, 64, 4, 2  # for fused_moe_w4a16: K is H, N is I

@@ -20,7 +20,7 @@ from tests.ops.vector_core.weights import Mutation, distinct, random_weight, unn
 from umbra.ops.ascend.vector_core import reference
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
 from umbra.ops.ascend.vector_core.planes import planes_of
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import SILU_EXPERTS
 
 pytestmark = pytest.mark.slow

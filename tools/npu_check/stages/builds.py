@@ -12,7 +12,7 @@ from umbra.base.files import ROOT
 from umbra.ops import load_ops
 from umbra.ops.ascend import bridge, vector_core
 from umbra.ops.cpu import engine
-from umbra.ops.format import FORMATS
+from umbra.ops.formats import FORMATS
 from umbra.tools.npu_check.outcome import Check, Passed
 from umbra.tools.npu_check.stage import BRIDGE, CPU, OPERATORS
 

@@ -12,7 +12,7 @@ import torch_npu
 from umbra.ops.ascend.host_memory import pinned
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.weights import AscendMatrix
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.tools.benchmarks.npu_layers import Graph, alternate
 from umbra.tools.npu_check.environment import ascend_overrides
 from umbra.tools.npu_check.numbers import require

@@ -18,7 +18,7 @@ from umbra.ops.ascend.tiles import TileBanks
 from umbra.ops.ascend.vector_core import calls, reference
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.tools.benchmarks import npu_layers
 from umbra.tools.npu_check.numbers import SIZES, SMALL, WHOLE, Size, fused_values, require
 from umbra.tools.npu_check.outcome import Check, Passed, Skipped

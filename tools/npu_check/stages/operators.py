@@ -19,7 +19,7 @@ from umbra.ops.ascend.layout import TILE
 from umbra.ops.ascend.moe import ROUTINGS
 from umbra.ops.ascend.ops import AscendOps, installed
 from umbra.ops.ascend.weights import AscendExperts, AscendMatrix, Matrices, in_levels
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Heads
 from umbra.tools.benchmarks.npu_layers import alternate
 from umbra.tools.npu_check.numbers import SIZES, Size, require

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from umbra.base.errors import UserError
 from umbra.commands.quantize.target import Target
-from umbra.ops.format import Quantised
+from umbra.ops.formats import INTEGERS
+from umbra.ops.formats.quantised import Quantised
 
 BITS, LARGEST = 4, 15
 PACKED = 32 // BITS  # outputs in one int32
@@ -32,7 +33,7 @@ def quantise(weight: Tensor, group: int) -> Quantised:
     step = scales.float()
     zeros = (-low / step).round_()
     quants = (groups / step[..., None]).round_().add_(zeros[..., None]).clamp_(0, LARGEST)
-    return Quantised(BITS, quants.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8))
+    return Quantised(INTEGERS[BITS], quants.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8))
 
 
 def pack(values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from umbra.models.layers.rotary import rotary_angles
 from umbra.models.layers.states import RecurrentStates
 from umbra.models.registry import model_class
 from umbra.ops import reference
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind, Ops, Paged, Recurrent, fixed
 from umbra.ops.parallel.groups import Parallel
 

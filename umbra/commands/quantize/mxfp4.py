@@ -14,7 +14,7 @@ from umbra.base.errors import UserError
 from umbra.commands.quantize.target import Target
 from umbra.executor.checkpoint.formats.mxfp4 import GROUP
 from umbra.executor.checkpoint.formats.patterns import inside
-from umbra.ops.format import E2M1
+from umbra.ops.formats.mxfp4 import E2M1
 
 BIAS = 127  # of stored exponents
 SIGN = 8  # bit of a code

@@ -21,7 +21,9 @@ from umbra.models.family import QuantisedFiles
 from umbra.models.registry import families, family, family_in, model_class, read_config
 from umbra.models.rope import RopeConfig
 from umbra.ops import load_ops
-from umbra.ops.format import FORMATS, Alternating, floats
+from umbra.ops.formats import FORMATS
+from umbra.ops.formats.quantised import floats
+from umbra.ops.formats.rows import Alternating
 from umbra.ops.parallel.groups import Parallel
 
 CONFIG = "config.json"

@@ -16,7 +16,7 @@ from umbra.executor.checkpoint.formats.modelslim import DYNAMIC, FLOAT
 from umbra.executor.checkpoint.formats.patterns import inside
 from umbra.executor.checkpoint.formats.scheme import Scheme, Unquantised
 from umbra.executor.checkpoint.index import DESCRIPTION
-from umbra.ops.format import in_int8
+from umbra.ops.formats.w8a8 import quantise
 
 ABOUT = {"model_quant_type": DYNAMIC[0], "version": "1.0.0", "group_size": 0, "metadata": {}}
 LAST = ("weight", "weight_scale", "weight_offset")  # names of a module's tensors
@@ -46,7 +46,7 @@ class W8a8Target(Target):
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
         if not weight.isfinite().all():
             raise UserError(f"{module}.weight: holds values that are not finite: check the checkpoint")
-        part = in_int8(weight)
+        part = quantise(weight)
         stored = cast(Tensor, part.levels), part.scales, torch.zeros_like(part.scales)
         return {f"{module}.{last}": tensor for last, tensor in zip(LAST, stored, strict=True)}
 

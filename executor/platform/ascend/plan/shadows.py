@@ -16,7 +16,7 @@ from umbra.executor.plan.activations import Part, product
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
 from umbra.ops.ascend.weights import unfit
 from umbra.ops.counted import CountedOps
-from umbra.ops.format import Format
+from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
 

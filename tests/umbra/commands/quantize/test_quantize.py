@@ -38,7 +38,7 @@ from umbra.commands.quantize.search import fold, search_layer
 from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.w8a8 import W8a8Target
 from umbra.models.registry import families
-from umbra.ops.format import E2M1
+from umbra.ops.formats.mxfp4 import E2M1
 
 pytestmark = pytest.mark.slow
 

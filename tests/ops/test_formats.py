@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from umbra.ops.format import Format, Quantised, floats, in_order
+from umbra.ops.formats import Format, FormatSpec
+from umbra.ops.formats.f8 import F8
+from umbra.ops.formats.q4 import Q4
+from umbra.ops.formats.q8 import Q8
+from umbra.ops.formats.quantised import Quantised, floats
+from umbra.ops.formats.rows import in_order
 from umbra.ops.words import Words
 
 LEVELS = torch.tensor([[0, 1, 8, 15], [9, 7, 3, 2]], dtype=torch.uint8)
@@ -14,44 +19,43 @@ ZEROS = torch.tensor([[1, 15], [0, 2]], dtype=torch.uint8)
 
 
 def test_weights_are_levels_less_their_zero_times_the_scale() -> None:
-    four = Quantised(4, LEVELS, SCALES, None)
+    four = Quantised(Q4, LEVELS, SCALES, None)
     assert four.group == 2
     assert four.floats().tolist() == [[-4.0, -3.5, 0.0, 14.0], [1.0, -1.0, -20.0, -24.0]]
-    assert Quantised(4, LEVELS, SCALES, ZEROS).floats().tolist() == [[-0.5, 0.0, -14.0, 0.0], [9.0, 7.0, 4.0, 0.0]]
-    eight = Quantised(8, LEVELS, torch.tensor([[0.5], [2.0]]), None)
+    assert Quantised(Q4, LEVELS, SCALES, ZEROS).floats().tolist() == [[-0.5, 0.0, -14.0, 0.0], [9.0, 7.0, 4.0, 0.0]]
+    eight = Quantised(Q8, LEVELS, torch.tensor([[0.5], [2.0]]), None)
     assert eight.floats().tolist() == [[-64.0, -63.5, -60.0, -56.5], [-238.0, -242.0, -250.0, -252.0]]
-    signed = Quantised(8, torch.tensor([[-128, 0, 127]], dtype=torch.int8), torch.tensor([[2.0]]), None)
+    signed = Quantised(Q8, torch.tensor([[-128, 0, 127]], dtype=torch.int8), torch.tensor([[2.0]]), None)
     assert signed.plain_levels.tolist() == [[0, 128, 255]]
     assert signed.floats().tolist() == [[-256.0, 0.0, 254.0]]
-    floating = Quantised(8, torch.tensor([[1.5, -2.0]]).to(torch.float8_e4m3fn), torch.tensor([[4.0]]), None)
+    floating = Quantised(F8, torch.tensor([[1.5, -2.0]]).to(torch.float8_e4m3fn), torch.tensor([[4.0]]), None)
     assert floating.floats().tolist() == [[6.0, -8.0]]
-    assert (floating.float8, eight.float8) == (True, False)
     assert floating.plain_levels.dtype == torch.float8_e4m3fn
-    assert (four.plain_zeros, Quantised(4, LEVELS, SCALES, ZEROS).plain_zeros is ZEROS) == (None, True)
+    assert (four.plain_zeros, Quantised(Q4, LEVELS, SCALES, ZEROS).plain_zeros is ZEROS) == (None, True)
 
 
-def levels(bits: int, group: int, zeros: bool, float8: bool = False) -> Quantised:
-    kind = torch.float8_e4m3fn if float8 else torch.uint8
+def levels(spec: FormatSpec, group: int, zeros: bool) -> Quantised:
+    kind = torch.float8_e4m3fn if spec is F8 else torch.uint8
     points = torch.zeros(1, 128 // group, dtype=torch.uint8) if zeros else None
-    return Quantised(bits, torch.zeros(1, 128, dtype=torch.uint8).view(kind), torch.ones(1, 128 // group), points)
+    return Quantised(spec, torch.zeros(1, 128, dtype=torch.uint8).view(kind), torch.ones(1, 128 // group), points)
 
 
 @pytest.mark.parametrize(
     ("part", "format", "fits"),
     [
-        (levels(4, 64, False), Format("q4", 64), True),
-        (levels(4, 64, False), Format("q4", 32), True),
-        (levels(4, 32, False), Format("q4", 64), False),
-        (levels(4, 64, False), Format("q4", 64, True), True),
-        (levels(4, 64, True), Format("q4", 64, True), True),
-        (levels(4, 64, True), Format("q4", 64), False),
-        (levels(8, 64, False), Format("q4", 64), False),
-        (levels(8, 64, False), Format("q8", 64), True),
-        (levels(4, 64, False), Format("q8", 64), False),
-        (levels(8, 128, False, True), Format("f8", 128), True),
-        (levels(8, 128, False, True), Format("q8", 128), False),
-        (levels(8, 64, False), Format("float32"), False),
-        (levels(8, 64, False), Format("q8", 0), False),
+        (levels(Q4, 64, False), Format("q4", 64), True),
+        (levels(Q4, 64, False), Format("q4", 32), True),
+        (levels(Q4, 32, False), Format("q4", 64), False),
+        (levels(Q4, 64, False), Format("q4", 64, True), True),
+        (levels(Q4, 64, True), Format("q4", 64, True), True),
+        (levels(Q4, 64, True), Format("q4", 64), False),
+        (levels(Q8, 64, False), Format("q4", 64), False),
+        (levels(Q8, 64, False), Format("q8", 64), True),
+        (levels(Q4, 64, False), Format("q8", 64), False),
+        (levels(F8, 128, False), Format("f8", 128), True),
+        (levels(F8, 128, False), Format("q8", 128), False),
+        (levels(Q8, 64, False), Format("float32"), False),
+        (levels(Q8, 64, False), Format("q8", 0), False),
     ],
 )
 def test_which_formats_keep_levels_unchanged(part: Quantised, format: Format, fits: bool) -> None:
@@ -59,20 +63,20 @@ def test_which_formats_keep_levels_unchanged(part: Quantised, format: Format, fi
 
 
 def test_groups_can_be_cut_into_smaller_ones() -> None:
-    part = Quantised(4, LEVELS, torch.tensor([[0.5], [2.0]]), torch.tensor([[1], [3]], dtype=torch.uint8))
+    part = Quantised(Q4, LEVELS, torch.tensor([[0.5], [2.0]]), torch.tensor([[1], [3]], dtype=torch.uint8))
     scales, zeros = part.in_groups(2)
     assert scales.tolist() == [[0.5, 0.5], [2.0, 2.0]]
     assert zeros is not None
     assert zeros.tolist() == [[1, 1], [3, 3]]
-    scales, zeros = Quantised(4, LEVELS, SCALES, None).in_groups(1)
+    scales, zeros = Quantised(Q4, LEVELS, SCALES, None).in_groups(1)
     assert (scales.tolist(), zeros) == ([[0.5, 0.5, 2.0, 2.0], [1.0, 1.0, 4.0, 4.0]], None)
 
 
 def test_rows_can_be_put_in_another_order() -> None:
-    turned: Any = in_order(Quantised(4, LEVELS, SCALES, ZEROS), [1, 0])
-    assert (turned.bits, turned.plain_levels.tolist()) == (4, LEVELS.flip(0).tolist())
+    turned: Any = in_order(Quantised(Q4, LEVELS, SCALES, ZEROS), [1, 0])
+    assert (turned.spec, turned.plain_levels.tolist()) == (Q4, LEVELS.flip(0).tolist())
     assert (turned.scales.tolist(), turned.zeros.tolist()) == (SCALES.flip(0).tolist(), ZEROS.flip(0).tolist())
-    without: Any = in_order(Quantised(4, LEVELS, SCALES, None), [1, 0])
+    without: Any = in_order(Quantised(Q4, LEVELS, SCALES, None), [1, 0])
     assert without.zeros is None
     plain = torch.tensor([[1.0], [2.0], [3.0]])
     rows: Any = in_order(plain, [2, 0, 1])
