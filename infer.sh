@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Sets the machine up once, then runs the prompts of a case or a checkpoint:  bash infer.sh [CASE, FOLDER, FILE.gguf or ORG/NAME] [--prompt TEXT] [--set KEY=VALUE ...]
-# --list, --plan, --chat and --clear-cache do what `umbra list`, `plan`, `chat` and `clear-cache` do; --help shows all.
+# Sets this machine up once (a virtual environment in .venv, the native module), then continues prompts with a model:
+#     bash infer.sh [MODEL] [--prompt TEXT ...] [--set KEY=VALUE ...]
+# MODEL is a case of yaml_configs/ (default: demo), the folder of a checkpoint, a GGUF file, or a name on a hub (ORG/NAME).
+# With --list, --plan, --chat or --clear-cache it runs that command of `umbra` instead of `umbra run`; --help lists all.
 set -euo pipefail
 from=$PWD # where relative paths start
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Sets the machine up once, then runs every check and test on all its cores:
-#     bash test.sh [pytest arguments]              all but the thorough ones; the arguments are for the main tests
-#     bash test.sh thorough [pytest arguments]     only those: whole programs under sanitizers, more ranks, the other variants
-#     bash test.sh --quick [pytest arguments]      the inner loop: no test that is marked slow, none of tests/ascend
-#     bash test.sh ascend [pytest arguments]       only tests/ascend, thorough ones too; they need a Python of their own
-#     bash test.sh fuzz [SECONDS]                  only tests/fuzz, all targets for so long together; 60 if not given
-# A test's name is printed when it ends; after five minutes in one test its stack is printed. `-n 0` runs in one process.
-# The checks, tests/ascend and tests that take minutes of little work run beside the main tests, with their names before
-# their lines.
+# Sets this machine up once, then runs the checks (ruff, clang-format, mypy) and the tests on all its cores:
+#     bash test.sh [pytest arguments]              everything but the thorough tests; the arguments are for the main tests
+#     bash test.sh --quick [pytest arguments]      the inner loop: without tests that are marked slow and without tests/ascend
+#     bash test.sh thorough [pytest arguments]     only the thorough tests: programs under sanitizers, more ranks, variants
+#     bash test.sh ascend [pytest arguments]       only tests/ascend, with its thorough tests, on a fake CANN
+#     bash test.sh fuzz [SECONDS]                  only tests/fuzz: all its targets share the time, 60 seconds by default
+# The name of each test is printed when it ends, and the stack of a test that takes longer than five minutes. `-n 0` runs
+# the tests in one process. The checks, tests/ascend, and tests that mostly wait run beside the main tests; each of their
+# lines begins with the name of the part.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh

@@ -47,7 +47,7 @@ class Device(ABC):
 
     @abstractmethod
     def done(self, ticket: int) -> bool:
-        """Whether the copy with this ticket is complete. Raises an error if it has failed."""
+        """Returns whether the copy with this ticket is complete. Raises an error if it has failed."""
 
     @abstractmethod
     def wait(self, ticket: int) -> None:

@@ -79,7 +79,8 @@ class Link(ABC):
 
     @abstractmethod
     def ready(self, group: int) -> None:
-        """What the device is given from now on waits for the group's copies. Raises an error if one has failed."""
+        """Makes everything that the device is given from now on wait for the group's copies. Raises an error if one has
+        failed."""
 
     @abstractmethod
     def release(self, group: int) -> None:
@@ -91,7 +92,7 @@ class Link(ABC):
 
 
 class Held(NamedTuple):
-    """What a group holds, from the beginning of its copies to its release."""
+    """The experts that a group holds, from the beginning of its copies to its release."""
 
     layer: int
     experts: list[int]

@@ -30,7 +30,7 @@ class StepRecord:
 
     @property
     def resident(self) -> NDArray[np.bool_]:
-        """Whether each expert was resident as the step ended. (L, E)"""
+        """Says for each expert whether it was resident as the step ended. (L, E)"""
         return np.unpackbits(self.packed, axis=1, count=self.experts).astype(np.bool_)
 
 

@@ -48,8 +48,8 @@ class ShadowSettings:
 
 
 def largest_of(sizes: Mapping[T, int], start_layer: int) -> T:
-    """That of the largest size. Slots are interchangeable, so all have room for the largest expert of the layers with
-    shadows, whose experts may not differ much."""
+    """Returns the key of the largest size. Slots are interchangeable, so every slot has this size. Raises UserError if
+    the sizes of the layers from `start_layer` on differ much."""
     largest = max(sizes.values(), default=0)
     if not largest or min(sizes.values()) < LEAST * largest:
         raise UserError(

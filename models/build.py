@@ -72,7 +72,7 @@ class Build:
     holds: Callable[[str], bool] = lambda path: False
     # Whether the checkpoint has weights, but not the module at a path.
     lacks: Callable[[str], bool] = lambda path: False
-    norm_base: float = 0.0  # what the checkpoint's weights of norms lack
+    norm_base: float = 0.0  # added to norm weights at load (1.0 where checkpoints store weight - 1)
 
     @property
     def of_head(self) -> "Build":

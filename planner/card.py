@@ -1,4 +1,4 @@
-"""What one device and its host do with a model whose experts do not all fit on the device.
+"""Times of one device and its host with a model whose experts do not all fit on the device.
 
 *Decode* steps are as of a layout: the host computes the experts that are missed, beside those on the device. *Prefills*
 go through a run's own ring of experts, on simulated streams (planner/streamed_prefill.py).

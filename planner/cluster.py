@@ -49,7 +49,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Card:
-    """What is asked of one device that holds a part of a model's experts."""
+    """The questions of a file about one device that holds a part of a model's experts."""
 
     models: tuple[str, ...] = key(
         (),

@@ -50,10 +50,10 @@ class Served(Protocol):
 
     @property
     def guesses(self) -> bool:
-        """Whether it has a layer that guesses tokens."""
+        """Says whether the model has a layer for multi-token prediction."""
 
     def rest_bytes(self, sequences: int, tokens: int, guesses: int) -> float:
-        """What the device holds besides these experts, for sequences of so many tokens."""
+        """Returns the bytes that the device holds besides its experts, for `sequences` of `tokens` tokens each."""
 
     def decode(self, sequences: int, cached: int, hit: float, guesses: int) -> float:
         """Seconds of a decode step."""

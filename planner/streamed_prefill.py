@@ -37,8 +37,8 @@ class CpuRates:
 
 
 def cpu_rates(model: Served, hardware: Hardware) -> CpuRates:
-    """Those of kernels that read an expert once for all its pairs, while copies take the link's share of the host's
-    memory."""
+    """Returns the rates of kernels that read an expert once for all its pairs, while copies take the link's share of
+    the host's memory bandwidth."""
     need, m = hardware.need, model.mixtures
     read = min(need("host.read_gbps"), need("host.memory_gbps") - need("host.copy_gbps"))
     if read <= 0:

@@ -138,8 +138,8 @@ class Counted:
         return sum(self._multiple(path) for path, layer in layers_of(self.model) if self._shared_out(path, layer))
 
     def _shared_out(self, path: str, layer: nn.Module) -> bool:
-        """Whether `layer` has experts of which hosts may hold some: those of a layer that predicts further tokens are
-        on the devices."""
+        """Returns whether hosts may hold some of the experts of `layer`. Experts of a layer for multi-token prediction
+        are all on the devices."""
         mtp = self.model.mtp_at
         return isinstance(layer, Experts) and not (mtp and path.startswith(f"{mtp}."))
 

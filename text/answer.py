@@ -1,4 +1,4 @@
-"""What models say: certain parts of an answer as it comes, and the whole of it; and what reads one."""
+"""The parts of a model's answer (reasoning, content, calls), the whole of it, and the interface of their readers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

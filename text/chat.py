@@ -14,7 +14,7 @@ CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # as Kimi's models write 
 
 
 class Shape(NamedTuple):
-    """How a template wants a message with calls of tools."""
+    """The form in which a chat template takes a message with tool calls."""
 
     text: bool = False  # arguments are JSON text, no mappings
     none: bool = False  # content that is empty is none

@@ -84,12 +84,12 @@ class Harmony(Reader):
             self._say(text[room:])
 
     def _check_role(self) -> None:
-        """What stands before the first mark of a header, and is no part of one, is a text of its own."""
+        """Ends the header as plain text if it begins with text that cannot be a role."""
         if len(self._header) == 1 and not ROLE.fullmatch(self._header[""]):
             self._end("")
 
     def _begun(self) -> bool:
-        """Whether there is nothing but the beginning of a header."""
+        """Returns whether the text so far can still be the beginning of a header."""
         named = self._header.get(CHANNEL, self._header.get(START))
         if named is None:
             return ROLE.fullmatch(self._header[""]) is not None

@@ -291,7 +291,7 @@ class Parser(Reader):
             self._parts.append(Part("call", name))
 
     def _between_parameters(self, mark: str) -> None:
-        """What a mark within a call does; any but those of parameters ends the call."""
+        """Handles a mark within a call: that of a parameter begins or ends one, and any other ends the call."""
         format = self._format
         if mark == format.parameter:
             self._state, self._opener, self._name = State.NAME, mark, ""
@@ -352,5 +352,5 @@ class Parser(Reader):
 
 
 def reader(format: Format | None, tools: Sequence[Mapping[str, Any]], reasoning: bool, split: bool) -> Reader:
-    """What reads an answer in `format`, with `Parser`'s arguments."""
+    """Returns the reader of answers in `format`; the other arguments are `Parser`'s."""
     return Harmony(tools, split) if format and format.tokens else Parser(format, tools, reasoning, split)

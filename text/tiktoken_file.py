@@ -1,9 +1,9 @@
 """Tokenizers that ship as tiktoken.model, the ranks of byte strings, without a tokenizer.json.
 
-What splits a text stands in a program beside that file, which is not run: the expression that Kimi and Moonlight
-publish is known here. tiktoken joins the two neighbours whose bytes together have the lowest rank. So does a BPE of the
-tokenizers library with each way to cut a token in two as a merge, in the order of ranks: of several ways only one can
-come up, since what has been joined within a stretch of text depends on that stretch alone.
+The expression that splits a text is in a Python file beside it, which Umbra does not execute: the expression of Kimi
+and Moonlight is known here. tiktoken joins the two neighbours whose bytes together have the lowest rank. So does a BPE
+of the tokenizers library with each way to cut a token in two as a merge, in the order of ranks: of several ways only
+one can come up, since what has been joined within a stretch of text depends on that stretch alone.
 """
 
 import base64

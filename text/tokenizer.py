@@ -143,7 +143,7 @@ class Tokenizer:
         return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
 
     def _shape(self, template: str) -> Shape:
-        """How `template` wants calls, which small conversations show once."""
+        """Returns the form in which `template` takes tool calls. It is found once, by rendering small conversations."""
         if template not in self._shapes:
             shape = Shape()
             for text in (False, True):
@@ -185,7 +185,7 @@ class Tokenizer:
         return len(own) if own == ids[len(ids) - len(own) :] else 0
 
     def opens_reasoning(self, ids: list[int]) -> bool:
-        """Whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
+        """Returns whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
         return self.whole_text(ids[-TAIL:]).rstrip().endswith(THINK)
 
     def _ids(self, text: str, special: bool) -> list[int]:

@@ -71,24 +71,24 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the files of a tokenizer are in `folder`."""
+    """Returns whether `folder` has the files of a tokenizer."""
     return tiktoken_only(folder) or all((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def tiktoken_only(folder: Path) -> bool:
-    """Whether text/tiktoken_file.py reads the tokenizer in `folder`."""
+    """Returns whether the tokenizer in `folder` is one that only text/tiktoken_file.py reads."""
     return (folder / TIKTOKEN_FILE).is_file() and not (folder / TOKENIZER_FILES[0]).is_file()
 
 
 def adds_bos(folder: Path) -> bool:
-    """Whether the tokenizer in `folder` is of the kind that adds BOS to a text because its settings say so."""
+    """Returns whether the tokenizer in `folder` is of a kind that adds BOS by its settings, and these ask for it."""
     path = folder / TOKENIZER_FILES[1]
     settings = read_json(path) if path.is_file() else {}
     return settings.get("add_bos_token") is True and settings.get("tokenizer_class") in SETTINGS_ADD_BOS
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the files of the tokenizer in `folder` have a chat template."""
+    """Returns whether the tokenizer's files in `folder` have a chat template."""
     if any((folder / name).is_file() for name in TEMPLATE_FILES):
         return True
     settings = folder / TOKENIZER_FILES[1]

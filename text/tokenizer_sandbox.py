@@ -57,7 +57,7 @@ LINEAR = {QWEN, GPT_4, GPT_4O, QWEN_3_5, KIMI, *DEEPSEEK, *DEEPSEEK_LLM}
 
 
 def is_linear(backend: Any) -> bool:
-    """Whether `backend`, a tokenizer of the library, encodes a text in time in proportion to its length."""
+    """Returns whether `backend`, a tokenizer of the library, encodes a text in time proportional to its length."""
     made = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
     used = {pattern for part in made for pattern in patterns(json.loads(part.__getstate__()))}
     return type(backend.model).__name__ == "BPE" and used <= LINEAR

@@ -37,7 +37,8 @@ from umbra.models.gguf.folder import name_of
 from umbra.ops.formats import GROUP_SIZES
 
 CHECKPOINT = "a checkpoint: its folder, its GGUF file, or its name on a hub"
-CASE = "a case (umbra list), its file, or a checkpoint (folder, GGUF, hub name)"
+CASE = "a case (`umbra list`), its file, or a checkpoint (folder, GGUF, hub)"
+SETTINGS = "override any key of docs/config.md; the flags below set common ones"
 QUANTIZE_TOKENS = 8192
 BENCHMARKS = ("tools/benchmarks", "planner/benchmarks")  # their folders
 
@@ -82,7 +83,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="umbra",
         example="umbra run demo --set max_new_tokens=40    (COMMAND --help has one for each command)",
-        description="Runs Mixture-of-Experts language models on Huawei Ascend and on plain CPUs.",
+        description="Runs Mixture-of-Experts language models. A case is a YAML file: which model runs, where and how.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
@@ -95,38 +96,55 @@ def make_parser() -> Parser:
 
     add = command("run", run, "run the prompts of a case on all its ranks", 'PATH/TO/MODEL --prompt "Once upon a time"')
     case_argument(add, "demo")
-    add.add_argument("--prompt", nargs="+", metavar="TEXT", help="these prompts in place of the case's")
+    add.add_argument("--prompt", nargs="+", metavar="TEXT", help="continue these prompts instead of the case's")
 
     add = command("chat", talk, "talk to a model at the terminal", "PATH/TO/MODEL --temperature 0.7")
     case_argument(add, "demo_chat")
 
-    add = command("serve", serve_case, "serve a model to OpenAI clients over HTTP", "PATH/TO/MODEL --port 8001")
+    add = command(
+        "serve",
+        serve_case,
+        "serve a model over HTTP to clients of OpenAI's and Anthropic's APIs",
+        "PATH/TO/MODEL --port 8001",
+    )
     case_argument(add, "demo_serve", server=True)
     add.add_argument("--restarts", type=int, metavar="N", help="the same as --set serve_config.restarts=N")
 
-    add = command("pull", pull_model, "fetch a model from a hub", "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8")
-    add.add_argument("name", help="ORG/NAME, NAME@REVISION, or of GGUF files NAME:QUANT or NAME:FILE")
+    add = command(
+        "pull", pull_model, "fetch a model from a hub and print its path", "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8"
+    )
+    add.add_argument("name", help="ORG/NAME or ORG/NAME@REVISION; for GGUF files ORG/NAME:QUANT or ORG/NAME:FILE")
 
-    add = command("init", init, "write a case file for a checkpoint, to edit", "PATH/TO/MODEL --out my_model.yaml")
+    add = command(
+        "init",
+        init,
+        "write a case file with settings for a checkpoint, to be edited",
+        "PATH/TO/MODEL --out my_model.yaml",
+    )
     add.add_argument("checkpoint", help=CHECKPOINT)
     add.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: NAME_OF_FOLDER.yaml here)")
-    overrides(add)
+    overrides(add, text=SETTINGS)
     add_flags(add, server=True)
 
     add = command(
-        "plan", plan, "count a rank's memory; with shadow experts also predict times", "qwen3_235b_a22b_w4a16_tp8"
+        "plan",
+        plan,
+        "count the memory of each rank; with shadow experts also predict times",
+        "qwen3_235b_a22b_w4a16_tp8",
     )
     case_argument(add, None)
     add.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="instead, find the best layouts of a model over machines"
+        "--cluster", type=Path, metavar="FILE", help="find the best layouts over the machines in FILE instead"
     )
-    add.add_argument("--simulate", action="store_true", help="--cluster: serve its traffic on the cheapest layout")
     add.add_argument(
-        "--json", type=Path, metavar="FILE", help="--cluster: also write the layouts, or the figures, here"
+        "--simulate", action="store_true", help="with --cluster: simulate its traffic on the cheapest layout"
     )
-    add.add_argument("--plot", type=Path, metavar="FILE", help="--cluster: also draw them here, as PNG")
+    add.add_argument(
+        "--json", type=Path, metavar="FILE", help="with --cluster: also write the layouts, or the figures, here"
+    )
+    add.add_argument("--plot", type=Path, metavar="FILE", help="with --cluster: also draw them here, as PNG")
 
-    command("list", show_cases, "show the cases in yaml_configs/", "")
+    command("list", show_cases, "list the cases in yaml_configs/", "")
 
     add = command("clear-cache", clear, "remove a case's compiled graphs", "qwen3_30b_a3b_bf16_tp8")
     add.add_argument("case", nargs="?", default="demo", help=f"{CASE} (default: demo)")
@@ -135,7 +153,7 @@ def make_parser() -> Parser:
     add = command(
         "inspect",
         inspect,
-        "show what is in a checkpoint, by its config and headers alone",
+        "show what is in a checkpoint, from its config and headers, without reading weights",
         "checkpoints/austen_moe_awq --case demo_awq",
     )
     add.add_argument("checkpoint", help=CHECKPOINT)
@@ -146,40 +164,46 @@ def make_parser() -> Parser:
     add = command(
         "quantize",
         quantize,
-        "quantise a checkpoint to 4 bits, FP8 or W8A8; started again, it resumes",
+        "quantise a checkpoint to 4 bits, FP8 or W8A8; resumes if started again",
         "--model checkpoints/austen_moe --out OUT --group 32 --calibrate TEXT.txt",
     )
-    add.add_argument("--model", required=True, help="a checkpoint in floats, or in FP8 blocks: folder or name on a hub")
-    add.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
+    add.add_argument(
+        "--model", required=True, help="a checkpoint in floats or in FP8 blocks: its folder or its name on a hub"
+    )
+    add.add_argument(
+        "--out", type=Path, required=True, help="folder to write: a new one, or one that the same command has begun"
+    )
     add.add_argument(
         "--format",
         choices=("awq", "fp8", "mxfp4", "w8a8"),
         default="awq",
-        help="what to write (default awq); gpt-oss: mxfp4; w8a8: as modelslim",
+        help="format to write (default awq); gpt-oss is written as mxfp4; w8a8 has modelslim's layout",
     )
-    add.add_argument("--group", type=int, choices=GROUP_SIZES, help="awq: columns that share a scale (default 128)")
-    add.add_argument("--calibrate", type=Path, metavar="TEXT", help="awq: a UTF-8 text like those the model will see")
-    add.add_argument("--tokens", type=int, help=f"tokens of the text to use at most (default {QUANTIZE_TOKENS})")
+    add.add_argument("--group", type=int, choices=GROUP_SIZES, help="for awq: columns that share a scale (default 128)")
+    add.add_argument(
+        "--calibrate", type=Path, metavar="TEXT", help="for awq: a UTF-8 text like those that the model will see"
+    )
+    add.add_argument("--tokens", type=int, help=f"use at most so many tokens of the text (default {QUANTIZE_TOKENS})")
     add.add_argument(
         "--keep",
         nargs="+",
         action="extend",
         default=[],
         metavar="MODULE",
-        help="leave in floats: self_attn, or model.layers.0.block_sparse_moe.experts",
+        help="modules to leave in floats, such as self_attn or model.layers.0.block_sparse_moe.experts",
     )
 
     add = command(
         "evaluate",
         evaluate,
-        "measure a model's perplexity on a text, and how far it differs from another's",
+        "measure a model's perplexity on a text, and its divergence from another model",
         "--case demo_awq --against demo --text TEXT.txt",
     )
     add.add_argument("--case", required=True, help=CASE)
     overrides(add)
     add.add_argument("--text", type=Path, required=True, help="a UTF-8 text file")
-    add.add_argument("--against", metavar="CASE", help="the case to compare with, normally the one in bfloat16")
-    overrides(add, "--against-set", "its keys")
+    add.add_argument("--against", metavar="CASE", help="a case to compare with, usually the same model in bfloat16")
+    overrides(add, "--against-set", "override settings of the --against case")
     add.add_argument("--window", type=int, default=256, help="tokens of one window (default 256)")
     add.add_argument("--batch", type=int, default=8, help="windows that run together (default 8)")
     add.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
@@ -196,32 +220,36 @@ def make_parser() -> Parser:
     add.add_argument("--case", required=True, help=CASE)
     overrides(add)
     add.add_argument("--ids", required=True, help='token ids of each sequence: "1,2,3;7,8"')
-    add.add_argument("--steps", type=int, default=0, help="greedy steps after the prefill (default 0)")
+    add.add_argument("--steps", type=int, default=0, help="number of greedy decode steps after the prefill (default 0)")
     add.add_argument("--out", type=Path, required=True, help="the .npz to write (docs/commands.md has its arrays)")
     by_ranks(add)
 
     add = command("bench", bench, "run a benchmark; without a name, list them", "cpu decode --json rows.json")
-    add.add_argument("name", nargs="?", help="one of those listed")
-    add.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments; --help shows them")
+    add.add_argument("name", nargs="?", help="its name, from the list")
+    add.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark; NAME --help explains them"
+    )
     return parser
 
 
 def case_argument(parser: Parser, default: str | None, server: bool = False) -> None:
-    """A case as the first argument or, as other engines have it, by --model; and its settings."""
+    """Adds the case, as the first argument or, as other engines have it, as --model; and the flags of its settings."""
     note = f" (default: {default})" if default else ""
     parser.add_argument("case", nargs="?", help=f"{CASE}{note}")
     parser.add_argument("--model", "--model-path", dest="model", help=argparse.SUPPRESS)
     parser.set_defaults(default_case=default)
-    overrides(parser)
+    overrides(parser, text=SETTINGS)
     add_flags(parser, server)
 
 
-def overrides(parser: Parser, flag: str = "--set", text: str = "override keys (docs/config.md)") -> None:
+def overrides(
+    parser: Parser, flag: str = "--set", text: str = "override settings; docs/config.md lists all keys"
+) -> None:
     parser.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
 
 
 def by_ranks(parser: Parser) -> None:
-    """For a command whose ranks or passes are started as the same command."""
+    """Adds the flags of a command whose ranks or passes are started as the same command."""
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
     parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)  # from who has started this one: its case
 
@@ -368,8 +396,8 @@ def bench(args: argparse.Namespace) -> None:
     found = benchmarks()
     if args.name is None:
         for name, path in found.items():
-            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-            print(f"{name:<{max(map(len, found))}}  {summary}")
+            paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+            print(f"{name:<{max(map(len, found))}}  {' '.join(paragraph.split()).partition('. ')[0].rstrip('.')}")
         return
     if args.name not in found:
         close = difflib.get_close_matches(args.name, found, n=3, cutoff=0.3) or list(found)

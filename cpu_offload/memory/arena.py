@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Those of a sequence's recurrent states: `nbytes` in each of `layers` layers, in whole units."""
+    """The sizes of a sequence's recurrent states: `nbytes` in each of `layers` layers, in whole units."""
 
     nbytes: int = 0
     layers: int = 0
@@ -176,7 +176,7 @@ class Arena:
 
     @property
     def lacks_extent(self) -> bool:
-        """Whether a set of states could not be taken now, although there may be enough frames."""
+        """Says whether no set of states could be taken now, although there may be enough frames."""
         return len(self.free_extents) * self.extent_frames < self.set_frames
 
     def take_states(self) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ head's value matrix. The expanded form makes them of all tokens that a step read
 tokens. `Batch.expanded` says which rows take it: those of long enough prompts (`models.config.Expansion`), whatever
 else a step computes, so that a row's bits depend on no other row.
 
-Checkpoints rotate neighbouring columns; rows of the projections are kept in an order with which `Ops.rope` rotates the
-same pairs, but for those of keys where `Ops.keys_in_pairs`, and for all where `Ops.latent_prolog` takes them: the
-expanded form then reorders queries. Under tensor parallelism ranks have their heads, and all
-latents.
+Checkpoints rotate neighbouring columns, and `Ops.rope` rotates halves, so rows of the projections are reordered when
+they are loaded. There are two exceptions: keys stay as they are if `Ops.keys_in_pairs`, and everything does if
+`Ops.latent_prolog` is used; the expanded form then reorders queries. Under tensor parallelism each rank has its heads
+and all latents.
 """
 
 import dataclasses

@@ -75,7 +75,7 @@ def products(
 
 
 def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """The inputs of the second product (T K, I) int8, and their scales."""
+    """Returns the inputs of the second product (T K, I) int8, and their scales, by one operator."""
     hidden, own = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
         x=rows,
         weight=[w13.data],
@@ -100,7 +100,7 @@ def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int
 
 
 def _in_parts(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """The same."""
+    """Returns the same as `_in_one`, by a product to int32 and an operator that activates and rounds its sums."""
     sums = grouped_matmul(rows, w13.data, groups, kind, dtype=torch.int32)
     hidden, own = torch_npu.npu_dequant_swiglu_quant(
         x=sums,

@@ -334,7 +334,7 @@ def predicted(figure: Figure, folder: Path) -> Times:
 
 
 def head_config(figure: Figure) -> dict[str, Any]:
-    """That of an EAGLE3 head of the model's width."""
+    """Returns the config of an EAGLE3 head of the model's width."""
     names = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"
     sizes = {name: (figure.config or {})[name] for name in names}
     sizes |= {"intermediate_size": 6 * sizes["hidden_size"], "draft_vocab_size": 32000}

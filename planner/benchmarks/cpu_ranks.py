@@ -135,7 +135,7 @@ def collectives() -> dict[str, Callable[[], object]]:
 
 
 def constants(took: dict[str, float], limits: Limits, kernels: Kernels, ranks: int) -> dict[str, float]:
-    """What they reach, from the seconds that each took."""
+    """Returns the rates that the machine reaches, computed from the seconds that each measurement took."""
     read, macs = limits.read_gbps(took["read"]), MATRICES * MANY * ROWS * WIDTH
     found = {
         "read_gbps": read,

@@ -286,8 +286,8 @@ def preemptions(client: Client) -> int:
 
 
 def serve(case: Path, traffic: Traffic, trace: Path, step: float) -> tuple[dict[str, float], Simulation]:
-    """What the clients of a fresh server of `case` see of the trace, and the simulation that should see the same.
-    `step`: seconds of the prefill of a prompt of ALONE_TOKENS tokens."""
+    """Returns the figures that the clients of a fresh server of `case` see for the trace, and the simulation that
+    should see the same. `step`: seconds of the prefill of a prompt of ALONE_TOKENS tokens."""
     vocabulary = load_model_config(load_case(str(case))).vocab_size
     with serving_peers.started(serving_peers.umbra(case.stem, str(case), [])) as client:
         asyncio.run(client.streams(random_calls("warm", 2 * ROWS, 128, 4, vocabulary), ROWS))

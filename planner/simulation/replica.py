@@ -109,7 +109,7 @@ class Replica:
         self.chunk_size = self._warm_up() if self.pause_s else None
 
     def _warm_up(self) -> ChunkSize:
-        """What a server's warm-up learns of the times of prompts."""
+        """Returns the chunk size that a server has learned from the prompts of its warm-up."""
         chunk_size, limits = ChunkSize(), self.limits
         page, longest = limits.page_size, limits.max_sequence_length
         length = first_prompt(page, longest)

@@ -46,12 +46,12 @@ KNOWN = {*UNSUPPORTED, *HARMLESS}
 
 
 async def health(front: Front, request: Request) -> Response:
-    """Whether the front is alive."""
+    """Answers that the API server is alive."""
     return Json({"status": "alive"})
 
 
 async def ready(front: Front, request: Request) -> Response:
-    """Whether requests are taken, by a fresh answer of the ranks."""
+    """Answers 200 if requests are taken, by a fresh answer of the ranks, and else 503."""
     serving = front.state == "serving"
     return Json(front.status, 200 if serving else 503, {} if serving else {"Retry-After": "1"})
 
@@ -249,8 +249,8 @@ def request_id(headers: Headers) -> str:
 
 
 async def read(front: Front, request: Request, use: Callable[[Any], Coroutine[Any, Any, Result]]) -> Result:
-    """What `use` makes of the request's body, read from JSON. Large bodies take turns: what is read from one is many
-    times as large, and holds up the event loop (as garbage that is looked through) for as long as it exists."""
+    """Parses the request's body as JSON, passes it to `use`, and returns its result. Large bodies take turns, because
+    parsed JSON is many times as large and blocks the event loop through garbage collection while it exists."""
     body = await read_body(request)
 
     async def used() -> Result:
@@ -265,7 +265,7 @@ async def read(front: Front, request: Request, use: Callable[[Any], Coroutine[An
 async def prepared(
     front: Front, request: Request, api: ModuleType, kind: type[msgspec.Struct], known: Collection[str]
 ) -> Any:
-    """What `api` prepares of the request's body; its fields that nothing reads are counted."""
+    """Returns the job that `api` prepares from the request's body, and counts the fields that nothing reads."""
 
     async def use(data: Any) -> Any:
         count_unknown(front, kind, data, known)

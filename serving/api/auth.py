@@ -66,7 +66,7 @@ def check_address(host: str, keys: Keys) -> None:
 
 
 def is_allowed(origin: str | None, origins: Collection[str]) -> bool:
-    """Whether pages of `origin` may use the server by `serve_config.cors_origins`."""
+    """Returns whether `origins` (`serve_config.cors_origins`) let pages of `origin` use the server."""
     return origin is not None and ("*" in origins or origin in origins)
 
 

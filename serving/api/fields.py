@@ -173,7 +173,7 @@ class Fields(msgspec.Struct, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every event has the usage so far."""
+        """Says whether every event of the stream has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property

@@ -56,7 +56,7 @@ class Completion:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is to be generated: only the prompt is of interest."""
+        """Says whether nothing is to be generated, because only the prompt is of interest."""
         return self.request.max_tokens == 0
 
     async def parts(self) -> AsyncGenerator[Part, None]:

@@ -113,8 +113,8 @@ def _has_properties(schema: dict[str, Any]) -> bool:
 
 
 class Marks:
-    """How grammars write marks of an output. `ids` are those of the marks that are special tokens for llguidance; the
-    others are plain text."""
+    """Writes the marks of an output format as parts of a grammar. `ids` are those of the marks that are special tokens
+    for llguidance; the others are plain text."""
 
     def __init__(self, ids: Mapping[str, int]):
         self._ids = ids

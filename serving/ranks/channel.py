@@ -70,7 +70,7 @@ class Channel:
 
     @property
     def behind(self) -> bool:
-        """Whether the front does not read what it is sent: then nothing should be sent that it can do without."""
+        """Says whether the API server is slow to read. Nothing that it can do without should then be sent."""
         return self._outbox.qsize() > MOST_WAITING
 
     def receive(self, wait_s: float) -> list[Any]:

@@ -104,7 +104,7 @@ class EngineClient:
 
     @property
     def serving(self) -> bool:
-        """Whether the ranks take requests and have answered lately."""
+        """Says whether the ranks take requests and have answered lately."""
         return self.alive and self.ready is not None and self.silent_s < max(FRESH_S, 2 * self.longest_step)
 
     def next_id(self) -> int:
@@ -222,7 +222,7 @@ class EngineClient:
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of this user."""
+    """Returns whether the process at the other end of a Unix socket belongs to this user."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.getuid())

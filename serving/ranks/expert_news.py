@@ -1,4 +1,5 @@
-"""What rank 0 reports about shadow experts to the API server: totals, where experts are and how much they are used."""
+"""The reports of rank 0 about shadow experts to the API server: totals, where experts are and how much they are
+used."""
 
 import numpy as np
 

@@ -22,7 +22,7 @@ class Process:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP has halted it."""
+        """Says whether a signal such as SIGSTOP has halted the process."""
         return is_halted(self.pid)
 
 

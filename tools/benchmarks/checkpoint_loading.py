@@ -1,4 +1,4 @@
-"""How fast a checkpoint of each format is loaded into a model on the CPU, compared with plain reads of its files.
+"""Measures the loading of a checkpoint of each format into a model on the CPU, compared with plain reads of its files.
 
     .venv/bin/umbra bench checkpoint_loading [--layers 2] [--formats awq gptq ...] [--rounds 3]
 

@@ -172,7 +172,8 @@ def row_errors(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_the_dead(peers: dict[str, PeerProcess], work: Callable[[], T]) -> T:
-    """What `work` returns with those of `peers` that live through it; of the others a line is printed."""
+    """Repeats `work` until no peer dies in it, and returns its result. A peer that dies is removed from `peers`, with a
+    printed line."""
     while True:
         try:
             return work()
@@ -257,7 +258,7 @@ def compare(
 
 
 def experts_of(ours: Umbra, steps: list[list[int]]) -> float:
-    """How many different experts of a layer these steps use on average."""
+    """Returns the average number of different experts of a layer that these steps use."""
     with Routed(ours.model) as routed:
         ours.capture_again()
         for tokens in steps:

@@ -76,7 +76,7 @@ Message = dict[str, Any]
 
 @dataclass
 class Reply:
-    """What a server has answered; times are in seconds."""
+    """The answer of a server; times are in seconds."""
 
     ttft: float = 0.0
     seconds: float = 0.0

@@ -311,7 +311,8 @@ Call = tuple[Tensor, Tensor, Tensor, Paged]
 
 
 def attention_inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Call, int]:
-    """What `attention` takes of one sequence with random tokens, up to the scale, and the bytes of its caches."""
+    """Returns the arguments of `attention` (without the scale) for one sequence of random tokens, and the bytes of its
+    caches."""
     cpu = load_ops("cpu")
     pages = -(-case.cached // PAGE)
     table = torch.randperm(pages)[None]

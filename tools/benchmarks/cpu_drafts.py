@@ -1,5 +1,5 @@
-"""What drafts gain: decoding with and without them, step by step in turns, on answers that quote their prompts and on
-others.
+"""Measures decoding with drafts and without, on answers that quote their prompts and on others; both alternate step by
+step.
 
     .venv/bin/umbra bench cpu_drafts [--case bench_30b_shape_cpu] [--layers 8] [--batches 1 4]
         [--drafts 7] [--rounds 3] [--json FILE]

@@ -1,5 +1,4 @@
-"""What drafts gain on the demos, where they come true as often as they do: decoding held-out text with and without
-them, a few steps in turns.
+"""Measures decoding with drafts and without on the demo models' held-out text; both alternate every few steps.
 
     .venv/bin/umbra bench demo_drafts [--batches 1 4] [--rounds 12] [--tokens 256] [--only mtp]
         [--json FILE]

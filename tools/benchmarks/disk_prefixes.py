@@ -87,7 +87,7 @@ class Asker:
 def times(
     settings: Sequence[str], case: str, layers: int | None, prefixes: Sequence[tuple[int, int]], twice: bool
 ) -> list[list[float]]:
-    """How long each of `prefixes` took; with `twice` then how long it took again."""
+    """Returns the seconds that each of `prefixes` took; with `twice` a second time follows the first."""
     asker = Asker(settings, case, layers)
     return [[asker.ask(*prefix) for _ in range(1 + twice)] for prefix in prefixes]
 

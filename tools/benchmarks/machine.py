@@ -135,8 +135,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Others:
-    """What other processes than this one, its threads and its children use of the cores from now on. Children count
-    once they have ended."""
+    """Measures the share of the cores that other processes use from now on. This process, its threads and its children
+    do not count, the children once they have ended."""
 
     def __init__(self) -> None:
         self._start = self._totals()

@@ -65,7 +65,7 @@ def start(extension: Path) -> None:
 
 
 def computes() -> bool:
-    """Whether kernels compute; False on a stand-in device."""
+    """Returns whether kernels compute; they do not on a fake device."""
     return (torch.ones(3).to("npu") * 2).tolist() == [2, 2, 2]
 
 

@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def seconds(runner: ModelRunner, tokens: int, new: int, choose: torch.Generator) -> list[float]:
-    """Those of each step of a random prompt's request."""
+    """Returns the seconds of each step of a request with a random prompt."""
     ids = torch.randint(runner.config.vocab_size, (tokens,), generator=choose).tolist()
     runner.loop.submit(Request(tuple(ids), SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)))
     found = []

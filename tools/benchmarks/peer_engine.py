@@ -1,6 +1,6 @@
-"""What engines have in common that benchmarks compare with Umbra's: token ids to logits, no sampling. The methods are
-those of tools.benchmarks.umbra_engine.Umbra, and decode repeats one position in the same way. A model with recurrent
-states cannot forget a token, so its contexts grow by up to GROWTH tokens."""
+"""The interface of the engines that benchmarks compare with Umbra's: it turns token ids into logits and never samples.
+The methods are those of tools.benchmarks.umbra_engine.Umbra, and decode repeats one position in the same way. A model
+with recurrent states cannot forget a token, so its contexts grow by up to GROWTH tokens."""
 
 import math
 import struct

@@ -115,7 +115,7 @@ def trace_of(model: Model, seed: int = 0, requests: int = REQUESTS) -> Trace:
 
 
 def statistics_of(model: Model, trace: Trace) -> Iterator[tuple[str, float, float, float]]:
-    """What is published of the model, and what the trace has: (policy, percent, published, here)."""
+    """Yields the published figures of the model beside those of the trace: (policy, percent, published, here)."""
     for policy, percent, value in model.published:
         yield policy, percent, value, STATISTICS[policy](trace, int(trace.size * percent / 100))
 

@@ -59,7 +59,7 @@ SCENARIOS = ("streams", "long", "pause", "prefix", "http", "rates", "wave")
 
 
 class Plan:
-    """How much is measured: `short` only shows that everything works."""
+    """The amount of work in each measurement; with `short` it only shows that everything works."""
 
     def __init__(self, short: bool):
         self.calls = STREAMS if short else 3 * STREAMS

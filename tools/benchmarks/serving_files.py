@@ -1,4 +1,5 @@
-"""What both servers of tools/benchmarks/serving.py load: the case's shapes with random weights, and a tokenizer.
+"""Writes the files that both servers of tools/benchmarks/serving.py load: random weights of a case's shapes, and a
+tokenizer.
 
     .venv/bin/umbra bench serving_files FOLDER [--case bench_30b_shape_cpu] [--format q4|q8]
 

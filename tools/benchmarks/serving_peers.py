@@ -22,7 +22,8 @@ END_S = 60.0
 
 @dataclass(frozen=True)
 class Peer:
-    """How a server is started: `command` with the port in the place of PORT; `ready` answers 200 when it serves."""
+    """A server to start by `command`, in which PORT stands for the port; the route `ready` answers 200 when it
+    serves."""
 
     name: str
     command: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What serving.py has found: goals, plots, and tables for docs/serving.md.
+"""Prints the results of serving.py: goals, plots, and tables for docs/serving.md.
 
 .venv/bin/umbra bench serving_report FILE  # the tables, from the JSON file of serving.py
 """
@@ -32,7 +32,8 @@ def rows_of(rows: list[Row], scenario: str, server: str) -> list[Row]:
 
 
 def goals(rows: list[Row], pause_ms: float) -> list[Row]:
-    """What was wanted and found; medians over the rounds. `pause_ms` is the configured pause of a prefill."""
+    """Returns the goals with their results, as medians over the rounds. `pause_ms` is the configured pause of a
+    prefill."""
 
     def median(server: str, scenario: str, key: str) -> float | None:
         values = [row[key] for row in rows_of(rows, scenario, server)]

@@ -133,7 +133,8 @@ class Head(nn.Module):
 
 @torch.no_grad()
 def acceptance(head: Head, model: Qwen3MoeForCausalLM, tokens: Tensor) -> list[float]:
-    """How often each guess is the model's first choice, over windows of the held-out text, whose tokens it is given."""
+    """Returns for each position of a guess the share that is the model's first choice, over windows of the held-out
+    text, whose tokens the head is given."""
     rows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)[::4]
     hits = torch.zeros(AHEAD)
     for x in rows.split(16):

@@ -161,7 +161,8 @@ class Qwen35Moe:
 
     @torch.no_grad()
     def measures(self, tokens: Tensor) -> dict[str, float]:
-        """How often MTP's first choice is the model's own, over windows of the held-out text."""
+        """Returns the share of tokens for which MTP's first choice is the model's own, over windows of the held-out
+        text."""
         hits, rows = 0.0, tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
         for x in rows.split(16):
             hidden = self.model.model(input_ids=x).last_hidden_state

@@ -25,7 +25,7 @@ from umbra.tools.demo_model.text import CONTEXT, read_text, save_tokenizer
 
 
 class Family(Protocol):
-    """What differs between the demo models."""
+    """The parts of training in which the demo models differ."""
 
     model: PreTrainedModel
 
@@ -33,7 +33,7 @@ class Family(Protocol):
         """Called after each optimizer step; progress is the part of the run that is done."""
 
     def measures(self, tokens: torch.Tensor) -> dict[str, float]:
-        """What the log has beside the loss, on the held-out chapters."""
+        """Returns the figures that the log has beside the loss, on the held-out chapters."""
 
     def save(self, out: Path) -> None:
         """Write the weights and config.json as the family's published checkpoints have them."""

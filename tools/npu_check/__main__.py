@@ -92,7 +92,7 @@ def check(selected: list[Stage] | None, path: Path) -> int:
 
 
 def is_fake() -> bool:
-    """Whether CANN is the stand-in of the tests, which can log its calls."""
+    """Returns whether CANN is the fake of the tests, which can log its calls."""
     try:
         return hasattr(ctypes.CDLL("libascendcl.so"), "fake_log_start")
     except OSError:  # no CANN: stage 1 says so

@@ -28,7 +28,7 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
 
 
 def constants(outcomes: Sequence[Outcome]) -> list[Constant]:
-    """What can be fitted to the measurements of these outcomes."""
+    """Returns the constants that can be fitted to the measurements of these outcomes."""
     measured = {f"{o.stage}/{o.case}": o.measured for o in outcomes if o.measured}
     found: list[Constant] = []
     for place, values in measured.items():

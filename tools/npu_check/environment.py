@@ -14,7 +14,8 @@ CONNECT_S = 120  # most seconds of a collective, so that HCCL gives up before th
 
 
 def ascend_overrides(*overrides: str) -> list[str]:
-    """What makes the case `demo` run on Ascend, in the model's own type."""
+    """Returns the settings with which the case `demo` runs on Ascend, in the model's own type, followed by
+    `overrides`."""
     mode = () if any(o.startswith("exe_mode=") for o in overrides) else ("exe_mode=npugraph_ex",)
     return ["platform=ascend", *mode, "quantization.method=none", f"comm_timeout_s={CONNECT_S}", *overrides]
 

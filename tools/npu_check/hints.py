@@ -1,4 +1,4 @@
-"""What to do about a failure, from its text.
+"""Hints about a failure, looked up by its text.
 
 Codes are those of CANN's headers (acl/error_codes/rt_error_codes.h) and of aclnn.
 """

@@ -50,9 +50,9 @@ MOST_FUSED = 2  # values of a launch
 
 
 def fused_values(what: str, result: Tensor, expected: Tensor) -> int:
-    """How many values differ from what the kernel's arithmetic gives with every product of MulAddDst rounded before it
-    is added: none, or, on a device that fuses MulAddDst of floats, up to MOST_FUSED by one unit in the last place.
-    Raises if there are more or larger differences. NaN equals NaN."""
+    """Returns the number of values that differ from the kernel's arithmetic, in which every product of MulAddDst is
+    rounded before it is added: none, or, on a device that fuses MulAddDst of floats, up to MOST_FUSED by one unit in
+    the last place. Raises if there are more or larger differences. NaN equals NaN."""
     ours, theirs = result.detach().cpu(), expected.detach().cpu()
     units = (_ordered(ours) - _ordered(theirs)).abs()
     units[ours.isnan() & theirs.isnan()] = 0

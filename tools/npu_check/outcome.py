@@ -1,4 +1,4 @@
-"""What a case of a stage came to: one line of the report."""
+"""The outcome of a case of a stage: one line of the report."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Measured = dict[str, Any]  # numbers, and rows of numbers, under names that cons
 
 @dataclass(frozen=True)
 class Passed:
-    """What a case that passed has to say."""
+    """The text and the measurements of a case that passed."""
 
     text: str = ""
     measured: Measured = field(default_factory=dict)

@@ -28,7 +28,8 @@ class RankError(RuntimeError):
 def run(
     place: str, size: int, environment: Mapping[str, str], logs: Path, given: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """What the function at `place` (`module:name`) returned on each rank. When one rank fails, the others are ended."""
+    """Runs the function at `place` (`module:name`) on each rank, and returns their results. When one rank fails, the
+    others are ended."""
     logs.mkdir(parents=True, exist_ok=True)
     port = _free_port()
     with tempfile.TemporaryDirectory(dir=logs) as folder:

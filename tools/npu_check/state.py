@@ -1,4 +1,4 @@
-"""What earlier runs have found: stages that passed are not run again while nothing has changed that they depend on."""
+"""The results of earlier runs: stages that passed are not run again while nothing has changed that they depend on."""
 
 import json
 import subprocess

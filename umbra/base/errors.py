@@ -74,8 +74,8 @@ def short(value: object) -> str:
 
 
 def collect_seldom() -> None:
-    """What a program imports stays to its end, and is a million objects. With Python's own settings they are looked
-    through for garbage again and again, which takes as long as `import torch` itself: half of it while the program
+    """Makes garbage collection rare. A program's imports are a million objects that stay to its end, and with Python's
+    own settings collecting them again and again takes as long as `import torch` itself: half of it while the program
     starts, half when it ends."""
     gc.set_threshold(YOUNG)
     atexit.register(gc.freeze)

@@ -1,18 +1,19 @@
 """Speculative decoding: guesses the next tokens of sequences, so that one decode step checks several.
 
-A draft is what followed the last tokens of a sequence where they occurred before, in its prompt or its answer (prompt
-lookup), or what a part of the model that predicts further tokens guessed after the last step (step/model_drafts.py),
-whichever is likelier to come true. A step computes the drafted tokens as further rows. The token of each row is chosen
-as it always is, from the row's logits and its position's random number; a draft counts as far as it is what was chosen.
-So the tokens are those of a run without drafts, sampled ones as well.
+A draft comes from one of two sources, whichever is likelier to be right. Prompt lookup takes the tokens that followed
+the last ones of a sequence where these occurred before, in its prompt or its answer. A draft model (a layer for
+multi-token prediction or an EAGLE3 head, step/model_drafts.py) guesses tokens after each step. A step computes the
+drafted tokens as further rows. Each row's token is chosen as always, from its logits and its position's random number,
+and a draft counts as far as it agrees. So the tokens are those of a run without drafts, sampled ones as well.
 
-A step has drafts only where that pays: for each number of rows, the tokens that can be expected are divided by the
-seconds that steps of so many rows have taken. How often drafts come true is learned from each sequence, also where
-none was tried, whose next tokens show whether it would have been right; of guesses for each position of a draft. Where
-look-ups do not pay they rest, so that they cost a small part of the time, and then begin where a longer text recurs.
-How many tokens are guessed is chosen in the same way, with the seconds that guessing takes. Where none pays, one is for
-a small part of the time; between such trials, steps are those of a run without guesses. What guesses tokens then lacks
-those of the sequences that run, so that a trial begins with a new sequence, and nothing is guessed for the others.
+A step has drafts only if that pays: for each number of rows, the expected tokens are divided by the seconds that steps
+of so many rows have taken. The share of drafts that come true is learned from each sequence, also while none are
+tried, because the next tokens show whether a draft would have been right; for guesses it is learned by position. If
+look-ups do not pay, they rest, so that they cost a small part of the time, and resume where a longer text recurs. The
+number of guessed tokens is chosen in the same way, with the seconds that guessing takes. If no draft length pays, one
+is still tried for a small share of the time; between such trials, steps are those of a run without guesses. The draft
+model's cache then misses tokens of running sequences, so a trial starts with a new one, and nothing is guessed for the
+others.
 """
 
 import bisect

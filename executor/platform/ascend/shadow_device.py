@@ -5,11 +5,12 @@ each resident expert.
     prefill   residents, groups of experts that are copied from the host, the shadow pool       long_steps.py
 
 An expert may become resident within a step: a side stream copies its bytes to a slot and then its place to the table,
-so whose place is there is whole. The table changes at any moment, so both sides of a layer go by one copy of its row.
-The host's own table, which it sends before a step if it has changed, has only what was published; it may erase a place
-that came before that, and the expert is then missing until the next step. Experts leave between steps, after their
-copies have ended: the host's table, without them, precedes the step's first look in the main stream. A long step goes
-by the host's table, in which nobody comes or leaves meanwhile; a place that comes early is not looked at.
+so an expert with an address has been copied completely. The table changes at any moment, so both sides of a layer go by
+one copy of its row. The host's own table, which it sends before a step if it has changed, has only what was published;
+it may erase a place that came before that, and the expert is then missing until the next step. Experts leave between
+steps, after their copies have ended: the host's table, without them, precedes the step's first look in the main stream.
+A long step goes by the host's table, in which nobody comes or leaves meanwhile; a place that comes early is not looked
+at.
 
 The host keeps one copy of every expert, in the device's layout, from which the shadow pool computes and slots are
 filled (slot_store.py). Its memory is registered with the device. Nothing here was run on an NPU.

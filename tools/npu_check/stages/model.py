@@ -101,7 +101,7 @@ def compare(ours: Logits, expected: Logits, tolerance: float) -> str:
 
 
 def rank_logits(overrides: list[str], out: str, steps: int, tokens: list[list[int]] | None) -> dict[str, Any]:
-    """What each rank does for `logits_of`; `tokens`: the prompts with the tokens that follow."""
+    """Computes on each rank the logits for `logits_of`; `tokens` are the prompts with the tokens that follow."""
     made = demo_case(overrides)
     tokenizer, folder = open_tokenizer(model_folder(made), True, load_model_config(made).vocab_size), Path(out).parent
     if tokenizer is None:

@@ -126,7 +126,7 @@ def _wide(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _rounded(target: Target, index: int, name: str) -> bool:
-    """Whether the weight `name` of a layer is quantised."""
+    """Returns whether the weight `name` of layer `index` is quantised."""
     return target.quantised(f"model.layers.{index}.{name}".removesuffix(".weight"))
 
 

@@ -132,7 +132,7 @@ class Source:
 
     @property
     def quantised_files(self) -> QuantisedFiles:
-        """How the family's AWQ, FP8 and W8A8 files are."""
+        """The layout of the family's AWQ, FP8 and W8A8 files."""
         if not self.files_of_family:
             raise UserError(
                 f"--model {self.folder}: AWQ and FP8 have matrices of one expert each, {self.name}'s files have all "
