@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def even(self) -> bool:
-        """Whether all data-parallel groups have as many tokens; the same on every rank."""
+        """Says whether all data-parallel groups have equally many tokens. Every rank gets the same answer."""
         return self.tokens_per_group is None or len(set(self.tokens_per_group)) == 1
 
     @property
@@ -68,8 +68,8 @@ class Batch:
         return self if self.wanted_per_group is None else dataclasses.replace(self, wanted_per_group=None)
 
     def wanted(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, "Batch"]:
-        """What a layer computes after its attention: `x`, `residual` and the batch, in the last layer without the rows
-        whose logits nobody wants."""
+        """Returns `x`, `residual` and the batch for the rest of a layer after its attention; in the last layer they
+        lack the rows whose logits nobody wants."""
         rows, counts = self.logit_rows, self.wanted_per_group
         if rows is None or counts is None:
             return x, residual, self
@@ -77,7 +77,7 @@ class Batch:
         return x, residual, dataclasses.replace(self, tokens_per_group=counts or None)
 
     def picked(self, x: Tensor) -> Tensor:
-        """Those rows of hidden states `x` whose logits are wanted."""
+        """Returns the rows of hidden states `x` whose logits are wanted."""
         rows = self.logit_rows
         return x if rows is None or self.wanted_per_group is not None else x.index_select(0, rows)
 

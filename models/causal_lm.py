@@ -111,7 +111,7 @@ class CausalLM(nn.Module):
 
     @property
     def guesses(self) -> bool:
-        """Whether the model has a part that predicts further tokens."""
+        """Says whether the model has a part that predicts further tokens."""
         return bool(self.mtp_at or self.eagle3)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -140,6 +140,6 @@ class CausalLM(nn.Module):
         return self.lm_head.ops.argmax(self.lm_head(hidden)), hidden
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold the tensor `name` although the model does not use it, such as the output head
-        next to a tied embedding."""
+        """Returns whether a checkpoint may hold the tensor `name` although the model does not use it, such as the
+        output head next to a tied embedding."""
         return name.startswith(self.mtp_layers) or (name == HEAD and self.lm_head.source != HEAD)

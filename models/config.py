@@ -28,7 +28,8 @@ class Expansion:
     made: int  # more of each cached token; new tokens of the absorbed form take as many
 
     def pays(self, cached: int, new: int) -> bool:
-        """Whether `new` tokens of a prompt behind `cached` ones take it."""
+        """Returns whether the expanded form takes fewer multiply-adds for `new` tokens of a prompt behind `cached`
+        ones."""
         return new * (2 * cached + new) * self.saved > 2 * (cached + LAID_OUT) * self.made
 
 

@@ -9,7 +9,7 @@ from umbra.models.mtp_names import MtpNames
 
 @dataclass(frozen=True)
 class QuantisedFiles:
-    """How the quantised checkpoints of a family are written: which modules stay in floats."""
+    """The layout of a family's quantised checkpoints: the modules that stay in floats."""
 
     floats: tuple[str, ...]  # modules of a layer that are never quantised, by their paths in it: routers and small ones
     # The modules of a layer that official files in FP8 list; None: `floats`.

@@ -36,7 +36,7 @@ class RopeConfig:
 
     @property
     def softmax_factor(self) -> float:
-        """What `mscale_all_dim` scales attention's scores by."""
+        """The factor by which `mscale_all_dim` scales attention's scores."""
         weight = self.yarn.mscale_all_dim if self.yarn else 0.0
         return _mscale(self.yarn.factor, weight) ** 2 if self.yarn and weight else 1.0
 

@@ -91,12 +91,12 @@ class Notes:
 
 
 def in_int8(weights: Any) -> bool:
-    """Whether products multiply by these matrices as they are, in int8, which rounds their rows too."""
+    """Returns whether products multiply by these matrices as they are, in int8, which rounds their rows too."""
     return any(t.dtype == torch.int8 for t in weights.storages)
 
 
 def plain(weights: Any) -> bool:
-    """Whether products multiply by these matrices as they are: floats, or int8."""
+    """Returns whether products multiply by these matrices as they are: floats, or int8."""
     return in_int8(weights) or all(t.is_floating_point() for t in weights.storages)
 
 
@@ -306,7 +306,7 @@ class CountedOps:
         return self._latent_attention(q, q_rotary)
 
     def _latent_attention(self, q: Tensor, q_rotary: Tensor) -> Tensor:
-        """Of heads whose number is no power of two, with others."""
+        """Counts attention over latents. Heads are padded to a power of two."""
         heads = q.shape[1]
         if more := (1 << (heads - 1).bit_length()) - heads:
             q, q_rotary = (self.made("padded heads", x, len(x), heads + more, x.shape[2]) for x in (q, q_rotary))

@@ -36,9 +36,8 @@ class Matrix(Protocol):
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """What experts compute: down(silu(gate(x)) * up(x)) or, with a `limit`, down((up + 1) * gate *
-    sigmoid(alpha * gate)) of gates that are at most `limit` and ups between -limit and limit. `biased`: each matrix has
-    a bias."""
+    """The computation of experts: down(silu(gate(x)) * up(x)) or, with a `limit`, down((up + 1) * gate * sigmoid(alpha
+    * gate)) of gates that are at most `limit` and ups between -limit and limit. `biased`: each matrix has a bias."""
 
     limit: float = 0.0
     alpha: float = 0.0
@@ -127,8 +126,8 @@ class SequenceRows(NamedTuple):
 
 
 class Recurrent(NamedTuple):
-    """Where a step's sequences have their states. Layers with states keep them in places of one tensor; the states of a
-    place are one part of it each, and parts may share one memory: places may overlap, those in use may not.
+    """The places of the states of a step's sequences. Layers with states keep them in places of one tensor; the states
+    of a place are one part of it each, and parts may share one memory: places may overlap, those in use may not.
 
     Rows of a sequence follow one another. A sequence without rows reads and writes nothing. Rows behind the last
     sequence's are padding, of which outputs are zeros. No sequence writes a place that another one reads or writes in
@@ -147,7 +146,8 @@ class Recurrent(NamedTuple):
     pending: Tensor  # (S) int32: the number of rows that are taken before the first, of which inputs were kept
 
     def sequences(self) -> list[SequenceRows]:
-        """Those that have rows, in order. Reads the tables, which a step on a device has on the host."""
+        """Returns the sequences with at least one row, in batch order. It reads the tables, so a step on a device must
+        have them on the host."""
         starts, *tables = (table.tolist() for table in self)
         rows = (SequenceRows(*row) for row in zip(starts[:-1], starts[1:], *tables, strict=True))
         return [row for row in rows if row.length]
@@ -186,7 +186,7 @@ class LatentNorm(NamedTuple):
 
 
 class PrologWeights(NamedTuple):
-    """What queries that have latents of their own are made of, and latents; all rows are in the checkpoint's order."""
+    """The weights of latents, and of queries that have latents of their own; all rows are in the checkpoint's order."""
 
     q_a: Matrix
     q_norm: Tensor  # its eps is that of the other norm
@@ -463,8 +463,8 @@ class Exchange(Protocol):
     uneven: bool  # whether ranks may have different numbers of rows
 
     def takes(self, rows: int, experts: ExpertMatrices) -> bool:
-        """Whether `mixture` computes a step in which every rank of the group has `rows` rows. All ranks of the group
-        get the same answer."""
+        """Returns whether `mixture` computes a step in which every rank of the group has `rows` rows. All ranks of the
+        group get the same answer."""
 
     def mixture(
         self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, physical: PhysicalExperts | None = None

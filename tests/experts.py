@@ -18,7 +18,7 @@ class Place(Protocol):
 
 
 def kind_of(format: Format) -> ExpertKind:
-    """What the tests' experts compute in `format`."""
+    """Returns the activation of the tests' experts in `format`."""
     return CLIPPED if format.kind in ("bfloat16", "mxfp4") else SILU_EXPERTS
 
 

@@ -71,7 +71,7 @@ def awq_config(*excluded: str, group: int = 128) -> dict[str, Any]:
 
 
 def compressed(ignore: list[str], **groups: dict[str, Any]) -> dict[str, Any]:
-    """Of one format, or of several, where each group names its own."""
+    """Returns a config of one format, or of several, in which each group names its own."""
     format = "mixed-precision" if len(groups) > 1 else next(iter(groups.values())).pop("format")
     common = {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed"}
     return common | {"config_groups": groups, "ignore": ignore, "kv_cache_scheme": None}

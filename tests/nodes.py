@@ -83,7 +83,7 @@ class Node:
         return {int(found["RANK"]): pid for pid, found in self.processes().items() if "RANK" in found}
 
     def logs(self, case: str) -> str:
-        """What this node's ranks of a case have written."""
+        """Returns the logs that this node's ranks of a case have written."""
         return "".join(path.read_text() for path in self.results.glob(f"{case}/*/rank*.log"))
 
     def cut(self) -> None:

@@ -60,7 +60,7 @@ def objects(name: str) -> dict[str, list[tuple[str, Any]]]:
 
 
 def started(project: Path, pod: dict[str, Any], given: dict[str, str]) -> str:
-    """What the container of a pod says that is started with the environment `given` by the cluster."""
+    """Starts the container of a pod with the environment `given` by the cluster, and returns its output."""
     (container,) = pod["containers"]
     assert container["workingDir"] == "/umbra"
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
@@ -102,7 +102,8 @@ def test_indexed_job(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_volcano_job(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the plugins env and svc give to the containers: github.com/volcano-sh/volcano, docs/user-guide."""
+    """The job has the variables that the plugins env and svc give to the containers: github.com/volcano-sh/volcano,
+    docs/user-guide."""
     ((name, job),) = objects("volcano-job.yaml")["Job"]
     (task,) = job["tasks"]
     assert (job["schedulerName"], job["minAvailable"], task["replicas"]) == ("volcano", NODES, NODES)

@@ -43,7 +43,7 @@ class TensorFiles(Protocol):
 
 
 class CheckpointFiles:
-    """Those of safetensors files. `aliases` has parts of names that differ from the model's, each with the model's."""
+    """The tensors of safetensors files. `aliases` maps parts of the files' names to the model's."""
 
     def __init__(self, folder: Path, aliases: Mapping[str, str] = NO_ALIASES):
         self.folder, self.aliases = folder, aliases

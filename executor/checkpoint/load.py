@@ -112,7 +112,7 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
 
 
 def _scales_are_finite(part: Tensor | Quantised, stored: Stored) -> bool:
-    """Those of blocks are looked at when these are read."""
+    """Returns whether all scales are finite. Block scales were checked when the blocks were read."""
     if isinstance(part, Quantised):
         return isinstance(part, Blocks) or part.finite
     return len(stored.tensors) == 1 or _finite(part)
@@ -135,7 +135,7 @@ def halves_of(part: Tensor | Quantised | Alternating) -> Sequence[Tensor | Quant
 
 
 def _finite(part: Tensor | Quantised | Alternating) -> bool:
-    """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
+    """Returns whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
     if isinstance(part, Alternating):
         return all(map(_finite, part))
     if isinstance(part, Blocks):

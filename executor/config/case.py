@@ -249,7 +249,8 @@ class ParallelSettings:
     )
 
     def sequence_parallel(self, tokens: int) -> bool:
-        """Whether a prefill step is sequence-parallel if the smallest data-parallel group has `tokens` tokens in it."""
+        """Returns whether a prefill step is sequence-parallel if the smallest data-parallel group has `tokens` tokens
+        in it."""
         return self.sequence_parallel_tokens is not None and tokens >= self.sequence_parallel_tokens
 
 

@@ -41,20 +41,20 @@ class DeviceFacts:
 
     @property
     def own_memory(self) -> bool:
-        """Whether the device has memory of its own, which experts are copied to from the host's."""
+        """Says whether the device has memory of its own, which experts are copied to from the host's."""
         return bool(self.memory_key)
 
     @property
     def plans_memory(self) -> bool:
-        """Whether the memory of a rank can be counted against that of its device."""
+        """Says whether the memory of a rank can be counted against that of its device."""
         return bool(self.memory_plan)
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether compiled graphs can be kept for the next start."""
+        """Says whether compiled graphs can be kept for the next start."""
         return bool(self.clear_graphs)
 
     @property
     def quantised_head(self) -> bool:
-        """Whether the output head is quantised to 8 bits if linear layers are quantised."""
+        """Says whether the output head is quantised to 8 bits if linear layers are quantised."""
         return "q8" in self.quantised

@@ -20,7 +20,7 @@ class RankEnv:
 
     @property
     def launched(self) -> bool:
-        """Whether torchrun started this process."""
+        """Says whether torchrun started this process."""
         return bool(self.error_file)
 
 
@@ -46,7 +46,7 @@ def serve_socket() -> Path | None:
 
 
 def use_modelscope() -> bool:
-    """Whether names of models are those of ModelScope, not of the Hugging Face hub."""
+    """Returns whether names of models are those of ModelScope, not of the Hugging Face hub."""
     text = os.environ.get("UMBRA_USE_MODELSCOPE", "").lower()
     if text not in ("", "0", "1", "false", "true"):
         raise UserError(f"environment variable UMBRA_USE_MODELSCOPE={text!r} must be 1 or 0")

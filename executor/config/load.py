@@ -208,7 +208,7 @@ def _too_many_values(where: yaml.Mark) -> yaml.YAMLError:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """What a YAML text means; `where` names its source in errors."""
+    """Returns the value that a YAML text means; `where` names its source in errors."""
     try:
         return yaml.load(text, StrictLoader)
     except RecursionError:

@@ -45,7 +45,7 @@ class JobEnds(Exception):
 
 
 class Line(msgspec.Struct):
-    """What a launcher says about itself."""
+    """The report of a launcher about itself."""
 
     start: str  # another one at each start of a launcher
     host: str
@@ -55,7 +55,7 @@ class Line(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What node 0 says when every launcher has come."""
+    """The message of node 0 when every launcher has come."""
 
     starts: list[str]
     folder: str

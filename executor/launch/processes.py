@@ -20,12 +20,12 @@ def state(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Returns whether the process exists and is no zombie."""
     return state(pid) not in "ZX"
 
 
 def is_halted(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP has halted the process."""
+    """Returns whether a signal such as SIGSTOP has halted the process."""
     return state(pid) in "Tt"
 
 

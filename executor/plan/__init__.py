@@ -1,1 +1,1 @@
-"""What a run of a case needs, counted before a device is opened: sizes, memory, and the choices that follow."""
+"""Plans of a run, made before a device is opened: sizes, memory, and the choices that follow from them."""

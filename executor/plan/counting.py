@@ -1,4 +1,4 @@
-"""What a device does with a step beside its tensors' shapes, for predictions of times."""
+"""The work that a device does in a step beside what its tensors' shapes say, for predictions of times."""
 
 import sys
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Counting:
 
 
 def counting_of(case: Case, config: ModelConfig) -> Counting:
-    """How the case's device computes the steps of a model with this config."""
+    """Returns the way in which the case's device computes the steps of a model with this config."""
     if where := PLATFORMS[case.platform].counting:
         counting: Counting = load(where)(case, config)
         return counting

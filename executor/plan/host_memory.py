@@ -39,7 +39,7 @@ def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch") -> None:
 
 
 def _bytes_of(sketch: "Sketch", case: Case) -> tuple[int, int]:
-    """Those of a rank's weights and of its KV cache, or of the arena in its place."""
+    """Returns the bytes of a rank's weights, and of its KV cache or of the arena in its place."""
     from umbra.executor.plan.sketch import cache_of, weights_of  # which imports torch
 
     arena = case.offload_config.arena_mb if case.offload_config.mode != "none" else None

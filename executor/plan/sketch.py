@@ -64,7 +64,7 @@ class Sketch:
 
     @property
     def holds_mtp(self) -> bool:
-        """Whether the checkpoint has a layer that predicts further tokens."""
+        """Says whether the checkpoint has a layer for multi-token prediction."""
         return bool(self.model.mtp_sign) and self.build.holds(self.model.mtp_sign)
 
 

@@ -30,7 +30,7 @@ class Platform(ABC):
 
     @property
     def quantised_head(self) -> bool:
-        """Whether the output head is quantised to 8 bits if linear layers are quantised."""
+        """Says whether the output head is quantised to 8 bits if linear layers are quantised."""
         return PLATFORMS[self.name].quantised_head
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What devices offer by the names in their facts. A device's libraries are imported when it is used."""
+"""Looks up the parts of devices by the names in their facts. A device's libraries are imported when it is used."""
 
 import re
 from collections.abc import Mapping
@@ -31,5 +31,5 @@ def clear_graphs(case_name: str) -> int:
 
 
 def lost_another_rank(stack: str) -> bool:
-    """Whether the stack of a failed rank says that a device's collectives have lost another rank."""
+    """Returns whether the stack of a failed rank says that a device's collectives have lost another rank."""
     return any(facts.lost_rank and re.search(facts.lost_rank, stack) for facts in PLATFORMS.values())

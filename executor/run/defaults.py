@@ -39,7 +39,7 @@ CHUNK = 2048  # prompt tokens of a prefill step, which bounds its activations
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a checkpoint without a case is run for."""
+    """The purpose for which a checkpoint without a case is run."""
 
     what: str  # as the user reads it
     sequences: int  # at once, if there is memory
@@ -85,7 +85,7 @@ def checkpoint_path(model: str) -> Path:
 
 
 def _on_hub(model: str) -> HubName | None:
-    """What `model` says if it is to be looked up on a hub: a path that is there goes before."""
+    """Parses `model` as a name on a hub; None: it is none, or a path of that name exists."""
     return None if Path(model).expanduser().exists() else hub_name(model)
 
 

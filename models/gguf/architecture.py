@@ -12,7 +12,7 @@ SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # expert_gating_func
 
 @dataclass(frozen=True)
 class Architecture:
-    """What files of one `general.architecture` have. Several families may have the same one."""
+    """The contents of GGUF files of one `general.architecture`. Several families may have the same one."""
 
     name: str
     names: Names

@@ -137,7 +137,8 @@ def views_of(
 
 
 def _is_copy(found: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether another tensor has its values: files for ik_llama.cpp have keys and values together and apart."""
+    """Returns whether another tensor has the same values: files for ik_llama.cpp have keys and values together and
+    apart."""
     layer, rest = found.groups()
     return rest in ("attn_k_b.weight", "attn_v_b.weight") and f"blk.{layer}.attn_kv_b.weight" in tensors
 

@@ -107,7 +107,8 @@ class Vocabulary:
         }
 
     def _around(self) -> dict[str, Any] | None:
-        """What adds the tokens that begin and end each text."""
+        """Returns the post-processor that adds the tokens at the beginning and end of each text; None: there are
+        none."""
         adds = {
             "bos": self.meta.flag(f"{AT}add_bos_token", self.pre in ADDS_BOS),
             "eos": self.meta.flag(f"{AT}add_eos_token", False),

@@ -108,7 +108,7 @@ class Sinks(Layer):
 
 
 class AttentionConfig(Protocol):
-    """What grouped-query attention reads of a family's config."""
+    """The part of a family's config that grouped-query attention reads."""
 
     @property
     def hidden_size(self) -> int: ...

@@ -20,7 +20,7 @@ Part = tuple[int, slice]  # elements of a dimension, and this rank's range of th
 
 
 class DeltaNetConfig(Protocol):
-    """What the mixer reads of a family's config."""
+    """The part of a family's config that the mixer reads."""
 
     @property
     def hidden_size(self) -> int: ...

@@ -90,7 +90,7 @@ class Eagle3Head(Separate):
             self.d2t = DraftTokens(build, config.draft_vocab_size, config.vocab_size)
 
     def reads(self, batch: Batch) -> bool:
-        """Whether `batch` has the pages of its cache."""
+        """Returns whether `batch` has the pages of the head's cache."""
         return self.cache.layers < len(batch.paged)
 
     def fused(self, tapped: Sequence[Tensor], batch: Batch) -> Tensor:
@@ -114,5 +114,5 @@ class Eagle3Head(Separate):
         return self.d2t(places) if self.config.mapped else places, state
 
     def ignores(self, name: str) -> bool:
-        """Whether its checkpoint may hold the tensor `name` although it is not used."""
+        """Returns whether the head's checkpoint may hold the tensor `name` although it is not used."""
         return name == "t2d"

@@ -41,7 +41,7 @@ def pairs_of(columns: int) -> tuple[int, ...]:
 
 
 class LatentConfig(Protocol):
-    """What attention over latents reads of a family's config."""
+    """The part of a family's config that attention over latents reads."""
 
     @property
     def hidden_size(self) -> int: ...

@@ -35,7 +35,7 @@ class Router(Layer):
 
     @property
     def bias(self) -> Tensor | None:
-        """What is added to the scores when experts are chosen; None: nothing."""
+        """The bias that is added to the scores when experts are chosen; None: there is none."""
         return self.e_score_correction_bias.values if self.e_score_correction_bias else None
 
     def forward(self, x: Tensor) -> Tensor:

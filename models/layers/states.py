@@ -32,7 +32,7 @@ class RecurrentStates(nn.Module):
         self.delta, self.conv, self.inputs, self.number = delta, conv, inputs, number
 
     def places(self, batch: Batch) -> Recurrent:
-        """Where the step's sequences have their states of this layer."""
+        """Returns the places of this layer's states of the step's sequences."""
         if batch.recurrent is None:
             raise AssertionError("the step has no places of states")
         starts, *tables = batch.recurrent

@@ -30,7 +30,8 @@ class KvCaches(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What both versions of the operator are told. Tokens before .. after of the last ones are seen, both included."""
+    """The arguments of both versions of the operator. Tokens `before` to `after` the last ones are seen, both
+    included."""
 
     query: Tensor
     key: Tensor

@@ -119,7 +119,7 @@ SUMS = {"tp": sum_by_index, "fusion_v1": sum_by_column, "fusion_v2": sum_by_row}
 
 
 def in_int8(experts: Bank) -> bool:
-    """Whether their rows are rounded to eight bits."""
+    """Returns whether the experts' rows are rounded to eight bits."""
     return experts.w13.format.spec.int8_inputs
 
 

@@ -57,7 +57,7 @@ MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
 
 
 def gates(experts: int, groups: Groups | None) -> bool:
-    """Whether npu_moe_gating_top_k chooses of so many: it keeps groups in multiples of 32."""
+    """Returns whether npu_moe_gating_top_k can choose among so many experts: it keeps groups in multiples of 32."""
     if groups is None:
         return experts <= MOST_GATED
     each = experts // groups.number
@@ -110,7 +110,7 @@ class AscendOps(AscendLayout):
         return F.embedding(local.masked_fill(away, 0), table).masked_fill(away[:, None], 0)
 
     def few(self, tokens: int, weight: AscendMatrix | Bank) -> bool:
-        """Whether the vector cores multiply `tokens` tokens by these weights."""
+        """Returns whether the vector cores multiply `tokens` tokens by these weights."""
         planes = weight.planes if isinstance(weight, AscendMatrix) else weight.w13.planes
         return 0 < tokens <= self.gemv_tokens and planes is not None
 

@@ -28,7 +28,7 @@ EPS = 1e-6  # beside the sums of squares of keys and queries
 
 
 class Heads(NamedTuple):
-    """What the gated delta rule takes of each row: queries, keys (T, Hk, Dk), values (T, Hv, Dv), the logarithms of
+    """The inputs of the gated delta rule for each row: queries, keys (T, Hk, Dk), values (T, Hv, Dv), the logarithms of
     decays and the shares beta of changes (T, Hv), in float32."""
 
     q: Tensor
@@ -136,7 +136,7 @@ def gated_delta_rule(
 
 
 def in_graph(x: Tensor, recurrent: Recurrent, drafts: int) -> bool:
-    """Whether the tables are those of a graph."""
+    """Returns whether the tables are those of a graph."""
     if recurrent.reads.device.type == "cpu":
         return False
     if not drafts and len(recurrent.query_starts) != len(x) + 1:
@@ -324,7 +324,7 @@ def _heads(qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, st
 
 
 def _as_inputs(heads: Heads) -> Tensor:
-    """What is kept of each row: all but queries."""
+    """Returns the inputs that are kept of each row: all but queries."""
     return torch.cat([x.flatten(1) for x in heads[1:]], 1)
 
 
@@ -385,7 +385,7 @@ class Chunks(NamedTuple):
 
 
 def _cuts(s: SequenceRows, length: int) -> list[int]:
-    """Where a sequence's chunks begin and end."""
+    """Returns the rows at which a sequence's chunks begin and end."""
     cuts = [0]
     for end in _kept(s):
         cuts += [*range(cuts[-1] + length, end, length), end]
@@ -446,7 +446,8 @@ def _prepared(heads: Heads, rows: Tensor, inside: Tensor, active: list[int]) -> 
 
 
 def _prepare(heads: Heads, rows: Tensor, inside: Tensor) -> Chunks:
-    """What the rows (chunks, C) have to do with each other. Rows that are not `inside` change nothing."""
+    """Computes how the rows (chunks, C) of each chunk depend on each other. Rows that are not `inside` change
+    nothing."""
     chunks, length = rows.shape
     groups = heads.v.shape[1] // heads.k.shape[1]
     q, k, v, decays, betas = (

@@ -29,15 +29,15 @@ def delta_indices(indices: Tensor, count: int, rows: int, drafts: int) -> Delta:
 
 
 def conv_indices(indices: Tensor, count: int, rows: int, taps: int, drafts: int) -> tuple[Tensor, Tensor]:
-    """Of rows of places (S (taps - 1 + D)), the step's (T), and one of zeros: those that each row's convolution takes
-    (T taps), and those that both written places get (2 S (taps - 1 + D))."""
+    """Returns indices into the rows of places (S (taps - 1 + D)), those of the step (T) and one of zeros: the rows that
+    each row's convolution takes (T taps), and those that both written places get (2 S (taps - 1 + D))."""
     sizes = [rows * taps, 2 * count * (taps - 1 + drafts)]
     taken, kept = indices[-sum(sizes) :].split(sizes)
     return taken, kept
 
 
 class Step(NamedTuple):
-    """What the host makes of a step's tables."""
+    """The tables that the host makes for a step."""
 
     indices: Tensor
     before: Tensor  # (2 S L) float32: 1 for a row that comes before a written state; first all of those written first
@@ -46,8 +46,8 @@ class Step(NamedTuple):
 
 
 def on_host(at: Recurrent, rows: int, taps: int, drafts: int) -> Step:
-    """Of sequences of which the last ones may have no rows, and rows of which the last ones may be padding. All layers
-    have the same numbers of rows."""
+    """Makes a step's tables on the host. The last sequences may have no rows, and the last rows may be padding. All
+    layers have the same numbers of rows."""
     count, length = len(at.query_starts) - 1, 1 + 2 * drafts
     sequences, chunk, kept = torch.arange(count), torch.arange(length), torch.arange(taps - 1 + drafts)
     starts, own = at.query_starts[:-1], at.query_starts.diff()

@@ -212,7 +212,8 @@ class ShadowNodes:
             raise BridgeError(f"{self._missing() or f'step {self.step}'}: {error}") from None
 
     def _missing(self) -> str | None:
-        """What the main stream waits for: the first layer whose callback of this step has not returned, or else."""
+        """Names what the main stream waits for: the first layer whose callback of this step has not returned, or
+        else."""
         late = [layer for layer, node in self.expected.items() if self.bridge.seen(node.payload) != self.step]
         late += [layer for layer, event in self.begun.items() if not happened(event)]
         if late:
@@ -234,7 +235,7 @@ LEFT: list[ShadowNodes] = []
 
 
 def happened(event: torch_npu.npu.Event) -> bool:
-    """Whether it has, without an error."""
+    """Returns whether the event has happened, without an error."""
     try:
         return bool(event.query())
     except RuntimeError:

@@ -235,7 +235,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_view(out: Any, args: Any) -> bool:
-    """Whether all tensors of `out` share memory with tensors of `args`. Names would not tell: a reshape may copy."""
+    """Returns whether all tensors of `out` share memory with tensors of `args`. Names would not tell: a reshape may
+    copy."""
     theirs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
     outs = out if isinstance(out, (list, tuple)) else [out]
     return all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in theirs for x in outs)

@@ -85,7 +85,7 @@ def elements(x: "Tensor | Words | None") -> "Table":
 
 
 def fill_table(table: Tensor, part: Tensor | Quantised) -> bool:
-    """Whether all values are finite numbers."""
+    """Fills `table` with the values of `part`, and returns whether all of them are finite numbers."""
     given, (rows, columns) = given_of(part if isinstance(part, Blocks) else floats(part)), table.shape
     to = pointer(table, table.dtype)
     return native.fill_table(to=to, type=TYPES[table.dtype], rows=rows, columns=columns, given=given)
@@ -154,7 +154,7 @@ def given_of(part: Tensor | Quantised) -> "Given":
 
 
 def _only_kept(part: Quantised) -> bool:
-    """Whether rows in another format are packed as floats."""
+    """Returns whether rows in another format are packed as floats."""
     return not isinstance(part, Blocks) and (
         part.group % BLOCK > 0 or bool(part.spec.codes) or isinstance(part, Nested)
     )

@@ -49,7 +49,7 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, team: "int | Team") -> T
 
 
 def is_allocated(storage: Tensor) -> bool:
-    """Whether `storage` is the whole of what one call of `allocate` returned."""
+    """Returns whether `storage` is the whole of what one call of `allocate` returned."""
     return storage.data_ptr() in _buffers
 
 

@@ -262,7 +262,8 @@ def join(job: Job, weights: Tensor) -> Tensor:
 
 
 def reaches(pool: ShadowPool) -> bool:
-    """Whether the engine can compute from the pool's shadow store: its threads are on the same nodes."""
+    """Returns whether the engine can compute from the pool's shadow store, because its threads are on the same
+    nodes."""
     return [team.memory for team in pool.teams] == [team.memory for team in native.teams()]
 
 
@@ -408,7 +409,7 @@ class Copier:
         return ticket
 
     def done(self, ticket: int) -> bool:
-        """Whether the copy is finished; an error if the copier was stopped before it."""
+        """Returns whether the copy is finished. Raises an error if the copier was stopped before."""
         if done := self.native.done(ticket=ticket):
             self._kept.pop(ticket, None)
         return done

@@ -32,7 +32,7 @@ class Quantised:
 
     @property
     def finite(self) -> bool:
-        """Whether no scale is NaN or infinite."""
+        """Says whether no scale is NaN or infinite."""
         return bool(self.scales.float().isfinite().all())
 
     @property
@@ -46,7 +46,7 @@ class Quantised:
         return None if self.zeros is None else _plain(self.zeros)
 
     def fits(self, format: Format) -> bool:
-        """Whether a matrix kept in `format` stores these levels unchanged."""
+        """Returns whether a matrix kept in `format` stores these levels unchanged."""
         whole = format.group and self.group % format.group == 0
         return bool(format.kind == self.spec.name and whole and (self.zeros is None or format.zeros))
 

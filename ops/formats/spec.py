@@ -1,4 +1,5 @@
-"""What a storage format of matrices is. Each quantised format is one file of this folder, which holds its `FormatSpec`.
+"""The facts that make up a storage format of matrices. Each quantised format is one file of this folder, which holds
+its `FormatSpec`.
 
 The launcher reads these facts and must start quickly, so no file that holds a spec imports torch at its top.
 """

@@ -47,7 +47,7 @@ class Node:
 
 
 class GeProgram:
-    """What torchair passes to GE: the graph after torchair's own passes, and the compile options."""
+    """The input of GE: the graph after torchair's own passes, and the compile options."""
 
     def __init__(self, graph: GraphDef, options: dict[str, str]) -> None:
         self.graph = GraphDef()

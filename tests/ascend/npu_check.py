@@ -142,7 +142,7 @@ def killed_rank() -> None:
 
 
 def lost_shadows() -> None:
-    """What the CPU computed is not added."""
+    """Makes `join` leave out the CPU's sums."""
     from tests.ascend import computing
     from umbra.tools.npu_check.stages import shadows
 

@@ -43,7 +43,7 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
 def npu_add_rms_norm_cast(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What torchair makes of a norm whose rows become float32."""
+    """The operator that torchair makes of a norm whose rows become float32."""
     normed: Any = npu_add_rms_norm(x1, x2, gamma, epsilon)
     return normed[0].float(), *normed
 
@@ -444,7 +444,7 @@ def int8_products(
     output_dtype: Any = None,
     **others: object,
 ) -> Tensor:
-    """Of rows that no group has, the sums are 0 and the values NaN."""
+    """Multiplies in int8. Rows that belong to no group get sums of 0 and values of NaN."""
     each = torch.arange(len(matrices)).repeat_interleave(counts)
     sums = torch.zeros(len(x), matrices.shape[-1], dtype=torch.float64)
     for expert, matrix in enumerate(matrices):

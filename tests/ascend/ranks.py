@@ -45,9 +45,9 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 
 def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 400, fresh: bool = False) -> list[Any]:
-    """What body(rank, *args) returned on each rank; the environment is torchrun's, the device is set. A rank that
-    raises, dies or is late fails the test with its traceback, and the others are killed. `fresh` ranks have the
-    environment, stdout and stderr of now, and import everything themselves."""
+    """Runs body(rank, *args) on each rank, with torchrun's environment and the device set, and returns the results. A
+    rank that raises, dies or is late fails the test with its traceback, and the others are killed. `fresh` ranks have
+    the environment, stdout and stderr of now, and import everything themselves."""
     start = multiprocessing.get_context("spawn" if fresh else "forkserver")
     port = free_port()
     children, receivers = [], []
@@ -93,7 +93,7 @@ def run_gloo_rank(rank: int, body: Callable[..., None], port: int, args: Any) ->
 
 
 def gloo_ranks(rank: int, port: int, ranks: int) -> RankEnv:
-    """What a body of `run_gloo_ranks` gives a runner, whose process group then forms."""
+    """Returns what a body of `run_gloo_ranks` gives to a runner, whose process group then forms."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     return RankEnv(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, error_file="")

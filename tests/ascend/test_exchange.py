@@ -105,7 +105,7 @@ def test_an_eager_step_exchanges_rows(tmp_path: Path, family: Family, expected: 
 
 @dataclasses.dataclass
 class Graph:
-    """What one rank has seen of a decode step's GE graph."""
+    """The nodes of a decode step's GE graph that one rank has seen."""
 
     nodes: Counter[str]
     casts: list[tuple[str, torch.dtype]]

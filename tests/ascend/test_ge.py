@@ -172,7 +172,7 @@ def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
 
 
 def test_layers_attend_over_windows_in_turn() -> None:
-    """Of seven tokens before a token and itself, with sinks; then of all before it."""
+    """One layer attends over a token and the seven before it, with sinks; the next attends over all before it."""
     program = two_layers(GPT_OSS)
     nodes, made = program.of("FusedInferAttentionScore"), {out.source: out for out in program.inputs()}
     found = [[node.proto.attr[name].i for name in ("sparse_mode", "pre_tokens", "next_tokens")] for node in nodes]

@@ -155,7 +155,7 @@ def test_a_rank_of_the_true_minimax_m2(make: Callable[..., Model], split: str) -
 
 @pytest.mark.parametrize(("family", "ranks"), [(QWEN3, 8), (M2, 16)], ids=str)
 def test_a_rank_exchanges_rows(make: Callable[..., Model], family: Family, ranks: int) -> None:
-    """Of the true models, in a decode step; a prefill of more rows gathers them."""
+    """A decode step of the true models exchanges rows; a prefill of more rows gathers them."""
     world, alone = CountedGroup(ranks - 1, ranks), CountedGroup()
     parallel = Parallel(world, alone, world, Shard(), Shard(ranks - 1, ranks), alone, alone)
     model = make(format=Format("q4", 32), family=family, true_sizes=True, parallel=parallel, exchanged=2)

@@ -31,7 +31,7 @@ def save_int8(family: Family, folder: Path) -> None:
 
 
 def errors(ours: Any, expected: dict[str, np.ndarray], steps: str) -> list[float]:
-    """Of logits, relative to their norms."""
+    """Returns the errors of logits, relative to their norms."""
     found = [name for name in expected if name.startswith(steps) and expected[name].size]
     return [float(np.linalg.norm(ours[n] - expected[n]) / np.linalg.norm(expected[n])) for n in found]
 

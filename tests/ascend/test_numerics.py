@@ -227,7 +227,7 @@ def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, g
 
 
 def test_modelslim_with_biases_is_near_its_floats(tmp_path: Path) -> None:
-    """Of norms and static attention; in int8 rows are rounded by token."""
+    """Norms and static attention have biases; in int8 rows are rounded by token."""
     save(QWEN3, tmp_path, inner=64)
     kinds = lambda module: "W8A8_DYNAMIC" if ".mlp." in module else "W8A8"  # noqa: E731
     floats = modelslim_tiny(tmp_path / "model", tmp_path / "quantised", kinds, moved=True)
@@ -239,7 +239,7 @@ def test_modelslim_with_biases_is_near_its_floats(tmp_path: Path) -> None:
 
 
 def test_mxfp4_is_exact_in_floats(tmp_path: Path) -> None:
-    """What `auto` means on Ascend, also in bfloat16, which has each value of a block."""
+    """Floats are the choice of `auto` on Ascend. They are exact in bfloat16 too, which has each value of a block."""
     save(GPT_OSS, tmp_path, inner=64)
     floats = mxfp4_tiny(tmp_path / "model", tmp_path / "quantised")
     for dtype in ("float32", "bfloat16"):

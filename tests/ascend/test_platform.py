@@ -1,4 +1,4 @@
-"""What the platform checks when it starts, how graphs are asked for, and what is said when one is made again."""
+"""The platform's checks at its start, its requests for graphs, and its message when one is made again."""
 
 from pathlib import Path
 

@@ -121,7 +121,7 @@ def test_gates(dtype: torch.dtype) -> None:
 
 
 def test_a_norm_with_a_float32_weight() -> None:
-    """That of 1 + w, which bfloat16 would round."""
+    """A weight of 1 + w stays in float32, because bfloat16 would round it."""
     ops = AscendOps(torch.bfloat16, torch.device("cpu"), "fusion_v2")
     x, residual = torch.randn(2, 5, 64).bfloat16()
     weight = 1 + torch.randn(64) / 500

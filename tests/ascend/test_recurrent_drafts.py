@@ -48,7 +48,7 @@ class Layer:
         self.strips = GraphStrips([(self.conv, self.inputs, self.delta)], MOST)
 
     def run(self, rows: Tensor, sequences: list[tuple[int, ...]], graph: bool) -> Tensor:
-        """Of (rows, read, write, mark, marked, pending) of each sequence; -> the outputs of their rows"""
+        """Takes (rows, read, write, mark, marked, pending) of each sequence, and returns the outputs of their rows."""
         table = torch.tensor(sequences + [(0, -1, -1, 0, -1, 0)] * (len(rows) - len(sequences)), dtype=torch.int32)
         lens, reads, writes, marks, marked, pending = table.unbind(1)
         reads, writes, marked = (torch.where(x < 0, x, x * self.units) for x in (reads, writes, marked))

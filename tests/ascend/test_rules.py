@@ -191,8 +191,8 @@ def latents(heads: int, key: int, value: int, cann: str) -> None:
 
 
 def guess(hidden: int, vocabulary: int, parts: int, cann: str) -> None:
-    """What a step that guesses has beside its decoder layer: eight rows, of which three are wanted. Its projection
-    takes `parts` states of a row."""
+    """Runs the ops that a drafting step has beside its decoder layer: eight rows, of which three are wanted. Its
+    projection takes `parts` states of a row."""
     device = torch.device("npu")
     ops, format = AscendOps(BF16, device, "fusion_v2", can=abilities(cann)), FORMATS["bf16"]
     projection = AscendMatrix(hidden, parts * hidden, format, BF16, device)

@@ -79,7 +79,7 @@ def test_the_record_is_of_the_claimed_releases() -> None:
 
 
 def test_the_record_is_what_the_installed_release_registers() -> None:
-    """What the recorder reads from a library is what torch has once that library is loaded."""
+    """The recorder reads from a library the schemas that torch has once the library is loaded."""
     ops = {call.op for call in CALLS}
     recorded = {text for text, releases in RECORDED.items() if INSTALLED in releases}
     library = Path(torch_npu.__file__).parent / "lib/libtorch_npu.so"

@@ -125,7 +125,7 @@ def test_prefills_are_the_same_however_they_are_split(
 
 
 def test_large_banks_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight experts in three parts, for prompts and for steps of more pairs than a part has experts."""
+    """Eight experts are gathered in three parts, for prompts and for steps of more pairs than a part has experts."""
     save(QWEN3, tmp_path, **WIDE)
     expected = collect_logits(runner_of(tmp_path), IDS, steps=5)
     monkeypatch.setattr(blocks, "LARGEST_BANK", 3 * 3 * 128 * 64 * 4)

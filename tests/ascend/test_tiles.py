@@ -77,7 +77,7 @@ def test_a_layer_is_unpacked_before_the_attention_that_precedes_it() -> None:
 
 @contextmanager
 def stalled(stream: torch_npu.npu.Stream) -> Iterator[None]:
-    """What follows on `stream` waits until the block ends."""
+    """Makes everything that follows on `stream` wait until the block ends."""
     gate = threading.Event()
     torch_npu.npu._subscribe_report(stream)
     torch_npu.npu._launch_host_func(stream, lambda _: gate.wait(30), None)
@@ -95,7 +95,7 @@ def ran_by_now() -> list[str]:
 
 
 def while_the_side_stalls() -> list[str]:
-    """What runs of layer 2 while its unpacking, which layer 1 began, cannot end."""
+    """Returns the kernels of layer 2 that run while its unpacking, which layer 1 began, cannot end."""
     ops, model = layers(2)
     assert ops.tiles is not None
     with device_log():
@@ -111,7 +111,7 @@ def while_the_side_stalls() -> list[str]:
 
 
 def while_the_main_stream_stalls() -> list[str]:
-    """What the side stream runs while the products of layer 1 cannot."""
+    """Returns the kernels that the side stream runs while the products of layer 1 cannot."""
     ops, model = layers(2)
     with device_log(), stalled(torch_npu.npu.current_stream()):
         step(ops, model)

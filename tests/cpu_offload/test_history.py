@@ -1,4 +1,4 @@
-"""What a run reports of its shadow experts: its figures, its trace, and the line that it prints."""
+"""The report of a run about its shadow experts: its figures, its trace, and the line that it prints."""
 
 from typing import Any
 

@@ -185,7 +185,7 @@ class Jobs:
             return dict(arrays)
 
     def facts(self, model: str, name: str) -> dict[str, Any]:
-        """What became of the experts of a split with slots for them."""
+        """Returns what happened to the experts of a split with slots for them."""
         self.split(model, name)
         found: dict[str, Any] = json.loads((self.folder / f"{model}_{name}.json").read_text())
         return found

@@ -110,7 +110,7 @@ class FakeEngine:
 
     @property
     def left(self) -> bool:
-        """Whether the front has closed the connection."""
+        """Returns whether the front has closed the connection."""
         return self._tasks[0].done()
 
     @property

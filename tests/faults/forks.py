@@ -17,7 +17,7 @@ Body = Callable[[], object]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, with what it and its children printed."""
+    """The end of a process, with what it and its children printed."""
 
     status: int  # exit status; negative: the signal that killed it
     out: str

@@ -67,7 +67,7 @@ class Writer:
         self.cache.save()
 
     def check(self) -> str:
-        """What the next start finds: "whole" or "none". Raises if it is something else."""
+        """Returns what the next start finds, "whole" or "none". Raises if it finds something else."""
         if not self.cache.load(False):
             return "none"
         values = {int(value) for tensor in self.layer.tensors for value in (tensor.min(), tensor.max())}
@@ -97,7 +97,7 @@ class PageWriter:
         store.write([Record(name, b"%d" % (version % 2), page_of(name), time.time()) for name in names])
 
     def check(self) -> str:
-        """What the next start finds; "torn": a part of a record behind whole ones, which it cuts."""
+        """Returns what the next start finds; "torn": a part of a record behind whole ones, which it cuts."""
         left = sum(path.stat().st_size for path in self.folder.rglob("*.pages"))
         store, buffer = self.open(), memoryview(bytearray(PAGE))
         for name in list(store.index):
@@ -111,7 +111,7 @@ def page_of(name: bytes) -> bytes:
 
 
 def kill_writers(writer: Writer | PageWriter, times: int, generator: random.Random) -> Counter[str]:
-    """How often each outcome was found. Raises when one is wrong."""
+    """Returns the number of times that each outcome occurred. Raises if one is wrong."""
     log, found = writer.folder.with_suffix(".log"), Counter[str]()
 
     def write_four() -> None:

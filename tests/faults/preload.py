@@ -74,7 +74,7 @@ class Faults:
 
     @property
     def happened(self) -> bool:
-        """Whether a call failed."""
+        """Returns whether a call failed."""
         return bool(self.block.first) and self.block.counts[self.block.kind] >= self.block.first
 
     @property

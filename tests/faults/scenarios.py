@@ -1,4 +1,4 @@
-"""What runs while a call fails: a run of one case, and a rank of a server from its start to its end."""
+"""The programs that run while a call fails: a run of one case, and a rank of a server from its start to its end."""
 
 import functools
 import hashlib

@@ -1,4 +1,5 @@
-"""What is fuzzed, and what may happen: an answer or one line of error, within bounds of time, memory and files."""
+"""A fuzz target, and the outcomes that it may have: an answer or one line of error, within bounds of time, memory and
+files."""
 
 import gc
 import os
@@ -32,7 +33,7 @@ class Target:
 
 
 class Violation(AssertionError):
-    """What an input did that none may do."""
+    """An outcome that no input may have."""
 
 
 class Bounds:

@@ -48,7 +48,7 @@ def bounds_of(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bound
 
 @pytest.mark.parametrize("name", PLACES)
 def test_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found once; and the seeds, which `Bounds` runs."""
+    """The corpus has inputs that once failed, and the seeds, which `Bounds` runs."""
     bounds = bounds_of(name, monkeypatch, tmp_path)
     for data in corpus(name):
         bounds(data)

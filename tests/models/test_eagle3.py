@@ -110,7 +110,7 @@ class Head:
         return self.norm("norm", state) @ self.weights["lm_head.weight"].T
 
     def logits_of_left(self, state: Tensor) -> Tensor:
-        """Of a state that a guess leaves."""
+        """Returns the logits of a state that a guess leaves."""
         return state @ self.weights["lm_head.weight"].T if self.newer and self.own else self.logits(state)
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ def drafted(folder: Path, family: str, **sections: Any) -> Any:
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
 def test_guesses_are_those_of_the_reference(tmp_path: Path, family: str, newer: bool) -> None:
-    """Of older ones also with an arena, beside which the head's pages lie."""
+    """Older heads also run with an arena, beside which their pages lie."""
     if family == "qwen3_moe":
         main: PreTrainedModel = save_tiny(tmp_path / "model", num_hidden_layers=8, eos_token_id=None)
         head = Head(tmp_path / "head", main, [], (2, 4, 5), newer=newer)

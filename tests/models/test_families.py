@@ -118,7 +118,8 @@ def logits_of(folder: Path, family: str, steps: int = 5, **sections: Any) -> dic
 
 
 def largest_error(arrays: dict[str, np.ndarray], oracle: PreTrainedModel) -> float:
-    """Of a packed prefill of three lengths, then decoding one by one, from one full forward of each sequence."""
+    """Returns the largest difference between a packed prefill of three lengths with decoding behind it, and one full
+    forward of each sequence."""
     errors = []
     for i, prompt in enumerate(PROMPTS):
         ids = arrays[f"ids_{i}"].tolist()

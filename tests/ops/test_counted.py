@@ -1,4 +1,4 @@
-"""What each op of a step is noted as: bytes, products, kernels and messages, to the value. tests/ascend/test_shapes.py
+"""The counts of each op of a step, to the value: bytes, products, kernels and messages. tests/ascend/test_shapes.py
 compares the tensors with those of Ascend's ops."""
 
 from functools import partial

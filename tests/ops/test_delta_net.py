@@ -33,7 +33,7 @@ def engines() -> Iterator[None]:
 
 
 def recurrent(*sequences: Sequence[int]) -> Recurrent:
-    """Of (rows, read, write, mark, marked) of each sequence, and of pending rows."""
+    """Takes (rows, read, write, mark, marked) of each sequence, and the number of pending rows."""
     lens, *places = zip(*(s if len(s) > 5 else (*s, 0) for s in sequences), strict=True)
     starts = torch.tensor([0, *itertools.accumulate(lens)])
     return Recurrent(starts, *(torch.tensor(place, dtype=torch.int32) for place in places))

@@ -1,4 +1,5 @@
-"""How tokens are chosen, by numbers worked out by hand: random numbers, draws, filters, penalties and grammars."""
+"""The choice of tokens, compared with numbers worked out by hand: random numbers, draws, filters, penalties and
+grammars."""
 
 import math
 from array import array
@@ -28,7 +29,7 @@ def test_a_draw_is_the_first_token_whose_sum_exceeds_the_number() -> None:
 
 
 def probabilities(*rows: dict[str, Any]) -> list[list[float]]:
-    """Of tokens with the probabilities 0.4, 0.3, 0.15, 0.1 and 0.05 at temperature 1."""
+    """Returns the probabilities of tokens that have 0.4, 0.3, 0.15, 0.1 and 0.05 at temperature 1."""
     logits = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log().repeat(len(rows), 1)
     settings = [SamplingParams(**({"temperature": 1.0} | row)) for row in rows]
     return [[round(p, 4) for p in row] for row in filtered_probabilities(logits, settings).tolist()]
@@ -116,7 +117,7 @@ def test_penalties_and_biases_change_the_logits_of_their_tokens() -> None:
 
 
 def test_tokens_behind_the_position_do_not_matter() -> None:
-    """Those are drafts, which the row of this token does not know."""
+    """Tokens behind the position are drafts, which the row of this token does not know."""
     ids = array("q", [0, 1, 2])
     row = torch.ones(V)
     adjust(row, Choice(SamplingParams(presence_penalty=1.0), 0, ids, 0, 2))

@@ -88,7 +88,7 @@ def test_a_decode_step_reads_what_the_memory_plan_says(name: str, overrides: tup
 
 
 def test_tensor_parallelism_does_not_divide_latents() -> None:
-    """Of which a token has 1,152 bytes in each of 61 layers. With 128 heads a die multiplies longer than it reads."""
+    """A token's latents have 1,152 bytes in each of 61 layers. With 128 heads a die multiplies longer than it reads."""
     dp = ("attn_tp_size=4", "batch_size=64", "aiv_group=none")
     tp, dp4 = (Counted(load_case("deepseek_r1_w8a8_tp16", overrides)) for overrides in ((), dp))
     assert tp.page_bytes == dp4.page_bytes == 61 * 1152 * 128

@@ -16,7 +16,7 @@ ENDS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # 
 
 @dataclass
 class Answer:
-    """What a request was answered with. Lists have an entry for each choice, in their order."""
+    """The answer to a request. Lists have an entry for each choice, in their order."""
 
     ids: set[str] = field(default_factory=set)  # that the answer bears; a good one has a single one
     texts: dict[int, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def _pairs(logprobs: dict[str, Any]) -> list[Any]:
 
 
 def failed(body: Any) -> Answer:
-    """Of an answer with an error's status, whose body is JSON."""
+    """Checks an answer with an error's status, whose body is JSON."""
     answer = Answer()
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict) and {"type", "message"} <= error.keys():
@@ -81,7 +81,7 @@ def failed(body: Any) -> Answer:
 
 
 def whole(api: str, body: Any) -> Answer:
-    """Of an answer with status 200 that is no stream."""
+    """Checks an answer with status 200 that is no stream."""
     answer = Answer({body["id"]})
     if api in ("completions", "chat"):
         for place, choice in enumerate(body["choices"]):
@@ -101,7 +101,7 @@ def whole(api: str, body: Any) -> Answer:
 
 
 def streamed(api: str, data: bytes, cut: bool) -> Answer:
-    """Of the bytes of a stream. With `cut` the client has left before its end."""
+    """Checks the bytes of a stream. With `cut` the client has left before its end."""
     answer, events = Answer(), []
     *blocks, rest = data.decode().split("\n\n")
     answer.expect(cut or not rest, "the last event is not complete")
@@ -124,7 +124,7 @@ def streamed(api: str, data: bytes, cut: bool) -> Answer:
 
 
 def _openai(answer: Answer, events: list[Any], cut: bool) -> None:
-    """Of completions and of chats."""
+    """Reads the stream of a completion or a chat."""
     if events and isinstance(events[-1], dict) and "error" in events[-1]:
         answer.error = str(events.pop()["error"]["code"])
     elif not cut:

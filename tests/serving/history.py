@@ -49,7 +49,8 @@ class Slope:
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> Slope | None:
-    """Of (time in seconds, value), without the first part of the time. None: there are too few samples."""
+    """Returns the slope of (time in seconds, value), without the first part of the time. None: there are too few
+    samples."""
     if not samples:
         return None
     begin = samples[0][0] + WARM * (samples[-1][0] - samples[0][0])
@@ -137,7 +138,7 @@ class Checker:
                 self._compare(id, sent, end, self.questions[sent["key"]])
 
     def _compare(self, id: int, sent: Event, end: Event, alone: Event) -> None:
-        """Whether an answer, or what was seen of it, is that of its question alone."""
+        """Checks that an answer, or the part of it that was seen, is that of its question alone."""
         texts, wanted = end["texts"], alone["texts"]
         if end["how"] == "vanished" or "error" in end:
             good = len(texts) <= len(wanted) and all(any(w.startswith(t) for w in wanted) for t in texts)
@@ -154,7 +155,7 @@ class Checker:
                 self.expect(end[name] == alone.get(name), f"request {id}: {name} {end[name]}, alone {alone.get(name)}")
 
     def _refusals(self) -> None:
-        """What got no answer had to get none."""
+        """Checks that every request without an answer had to get none."""
         for id, end in self.ended.items():
             sent = self.sent.get(id)
             if not sent or not ("status" in end or end["how"] == "unreachable"):
@@ -174,7 +175,8 @@ class Checker:
             self.expect(good, f"request {id} ended with {status} {end.get('error', '')}: {self._told(id)}")
 
     def _counters(self) -> None:
-        """What the server counted of each life, until it was quiet. Requests of clients that left may count or not."""
+        """Checks the server's counters of each life, until it was quiet. Requests of clients that left may count or
+        not."""
         for quiet in self.of["quiet"]:
             metrics, life = quiet["metrics"], quiet["life"]
             known, perhaps = self._asked(life, quiet["t"])
@@ -197,7 +199,7 @@ class Checker:
                 self.expect(good, f"{self._at(quiet)}: the server counts {found:g} {what}, its clients {between}")
 
     def _asked(self, life: int, until: float) -> tuple[Counter[str], Counter[str]]:
-        """What the server must have counted of a life until then, and what it may have counted beyond it."""
+        """Returns what the server must have counted of a life until then, and what it may have counted beyond it."""
         known, perhaps = Counter[str](), Counter[str]()
         for id, sent in self.sent.items():
             end = self.ended.get(id)
@@ -333,7 +335,7 @@ class Checker:
         return f"{self._at(sent)}, {json.dumps({k: v for k, v in sent.items() if k not in ('t', 'what')})}"
 
     def table(self) -> str:
-        """What was found, as Markdown."""
+        """Returns the results as a Markdown table."""
         ends = Counter(f"{e.get('status', '')} {e.get('error', e['how'])}".strip() for e in self.of["end"])
         compared = [e for e in self.ended.values() if e.get("texts") and "error" not in e and e["id"] in self.sent]
         rows = {

@@ -76,8 +76,8 @@ class History:
 
 
 def plan(seconds: float) -> list[tuple[float, str]]:
-    """What happens to servers and when, in seconds. A long soak gives its last server, and the last ranks of that, most
-    of the time: what grows slowly is seen there."""
+    """Returns the events of the soak with their times in seconds. A long soak gives its last server, and its last
+    ranks, most of the time, because slow growth is seen there."""
     if seconds >= LONG_S:
         steps = [(0.05, "kill"), (0.1, "drain"), (0.13, "kill"), (0.16, "halt"), (0.2, "drain"), (0.25, "kill")]
     else:
@@ -394,7 +394,7 @@ HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def name_of(pid: int) -> str:
-    """What a process of a server does; empty: it has ended."""
+    """Returns the role of a server's process; empty: it has ended."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

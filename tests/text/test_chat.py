@@ -202,7 +202,8 @@ OUTPUTS = {
 def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     tmp_path: Path, family: str, tags_are_special: bool
 ) -> None:
-    """Whether or not its tokenizer calls the marks special; so a cache of the prompt still serves in the next turn."""
+    """This holds whether or not the tokenizer calls the marks special, so a cached prompt still serves in the next
+    turn."""
     write_tokenizer(tmp_path, family, tags_are_special)
     tokenizer = Tokenizer(tmp_path)
     prompt = tokenizer.encode_chat(Chat([USER], TOOLS))

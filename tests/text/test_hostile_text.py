@@ -45,7 +45,7 @@ def change(folder: Path, **parts: Any) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the first tokenizer of a process imports takes seconds and memory of its own."""
+    """Imports the modules that the first tokenizer of a process needs, which take seconds and memory of their own."""
     folder = tmp_path_factory.mktemp("good")
     Tokenizer(folder, write_tokenizer(folder, "qwen3"))
 

@@ -124,7 +124,7 @@ def known_facts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_run_goes_on_where_another_stopped(tmp_path: Path, scripts: Scripts, known_facts: dict[str, str]) -> None:
-    """What passed is remembered; what failed, what was not reached and, after a change, everything runs again."""
+    """Stages that passed are remembered. Those that failed or were not reached run again, and after a change all do."""
     path, names = tmp_path / "report.md", [stage.name for stage in STAGES]
     started = scripts("pass", "pass", begin("x") + end("x", FAIL, "161002"))
     assert check(None, path) == 1

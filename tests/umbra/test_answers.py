@@ -1,4 +1,4 @@
-"""What `import umbra` makes of a model's answer, with a model whose words are given."""
+"""Answers as `import umbra` gives them, from a model whose words are given."""
 
 import json
 import re

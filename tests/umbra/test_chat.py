@@ -39,7 +39,7 @@ class Terminal:
         self.process.stdin.flush()
 
     def until(self, text: str) -> str:
-        """What is printed up to `text`."""
+        """Returns what is printed up to `text`."""
         assert self.process.stdout
         while text not in self.seen:
             more = os.read(self.process.stdout.fileno(), 4096)

@@ -1,4 +1,4 @@
-"""What the blocks of ggml's types mean: as the levels of a format that keeps them, or as floats.
+"""Decodes the blocks of ggml's types into the levels of a format that keeps them, or into floats.
 
 `blocks` are always bytes (rows, blocks of a row, bytes of a block). Fields are in the order of the bytes; d, m and
 dmin are float16. Products are made in the order in which `gguf.quants` makes them, so that all bits are equal.
@@ -113,7 +113,7 @@ def _iq4_xs(blocks: Tensor) -> Nested:
 
 
 def _row(x: Tensor) -> Tensor:
-    """Of a row's blocks side by side."""
+    """Puts the values of a row's blocks side by side."""
     return x.flatten(1)
 
 

@@ -33,7 +33,7 @@ def pattern(text: str, where: str, anywhere: bool = False) -> Matches:
 
 
 def _bounded(tokens: Iterable[str]) -> bool:
-    """Whether brackets match, and alternatives and repetitions are few."""
+    """Returns whether brackets match and there are few alternatives and repetitions."""
     # For the pattern and each open bracket: alternatives and most repetitions of the branches before the last "|", and
     # those of the branch that is being read.
     levels = [(0, 0, 1, 0)]

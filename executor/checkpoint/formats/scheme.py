@@ -126,20 +126,20 @@ class Scheme(ABC):
         return None
 
     def biased(self, path: str) -> bool:
-        """Whether the module or norm at `path` has a bias, if its family has none there."""
+        """Returns whether the module or norm at `path` has a bias although its family has none there."""
         return False
 
     def holds(self, module: str) -> bool:
-        """Whether the files hold the module, in floats or quantised."""
+        """Returns whether the files hold the module, in floats or quantised."""
         signs = ("weight", *(encoding.signs[0] for encoding in self.encodings))
         return any(name in (self.names or ()) for name in (module, *(f"{module}.{sign}" for sign in signs)))
 
     def lacks(self, module: str) -> bool:
-        """Whether there are files, and none holds the module."""
+        """Returns whether there are files and none holds the module."""
         return self.names is not None and not self.holds(module)
 
     def contradicts(self, module: str) -> bool:
-        """Whether the files store the module otherwise than the config says."""
+        """Returns whether the files store the module otherwise than the config says."""
         return self.encoding(module) is not self.said(*self._spellings(module))
 
     def kept(self, module: str) -> Format | None:

@@ -27,7 +27,7 @@ USUAL = "Q4_K_M"  # which llama.cpp takes as well if none is named
 
 
 def hub_name(model: str) -> HubName | None:
-    """What `model` says if it can be a name on a hub."""
+    """Parses `model` as a name on a hub; None: it cannot be one."""
     found = NAME.fullmatch(model)
     return HubName(found[1], found[2], found[3]) if found and not found[1].endswith(FILES) else None
 

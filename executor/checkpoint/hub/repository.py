@@ -1,4 +1,4 @@
-"""What the clients of hubs have in common."""
+"""The interface that the clients of hubs share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence

@@ -48,7 +48,7 @@ class Matcher(Protocol):
 
 
 class Drafted(Protocol):
-    """What drafts read and write of a sequence (executor/engine/schedule/sequence.py)."""
+    """The part of a sequence that drafts read and write (executor/engine/schedule/sequence.py)."""
 
     ids: "array[int]"
     drafted: int
@@ -84,7 +84,7 @@ class Drafts(Generic[Running]):
         self._left = MOST_TRIED  # steps' worth of guesses that do not pay which are left
 
     def due(self) -> bool:
-        """Whether the next step may have drafts; called before every decode step."""
+        """Returns whether the next step may have drafts. It is called before every decode step."""
         self._steps += 1
         self._left += TRIED
         self.measures = self._steps % MEASURED == 0
@@ -212,8 +212,8 @@ class Drafts(Generic[Running]):
         self.guesses |= count <= MOST_DRAFTING and self._left >= 1
 
     def depth(self, sequences: ListOf[Running], count: int) -> int:
-        """How many tokens to guess for each of `sequences` after a step of `count` sequences: there may be others, of
-        which tokens are lacking. 0: nothing is guessed any more."""
+        """Returns the number of tokens to guess for each of `sequences` after a step of `count` sequences, among which
+        may be others whose tokens the draft model lacks. 0: nothing is guessed any more."""
         self.guesses = bool(sequences) and count <= MOST_DRAFTING
         if not self.guesses:
             return 0
@@ -230,7 +230,8 @@ class Drafts(Generic[Running]):
         return found if self.guesses else 0
 
     def _rates_of(self, sequence: Running) -> list[float]:
-        """How often guesses for a sequence come true, by position; before the first, those for all sequences."""
+        """Returns the share of guesses for a sequence that come true, by position; before its first guess, the shares
+        for all sequences."""
         return sequence.rates or self._rates.copy()
 
     def _chances(self, sequences: ListOf[Running]) -> Iterator[float]:

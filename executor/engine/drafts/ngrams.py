@@ -38,6 +38,6 @@ class NgramIndex:
 
 
 def recurs(ids: "array[int]") -> bool:
-    """Whether the last LONG_MATCH tokens occurred shortly before: what costs less than a look-up, and says whether one
-    may be worth it."""
+    """Returns whether the last LONG_MATCH tokens occurred shortly before. This costs less than a look-up, and says
+    whether one may be worth it."""
     return ids[-NEAR:-1].tobytes().rfind(ids[-LONG_MATCH:].tobytes()) >= 0

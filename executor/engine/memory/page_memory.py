@@ -10,7 +10,7 @@ from umbra.executor.engine.memory.pages import Block, States
 
 class PageMemory:
     def __init__(self, sets: Sequence[Sequence[Tensor]], stride: int, states: Tensor, elements: Sequence[int]):
-        """Of each set of layers, `sets` has the caches (pages, ...) that its pages lie in; `stride` is of the numbers
+        """`sets` has for each set of layers the caches (pages, ...) that its pages lie in; `stride` is of the numbers
         of pages. `states` (places, ...) are float32 from whose first one on each layer's states lie, as many as
         `elements` says."""
         self._sets, self._stride, self._elements = sets, stride, elements
@@ -20,7 +20,7 @@ class PageMemory:
 
     @property
     def layout(self) -> list[list[tuple[tuple[int, ...], str]]]:
-        """What decides the meaning of the bytes of a page."""
+        """Returns the shapes and types that decide what the bytes of a page mean."""
         return [[(tuple(cache.shape[1:]), str(cache.dtype)) for cache in caches] for caches in self._sets]
 
     def _parts(self, block: Block, number: int) -> list[Tensor]:

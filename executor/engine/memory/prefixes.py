@@ -49,7 +49,7 @@ def key_of(key: bytes, number: int) -> bytes:
 
 
 class Found(NamedTuple):
-    """What is kept of the beginning of a prompt."""
+    """The part of a prompt's beginning that is kept."""
 
     held: list[Holding]  # of each set of layers
     states: States | None  # after them, of a model that has some
@@ -129,8 +129,8 @@ class PageCache:
         return sum(key.endswith(CHECKPOINT) for key in self.idle) if self.sets else 0
 
     def find(self, keys: ListOf[bytes], tokens: int, windows: ListOf[int | None] = (None,)) -> Found:
-        """What is kept of the beginning of `tokens` tokens, whose full pages have the keys `keys`, for sets of layers
-        that see `windows`. The last token is never part of it."""
+        """Returns what is kept of the beginning of `tokens` tokens, whose full pages have the keys `keys`, for sets of
+        layers that see `windows`. The last token is never part of it."""
         size, kept = self.pool.page_size, self.index.__contains__
         pages = whole_pages(keys, 0, (tokens - 1) // size, windows, kept)
         count = usable(keys, pages, windows, size, self.pool.set_pages > 0, kept)

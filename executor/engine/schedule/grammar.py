@@ -35,7 +35,7 @@ class Matcher:
         return found
 
     def followed(self, draft: Sequence[int]) -> int:
-        """How many of a draft's first tokens follow the grammar."""
+        """Returns the number of a draft's first tokens that follow the grammar."""
         return self.matcher.validate_tokens(list(draft))
 
     def accept(self, token: int) -> bool:

@@ -86,7 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, dict=True)
 
     @cached_property
     def takes_the_largest(self) -> bool:
-        """Whether each token is the one with the largest logit, whatever was generated before."""
+        """Says whether each token is the one with the largest logit, whatever was generated before."""
         plain = self.presence_penalty == self.frequency_penalty == 0 and self.repetition_penalty == 1
         return self.temperature == 0 and plain and not (self.logit_bias or self.grammar or self.min_tokens)
 

@@ -69,8 +69,8 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether all but the newest generated token is computed, so that its next step takes one token, and drafted
-        ones."""
+        """Says whether all tokens but the newest generated one are computed, so that the next step takes that token and
+        drafted ones."""
         count = len(self.ids) - self.drafted
         return count > self.prompt_len and self.num_computed == count - 1
 
@@ -110,13 +110,13 @@ class Sequence:
 
     @property
     def scored(self) -> bool:
-        """Whether the next step computes prompt tokens whose log-probabilities are wanted."""
+        """Says whether the next step computes prompt tokens whose log-probabilities are wanted."""
         wanted = self.request.sampling.prompt_logprobs is not None and len(self.ids) == self.prompt_len
         return wanted and self.num_computed < self.prompt_len - 1
 
     @property
     def complete(self) -> bool:
-        """Whether all of `ids` are computed after the next step, so that the step chooses another token."""
+        """Says whether all of `ids` are computed after the next step, so that the step chooses another token."""
         return self.end == len(self.ids)
 
 

@@ -125,7 +125,7 @@ class DiskPrefixes:
 
     @property
     def plain(self) -> bool:
-        """Whether a prefix can be used up to any of its pages."""
+        """Says whether a prefix can be used up to any of its pages."""
         return not (self.scheduler.windowed or self.scheduler.limits.set_pages)
 
     def _look_up(self, sequences: ListOf[Sequence]) -> None:
@@ -195,7 +195,7 @@ class DiskPrefixes:
 
     @property
     def pending(self) -> bool:
-        """Whether pages wait to be copied."""
+        """Says whether pages wait to be copied."""
         return bool(self._wanted) and self.store is not None and not self.behind.broken
 
     def ended(self, sequences: ListOf[Sequence]) -> None:
@@ -210,7 +210,7 @@ class DiskPrefixes:
                 self._wanted.append((s.request.salt, now, names))
 
     def _names(self, keys: ListOf[bytes]) -> Iterator[bytes]:
-        """Of the pages and checkpoints behind `keys`, whether they are there or not, those before others first."""
+        """Yields the names of the pages and checkpoints behind `keys`, in their order, whether they exist or not."""
         for key in keys:
             yield from (key_of(key, number) for number in range(len(self.memory.page_bytes)))
             if self.memory.state_bytes:
@@ -263,8 +263,9 @@ def fingerprint(engine: Engine) -> bytes:
 
 
 def weights(folder: Path) -> Iterator[tuple[str, int, int, int, str]]:
-    """What tells a model's weights from all others. The time of a file's last change of any kind, which programs cannot
-    set, differs between any two files that were not written at once; samples, evenly over the file, differ then."""
+    """Yields the facts that tell a model's weights from all others. The time of a file's last change of any kind, which
+    programs cannot set, differs between any two files that were not written at once; samples, evenly over the file,
+    differ then."""
     for path in weight_files(folder):
         status, digest = path.stat(), hashlib.blake2b(digest_size=16)
         with open(path, "rb", buffering=0) as file:

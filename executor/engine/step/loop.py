@@ -41,7 +41,7 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left and no event is still to be returned."""
+        """Says whether no request is left and no event is still to be returned."""
         return self.scheduler.idle and not self._aborted
 
     def submit(self, request: Request, id: int | None = None) -> Sequence:

@@ -1,5 +1,5 @@
-"""What torch_npu says if the device refuses memory or a call, as one line. Lost connections (ERR02 DIST) are another
-matter: `lost_rank` of facts.py."""
+"""Turns the errors that torch_npu raises, if the device refuses memory or a call, into one line. Lost connections
+(ERR02 DIST) are another matter: `lost_rank` of facts.py."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What is known of Ascend without its libraries."""
+"""The facts about Ascend that need none of its libraries."""
 
 from umbra.executor.config.device import DeviceFacts
 from umbra.executor.platform.ascend.settings import AscendSettings, HcclSettings

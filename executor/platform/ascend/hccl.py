@@ -19,7 +19,7 @@ def group_options(hccl: HcclSettings, sizes: ParallelSizes, name: str, soc: str)
 
 
 def uses_aiv(hccl: HcclSettings, sizes: ParallelSizes) -> bool:
-    """Whether any collective runs on the vector cores: a group of one rank has none."""
+    """Returns whether any collective runs on the vector cores. A group of one rank has none."""
     return hccl.aiv_group != "none" and len(partitions(sizes)[hccl.aiv_group][0]) > 1
 
 

@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.integer]
 
 
 class HostExperts(ShadowedExperts):
-    """Those of a layer of this number, which has the number `index` among the layers with shadows."""
+    """The host's experts of layer `number`, the `index`-th layer with shadows."""
 
     number: int
     index: int
@@ -193,7 +193,8 @@ class LongSteps:
         return sums
 
     def _banks(self, layer: int, slots: Tensor, first_copied: int) -> Iterator[SlotBank]:
-        """Of the first groups of the ring, of the residents in `slots`, and of the other groups."""
+        """Yields the banks of the ring's first groups, then those of the residents in `slots`, then those of the other
+        groups."""
         for group, _ in self.ring.groups(layer, first_copied):
             yield self.link.banks[group]
         for places in slots.split(self.each) if len(slots) else ():

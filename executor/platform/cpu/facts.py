@@ -1,4 +1,4 @@
-"""What is known of the CPU as a device."""
+"""The facts about the CPU as a device."""
 
 from umbra.executor.config.device import DeviceFacts
 from umbra.ops.formats import SPECS

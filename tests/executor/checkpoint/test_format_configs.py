@@ -1,4 +1,4 @@
-"""What is refused of files, of configs and of patterns in them: anything that would be read wrong or take long."""
+"""Files, configs and patterns that are refused because they would be read wrong or take long."""
 
 import re
 import time

@@ -237,7 +237,7 @@ def test_a_file_runs_as_it_is(demo: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def info(data: bytes, tensor: str) -> int:
-    """Where the type of a matrix stands, before its offset."""
+    """Returns the place of a matrix's type in the header, which precedes its offset."""
     return data.index(struct.pack("<Q", len(tensor)) + tensor.encode()) + 8 + len(tensor) + 4 + 2 * 8
 
 

@@ -98,8 +98,9 @@ def clang() -> str | None:
 def check(
     code: str, tiling_header: Path = OP_HOST / "umbra_gemv_tiling.h", tiling_struct: str = "UmbraGemvTiling"
 ) -> str:
-    """What clang says against `code`, one or more kernels; "" if nothing. Unlike g++ it knows address spaces, so a
-    pointer to global memory without __gm__ is an error, and so is a call of a function without __aicore__."""
+    """Returns clang's complaints about `code`, one or more kernels; "" if it has none. Unlike g++ it knows address
+    spaces, so a pointer to global memory without __gm__ is an error, and so is a call of a function without
+    __aicore__."""
     compiler = clang()
     if compiler is None:
         raise TwinError("no clang++: install clang")

@@ -237,7 +237,7 @@ def divided(
 
 
 def test_two_pools_divide_the_cores(tmp_path: Path) -> None:
-    """Of each pool: node, threads, first and last CPU."""
+    """The lists have for each pool its node, threads, first and last CPU."""
     four = {n: f"{24 * n}-{24 * n + 23}" for n in range(4)}
     assert divided(tmp_path, {0: "0-1"}, 2, 1) == [[(-1, 2)], [(-1, 1)]]  # too small: wherever the system puts them
     assert divided(tmp_path, {0: "0-1"}, 1, 1) == [[(-1, 1)], [(-1, 1)]]

@@ -65,7 +65,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What ops allocate holds NaN, or -1, until they write to it, and nothing is written behind it."""
+    """Fills the memory that ops allocate with NaN, or -1, and asserts that nothing is written behind it."""
     behind = []
     empty = torch.empty
 
@@ -106,7 +106,7 @@ def activation_error(x: Tensor, w: Tensor) -> Tensor:
 
 
 def rounds(instruction_set: str, format: Format) -> bool:
-    """Whether the set rounds activations to bfloat16, as it multiplies weights of bfloat16."""
+    """Returns whether the instruction set rounds activations to bfloat16 because it multiplies weights of bfloat16."""
     return format.kind == "bfloat16" and instruction_set in ("avx512_bf16", "amx")
 
 
@@ -336,7 +336,7 @@ def caches_of(ops: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
 
 
 def cached(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What the native caches hold, each as (pages, page_size, kv_heads, D)."""
+    """Returns the contents of the native caches, each as (pages, page_size, kv_heads, D)."""
     pages, heads, width, size = keys.shape
     width -= 4 * (keys.dtype == torch.int8)
     k, v = (x.reshape(pages, heads, -1)[..., : width * size] for x in (keys, values))

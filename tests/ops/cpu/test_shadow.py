@@ -304,7 +304,7 @@ print("ok")
 
 @pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 def test_a_block_is_a_packed_expert(format: Format) -> None:
-    """Of one node's NativeExperts, plane by plane; planes begin at multiples of 64."""
+    """A block has one node's NativeExperts, plane by plane; planes begin at multiples of 64."""
     torch.manual_seed(0)
     engine.start(1, "auto")
     inner, hidden = (48, 40) if not format.group else (64, 192)  # padding in float formats

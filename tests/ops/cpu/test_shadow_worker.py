@@ -56,7 +56,7 @@ class Caller:
         self.ids.copy_(ids)
 
     def place(self, resident: list[int]) -> None:
-        """What a place is does not matter, unless it is below 0."""
+        """Draws the experts' places: their values do not matter, only whether they are below 0."""
         for expert in range(len(self.places)):
             self.places[expert] = random.choice([0, 7, 2**31 - 1] if expert in resident else [-1, -7, -(2**31)])
 
@@ -65,7 +65,7 @@ class Caller:
         return int(SUBMIT(self.worker.submit)(self.worker.context, ctypes.byref(self.job)))
 
     def run(self) -> int:
-        """Whether it failed."""
+        """Submits the job and returns whether it failed."""
         assert self.submit() == 0
         return self.told.get(timeout=30)
 
@@ -134,7 +134,7 @@ def test_any_job(
     tokens: int,
     top_k: int,
 ) -> None:
-    """Of two layers, which share scratch memory. Any ids: of others, negative, one several times in a token; some rows
+    """Two layers share scratch memory. Ids may be those of other experts, negative, or repeated in a token; some rows
     are padding."""
     worker = lasting()
     caller = Caller(worker, models(format, first)[layer], tokens, top_k, dtype)
@@ -162,7 +162,7 @@ def test_where_nothing_is_missing_the_pool_is_not_asked(pool: shadow.ShadowPool)
 
 
 def test_a_stopped_pool_fails_each_job_once() -> None:
-    """What it has it does: the stop comes while it is at work."""
+    """The pool ends the job that it has begun, although the stop comes meanwhile."""
     model = heavy()[0]
     pool = shadow.ShadowPool(teams(1))
     worker = shadow.Worker(pool)

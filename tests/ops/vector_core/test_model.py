@@ -1,4 +1,4 @@
-"""What benchmarks reckon for the vector cores: the cycle model beside published times, and the arithmetic of
+"""The benchmarks' models of the vector cores: the cycle model beside published times, and the arithmetic of
 vector_core_precision, which is that of the kernels, with what it costs a model."""
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_wrong_constants_miss_published_times(wrong: dict[str, float], noticed: 
 
 
 def test_runs_are_those_of_the_kernel() -> None:
-    """Where runs cancel each other the error of sums in half is far above that of rounding y, and the same in both."""
+    """If runs cancel each other, the error of sums in half is far above that of rounding y, and is the same in both."""
     torch.manual_seed(0)
     k, n = 2048, 64
     planes = planes_of(k, 32)
@@ -117,7 +117,7 @@ def test_runs_are_those_of_the_kernel() -> None:
 
 
 def test_sums_in_half_cost_little_beside_four_bits() -> None:
-    """Of the demo model on 32 tokens. Its activations are not rounded here, so only sums differ."""
+    """The demo model runs on 32 tokens. Its activations are not rounded here, so only sums differ."""
     case = load_case("demo", ["exe_mode=eager", "keep_packed=false", "dtype=float32"])
     found = compare(case, Tokenizer(model_folder(case)).encode(TEXT.read_text(), chat=False)[:32])
     assert 0 < found.by_sums < 0.01 * found.by_bits

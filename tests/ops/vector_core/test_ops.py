@@ -126,7 +126,7 @@ def stored(experts: int, zeros: bool, group: int) -> tuple[AscendExperts, Ascend
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("group", [32, 64])
 def test_the_reference_is_the_dense_product(group: int, zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the values that the loader was given, rounded to 4 bits, in the order in which it was given them."""
+    """The product is that of the values that the loader was given, rounded to 4 bits, in their order."""
     torch.manual_seed(group)
     given: list[Tensor] = []
 

@@ -37,8 +37,8 @@ def distinct(tokens: int, top_k: int, experts: int) -> Tensor:
 def unnoticed(
     tmp_path: Path, kernel: str, mistakes: Mapping[str, Mutation], right: Callable[[Library], bool]
 ) -> list[str]:
-    """Those of "no mistake" and `mistakes` with which the kernel is still `right`. A mistake replaces whole statements,
-    which end in a semicolon, or an expression; the kernel holds them all, and one variable chooses."""
+    """Returns those of "no mistake" and `mistakes` with which the kernel is still `right`. A mistake replaces whole
+    statements, which end in a semicolon, or an expression; the kernel holds them all, and one variable chooses."""
     folder = tmp_path / "op_kernel"
     shutil.copytree(KERNELS, folder)
     for number, (file, was, becomes) in enumerate(mistakes.values(), 1):

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @lru_cache
 def family_tokenizer(family: str) -> Tokenizer:
-    """Of single bytes, with the marks of the family."""
+    """Returns a tokenizer of single bytes, with the marks of the family."""
     folder = Path(tempfile.mkdtemp(prefix="umbra-test-"))
     return Tokenizer(folder, write_tokenizer(folder, family))
 

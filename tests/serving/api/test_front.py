@@ -1,4 +1,4 @@
-"""What the front refuses, how it ends requests, and what it says while ranks load, wait, hang or die."""
+"""Requests that the front refuses or ends, and its answers while ranks load, wait, hang or die."""
 
 import asyncio
 import gc
@@ -394,7 +394,7 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_request_leaves_no_garbage() -> None:
-    """What was read of a large one would stay until it is looked for, which halts all answers meanwhile."""
+    """The parsed JSON of a large request would stay until garbage collection, which halts all answers meanwhile."""
 
     async def scenario(server: Server) -> None:
         raw = b'{"prompt": [' + b"1," * (1 << 16) + b'1], "messages": 5}'

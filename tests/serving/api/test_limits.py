@@ -1,4 +1,5 @@
-"""How long requests would wait is known from how fast prompts start, and not only from how fast they are computed."""
+"""The forecast of a request's wait follows the rate at which prompts start, not only the rate at which they are
+computed."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an attacker can send, and what the front then still does for everybody else."""
+"""Attacks on the front, and the service that everybody else still gets meanwhile."""
 
 import asyncio
 import hmac

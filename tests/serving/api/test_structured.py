@@ -26,7 +26,7 @@ from umbra.text.parser import reader
 
 
 def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
-    """Whether `text` is a whole answer that `grammar` allows."""
+    """Returns whether `text` is a whole answer that `grammar` allows."""
     tokenizer = family_tokenizer(family)
     size, end = tokenizer.backend.get_vocab_size(), tokenizer.hf.eos_token_id
     grammars = Grammars(tokenizer, size, [end])
@@ -36,7 +36,7 @@ def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
 
 
 def marks(family: str) -> structured.Marks:
-    """Those that llguidance takes for special tokens: all that the tokenizer of the family has."""
+    """Returns the marks that llguidance takes for special tokens: all that the tokenizer of the family has."""
     backend = family_tokenizer(family).backend
     names = (*TAGS, *FORMATS["harmony"].tokens)
     return structured.Marks({mark: id for mark in names if (id := backend.token_to_id(mark)) is not None})

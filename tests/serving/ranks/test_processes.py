@@ -1,4 +1,4 @@
-"""How the processes of a server end, are found, and are started again on another node than the first."""
+"""The processes of a server end, are found, and start again on another node than the first."""
 
 import os
 import signal

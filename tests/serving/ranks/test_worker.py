@@ -107,7 +107,7 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_front_is_told(model: Path, every_step: None) -> None:
-    """Where experts and memory are, how much they are used, and how long requests have waited."""
+    """The reports say where experts and memory are, how much they are used, and how long requests have waited."""
     server = Server(runner_of(model, ELASTIC))
     script, worker, shadows = server.script, server.worker, server.worker.engine.shadows
     ready = worker.ready()

@@ -34,7 +34,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
 def data_bytes(folder: Path) -> int:
-    """Of all files, without their headers."""
+    """Returns the bytes of all files, without their headers."""
     files = [path.read_bytes() for path in folder.glob("*.safetensors")]
     return sum(len(data) - 8 - int.from_bytes(data[:8], "little") for data in files)
 

@@ -94,7 +94,8 @@ def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
 
 
 def counting(case: Case, config: ModelConfig) -> Counting:
-    """How steps of a model with this config run: by which kernels, and with rows that are exchanged or gathered."""
+    """Returns the way in which steps of a model with this config run: their kernels, and whether rows are exchanged or
+    gathered."""
     settings = platform_settings(case)
     return Counting(ASCEND_KERNELS, MOST_ROWS, 0 if why_gathered(settings, config) else most_rows(settings))
 

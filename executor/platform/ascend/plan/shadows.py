@@ -133,7 +133,7 @@ class CountedShadows:
         return banks | ({first.each} if self.most < sys.maxsize else set())
 
     def tables(self, rows: Sequence[int]) -> list[Part]:
-        """What steps read beside the arena: tables, and experts that long steps copy."""
+        """Returns the memory that steps read beside the arena: tables, and experts that long steps copy."""
         first, each = self.layers[0], self.layers[0].layout.block_bytes // PLACE
         parts = [
             product("first rows of experts", layers=len(self.layers), experts=first.count, B=4),

@@ -111,7 +111,7 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
 
 @pytest.mark.parametrize("exe_mode", ["eager", "graph"])
 def test_tokens_are_the_same_where_states_go_back(tmp_path: Path, exe_mode: str) -> None:
-    """What followed an answer goes on from the states after one of its last pages."""
+    """A request that continues an answer starts from the states after one of its last pages."""
     save_tiny_of(tmp_path / "model", "qwen3_next", eos_token_id=None)
     found = {}
     for most in (0, 5):

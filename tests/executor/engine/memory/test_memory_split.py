@@ -1,4 +1,4 @@
-"""How many pages experts are left, and what is counted of experts."""
+"""The number of pages that experts are left, and the counts of experts."""
 
 from typing import Any
 

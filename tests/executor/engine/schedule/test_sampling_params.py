@@ -54,7 +54,7 @@ def drain(loop: Loop) -> dict[int, list[Event]]:
 
 
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of prompts in chunks and answers, in steps that requests without them share."""
+    """Prompts come in chunks, and requests without log-probabilities share the steps."""
     oracle = save_tiny(tmp_path / "model", eos_token_id=None)
     data = {"batch_size": 3, "chunked_prefill_size": 5}
     loop = make_runner(tiny_case(tmp_path, tmp_path / "model", data_config=data), tmp_path).loop

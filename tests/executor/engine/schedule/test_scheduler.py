@@ -78,7 +78,7 @@ def test_pages_are_promised_for_what_is_reserved(reserve: int | None, most: int,
 
 
 def grown(*sequences: Sequence) -> Scheduler:
-    """Of four pages each sequence holds two, and is to grow beyond them in the next step."""
+    """Returns a scheduler of four pages, of which each sequence holds two and needs another in the next step."""
     scheduler = added(scheduler_of(pages=4, reserve=0), *sequences)
     for _ in range(2):
         run(scheduler)

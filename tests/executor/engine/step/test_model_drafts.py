@@ -97,7 +97,7 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, demo: Demo, exe_mode: s
 
 @pytest.mark.parametrize("demo", [MTP, EAGLE3])
 def test_steps_without_guesses_lose_those_of_running_sequences_only(tmp_path: Path, demo: Demo) -> None:
-    """Of later ones, what is guessed is what always is."""
+    """Sequences that start later get the same guesses as ever."""
 
     class Watched(FreeDrafts):
         def __init__(self, rests: bool):

@@ -35,7 +35,7 @@ def built(name: str) -> Path:
 
 
 def explore(name: str, *arguments: str) -> str:
-    """What the program prints; raises where an execution fails."""
+    """Runs the program and returns its output. Raises if an execution fails."""
     done = subprocess.run([str(built(name)), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout

@@ -72,7 +72,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def floats_of(folder: Path) -> dict[str, Tensor]:
-    """What the tensors of a quantised folder mean, computed without the project's reader."""
+    """Returns the floats that the tensors of a quantised folder mean, computed without the project's reader."""
     tensors, floats = tensors_of(folder), {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
