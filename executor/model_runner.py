@@ -34,8 +34,8 @@ from umbra.executor.platform.settings import PlatformSettings
 from umbra.executor.run.prompts import encode_prompts
 from umbra.executor.run.report import Completion, make_report
 from umbra.executor.run.shadow_report import write_shadow_report
+from umbra.models.tokenizers import open_tokenizer
 from umbra.ops.parallel.groups import Parallel
-from umbra.text.tokenizer import open_tokenizer
 
 PlatformMaker = Callable[[PlatformSettings, RankEnv], Platform]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from umbra.models.gguf.architecture import Architecture
 from umbra.models.mtp_names import MtpNames
+from umbra.text.conventions import Conventions
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Family:
     # Models of other architectures that are easily taken for one of the family, by their `model_type`.
     others: Mapping[str, str] = field(default_factory=dict)
     gguf: Architecture | None = None  # of its GGUF files; None: there are none
+    text: Conventions = field(default_factory=Conventions)  # what no other family's record says already
     mtp: MtpNames | None = None  # of its layers that predict further tokens; None: none is made
     quantised: QuantisedFiles | None = None  # None: its files have all experts in one tensor, and become MXFP4 alone
 

@@ -1,7 +1,9 @@
 """The model families by name, and which of them a config.json belongs to. Their modules are imported on demand: reading
 a config needs no torch."""
 
+import functools
 import importlib
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from umbra.models.config import ModelConfig
 from umbra.models.family import Family
 from umbra.models.gguf.architecture import Architecture
 from umbra.models.hf_config import read_hf_config
+from umbra.text.conventions import Conventions
 
 if TYPE_CHECKING:
     from umbra.models.build import Build
@@ -45,6 +48,11 @@ def families() -> list[Family]:
 def architectures() -> dict[str, Architecture]:
     """Returns llama.cpp's architectures that a family has, by their names."""
     return {record.gguf.name: record.gguf for record in families() if record.gguf}
+
+
+def conventions() -> Conventions:
+    """Returns what all records say of texts."""
+    return functools.reduce(operator.or_, (record.text for record in families()), Conventions())
 
 
 def family_of(config: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from umbra.base.errors import UserError
 from umbra.text.tool_arguments import read_json_text, to_json
 
 Message = Mapping[str, Any]  # role, content; of an assistant also reasoning_content and tool_calls
-CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # as Kimi's models write it
+CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # with its number in the conversation
 
 
 class Shape(NamedTuple):
@@ -80,8 +80,8 @@ def _call(call: Mapping[str, Any], where: str, shape: Shape) -> dict[str, Any]:
 
 
 def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` in which calls have ids as Kimi's models write them, with numbers that count the calls of the
-    conversation; and results those of their calls, or of the next call that has none."""
+    """Returns `messages` in which calls have ids with numbers that count the calls of the conversation; and results
+    those of their calls, or of the next call that has none."""
     made: list[dict[str, Any]] = []
     ids: dict[str, str] = {}
     count, waiting = 0, list[str]()
@@ -106,8 +106,9 @@ def _numbered_id(call: dict[str, Any], number: int) -> str:
 
 
 def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The variables `messages` and `tools` of a template for gpt-oss. It renders one call of a message and no system
-    messages but the first, refuses reasoning and content together before a call, and needs descriptions of tools."""
+    """Returns the variables `messages` and `tools` of a template for harmony. It renders one call of a message and no
+    system messages but the first, refuses reasoning and content together before a call, and needs descriptions of
+    tools."""
     for i, message in enumerate(messages):
         for name in ("content", "reasoning_content"):
             if not isinstance(message.get(name, ""), str):

@@ -1,12 +1,12 @@
-"""The ways in which families of models mark reasoning and tool calls in their output: one row for each."""
+"""Describes how a model marks reasoning and tool calls in its output. Families' records have their formats; of the two
+here the mechanism itself reads one and falls back on the other."""
 
 import re
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 SIGN = re.compile(r"<[|｜].*?[|｜]>")  # a mark in a text
 THINK, THINK_END = "<think>", "</think>"  # the same in every format whose marks are text
-# Tokens of harmony, the format of gpt-oss.
+# Tokens of harmony, the format whose marks are special tokens (text/harmony.py).
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 
@@ -67,75 +67,9 @@ class Format:
         return tuple(filter(None, (self.block_end, self.other_block_end)))
 
 
-DEEPSEEK_V31 = Format(
-    signs=("<｜tool▁sep｜>",),
-    block="<｜tool▁calls▁begin｜>",
-    block_end="<｜tool▁calls▁end｜>",
-    call="<｜tool▁call▁begin｜>",
-    call_end="<｜tool▁call▁end｜>",
-    before_arguments="<｜tool▁sep｜>",
+HARMONY = Format(
+    signs=(CHANNEL, MESSAGE),
+    tokens=(START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN),
+    ends=(RETURN, CALL, "<|endoftext|>"),
 )
-FORMATS = {
-    "harmony": Format(
-        signs=(CHANNEL, MESSAGE),
-        tokens=(START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN),
-        ends=(RETURN, CALL, "<|endoftext|>"),
-    ),
-    "minimax_m2": Format(
-        signs=("<minimax:tool_call>",),
-        block="<minimax:tool_call>",
-        block_end="</minimax:tool_call>",
-        call="<invoke name=",
-        call_end="</invoke>",
-        parameter="<parameter name=",
-        parameter_end="</parameter>",
-    ),
-    "qwen3_coder": Format(
-        signs=("<tool_call>", "<function="),
-        block="<tool_call>",
-        block_end="</tool_call>",
-        call="<function=",
-        call_end="</function>",
-        parameter="<parameter=",
-        parameter_end="</parameter>",
-        value_lines=True,
-    ),
-    "glm45": Format(
-        signs=("<tool_call>", "<arg_key>"),
-        block="<tool_call>",
-        block_end="</tool_call>",
-        parameter="<arg_key>",
-        key_end="</arg_key>",
-        value="<arg_value>",
-        parameter_end="</arg_value>",
-        begins_line=True,
-    ),
-    "kimi_k2": Format(
-        signs=("<|tool_calls_section_begin|>",),
-        block="<|tool_calls_section_begin|>",
-        block_end="<|tool_calls_section_end|>",
-        other_block="<|tool_call_section_begin|>",
-        other_block_end="<|tool_call_section_end|>",
-        call="<|tool_call_begin|>",
-        call_end="<|tool_call_end|>",
-        before_name="functions.",
-        numbered=True,
-        before_arguments="<|tool_call_argument_begin|>",
-    ),
-    "deepseek_v3": replace(
-        DEEPSEEK_V31,
-        signs=("<｜tool▁sep｜>", "```json"),
-        before_name="function<｜tool▁sep｜>",
-        before_arguments="\n```json\n",
-        after_arguments="\n```",
-    ),
-    "deepseek_v31": DEEPSEEK_V31,
-    "qwen3": Format(signs=("<tool_call>", "arguments"), block="<tool_call>", block_end="</tool_call>"),
-}
-# Tokens that a decoder must not drop, although a tokenizer may call them special.
-TAGS = frozenset({THINK, THINK_END}).union(*(f.marks for f in FORMATS.values()))
-
-
-def format_of_tokens(special: Container[str]) -> Format | None:
-    """The format whose marks are special tokens, if all of them are among `special`."""
-    return next((f for f in FORMATS.values() if f.tokens and all(token in special for token in f.tokens)), None)
+JSON_CALLS = Format(signs=("<tool_call>", "arguments"), block="<tool_call>", block_end="</tool_call>")

@@ -1,4 +1,4 @@
-"""Reads answers of gpt-oss, which are messages: a header, and a text for one of the channels or for a tool.
+"""Reads answers in the format harmony, which are messages: a header, and a text for one of the channels or for a tool.
 
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 

@@ -1,16 +1,16 @@
 """Tokenizers that ship as tiktoken.model, the ranks of byte strings, without a tokenizer.json.
 
-The expression that splits a text is in a Python file beside it, which Umbra does not execute: the expression of Kimi
-and Moonlight is known here. tiktoken joins the two neighbours whose bytes together have the lowest rank. So does a BPE
-of the tokenizers library with each way to cut a token in two as a merge, in the order of ranks: of several ways only
-one can come up, since what has been joined within a stretch of text depends on that stretch alone.
+The expression that splits a text is in a Python file beside it, which Umbra does not execute; families' records have
+the published ones. tiktoken joins the two neighbours whose bytes together have the lowest rank. So does a BPE of the
+tokenizers library with each way to cut a token in two as a merge, in the order of ranks: of several ways only one can
+come up, since what has been joined within a stretch of text depends on that stretch alone.
 """
 
 import base64
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ import msgspec
 from umbra.base.errors import UserError, short
 from umbra.base.files import check_pointer, read_json, write_json
 from umbra.text.tokenizer_file import BESIDE, TIKTOKEN_FILE, TOKENIZER_FILES, tiktoken_only
-from umbra.text.tokenizer_sandbox import KIMI
 
-LARGEST = 4 << 20  # bytes of the file; Kimi's has 2.8 million
+LARGEST = 4 << 20  # bytes of the file; published ones have up to 2.8 million
 LONGEST = 256  # bytes of a token
 MOST_MERGES = 1 << 20
 MOST_ADDED = 1024  # ids behind those of the file
-CLASSES = ("TikTokenTokenizer",)  # of transformers; their expression is KIMI
 LIBRARY_CLASS = "PreTrainedTokenizerFast"
 SHOWN = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that stand for themselves; for others, letters
 LETTERS = {byte: 256 + i for i, byte in enumerate(sorted({*range(256)} - SHOWN))}
@@ -41,9 +39,10 @@ class Added(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def converted(folder: Path) -> Iterator[Path]:
-    """A folder with the tokenizer in `folder` as transformers reads it: that one, or one made for the time being if
-    there are only ranks. Raises UserError for files that are wrong, or of another kind."""
+def converted(folder: Path, classes: Mapping[str, str]) -> Iterator[Path]:
+    """Yields a folder with the tokenizer in `folder` as transformers reads it: that one, or one made for the time being
+    if there are only ranks. `classes` has the expressions that split a text by the tokenizer's class. Raises UserError
+    for files that are wrong, or of another kind."""
     if not tiktoken_only(folder):
         yield folder
         return
@@ -52,21 +51,21 @@ def converted(folder: Path) -> Iterator[Path]:
             if BESIDE.fullmatch(path.name):
                 shutil.copy(path, made)
         settings = Path(made, TOKENIZER_FILES[1])
-        write_json(settings, _made(folder, Path(made, TOKENIZER_FILES[0])))
+        write_json(settings, _made(folder, Path(made, TOKENIZER_FILES[0]), classes))
         yield Path(made)
 
 
-def _made(folder: Path, file: Path) -> dict[str, Any]:
-    """Writes the tokenizer in `folder` as `file`. -> the settings beside it"""
+def _made(folder: Path, file: Path, classes: Mapping[str, str]) -> dict[str, Any]:
+    """Writes the tokenizer in `folder` as `file`, and returns the settings beside it."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     path = folder / TOKENIZER_FILES[1]
     try:
         settings = read_json(path)
-        kind = settings.get("tokenizer_class")
-        if kind not in CLASSES:
+        kind = str(settings.get("tokenizer_class"))
+        if kind not in classes:
             raise ValueError(
-                f"tokenizer_class {short(kind)}: how it splits texts is not known, only of {', '.join(CLASSES)}: write "
+                f"tokenizer_class {short(kind)}: how it splits texts is not known, only of {', '.join(classes)}: write "
                 f"a {TOKENIZER_FILES[0]} with the checkpoint's own program"
             )
         given = msgspec.convert(settings.get("added_tokens_decoder"), dict[int, Added], strict=False)
@@ -78,7 +77,7 @@ def _made(folder: Path, file: Path) -> dict[str, Any]:
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise UserError(f"{path}: tokenizer not readable: {error}") from None
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(KIMI), "isolated")
+    split = pre_tokenizers.Split(Regex(classes[kind]), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -10,10 +10,11 @@ from typing import NamedTuple
 from umbra.base.errors import UserError
 from umbra.text.answer import Answer, ToolCall
 from umbra.text.chat import Chat, Shape, for_harmony, numbered
-from umbra.text.formats import FORMATS, TAGS, THINK, Format, Mark, format_of_tokens
+from umbra.text.conventions import Conventions
+from umbra.text.formats import THINK, Format, Mark
 from umbra.text.template import TOO_MUCH, Renderer, failed, variables_of
 from umbra.text.tiktoken_file import converted
-from umbra.text.tokenizer_file import adds_bos, check_tokenizer, has_tokenizer, no_template, read_template
+from umbra.text.tokenizer_file import adds_bos, check_tokenizer, no_template, read_template
 from umbra.text.tokenizer_sandbox import Encoder, is_linear
 
 CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
@@ -36,10 +37,10 @@ class ChatPrompt(NamedTuple):
 
 
 class Tokenizer:
-    def __init__(self, folder: Path, vocabulary: int | None = None, template: str = ""):
-        """The tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them.
+    def __init__(self, folder: Path, conventions: Conventions, vocabulary: int | None = None, template: str = ""):
+        """Reads the tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them.
         `template` is a file with the chat template to use in place of the checkpoint's."""
-        self.folder, self.vocabulary = folder, vocabulary
+        self.folder, self.conventions, self.vocabulary = folder, conventions, vocabulary
         # One text at a time is encoded, for which the library would start a thread for each core. If the system refuses
         # one, it panics.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -49,7 +50,7 @@ class Tokenizer:
         logging.set_verbosity_error()
         check_tokenizer(folder)
         given = read_template(template) if template else ""
-        with converted(folder) as read, self._failures("not readable"):
+        with converted(folder, conventions.classes) as read, self._failures("not readable"):
             self.hf = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False)
             self.backend = self.hf.backend_tokenizer
             if adds_bos(folder) and self.hf.bos_token_id not in self.backend.encode("").ids:
@@ -62,15 +63,15 @@ class Tokenizer:
                 isinstance(t, str) for t in (templates.values() if isinstance(templates, dict) else [templates or ""])
             ):
                 raise ValueError("chat_template: must be text, or texts with names")
-            self._encoder = None if is_linear(self.backend) else Encoder(self.backend)
+            self._encoder = None if is_linear(self.backend, conventions.expressions) else Encoder(self.backend)
         self.longest_token = max(map(len, self.backend.get_vocab()), default=0)
         if self.longest_token > LONGEST_TOKEN:
             raise UserError(f"{folder}: a token has {self.longest_token} characters, more than {LONGEST_TOKEN}")
         special = {token.content: id for id, token in added if token.special}
-        self._by_tokens = format_of_tokens(special)
+        self._by_tokens = conventions.format_of_tokens(special)
         self.marks = {special[token]: Mark(token) for token in (self._by_tokens.tokens if self._by_tokens else ())}
         # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
-        shown = TAGS.union(self.marks.values()).difference(self._by_tokens.ends if self._by_tokens else ())
+        shown = conventions.tags.union(self.marks.values()).difference(self._by_tokens.ends if self._by_tokens else ())
         self.hidden = frozenset(id for token, id in special.items() if token not in shown)
         self._renderer = Renderer()
         self._shapes: dict[str, Shape] = {}  # of templates
@@ -84,18 +85,17 @@ class Tokenizer:
         return "\n".join(templates.values()) if isinstance(templates, dict) else templates
 
     def format(self, setting: str) -> Format | None:
-        """The format that `setting` names; for `auto` the first whose signs are in the chat template and whose tokens
+        """Returns the format that `setting` names; for `auto` one whose signs are in the chat template and whose tokens
         the tokenizer has. None: plain text."""
         if setting != "auto":
-            format = FORMATS.get(setting)
+            format = self.conventions.formats.get(setting)
             if format and format.tokens and format is not self._by_tokens:
                 raise UserError(
                     f"model_config.output_format: {setting}: {self.folder}: its tokenizer has not all of the special "
                     f"tokens {' '.join(format.tokens)}: choose auto"
                 )
             return format
-        found = (f for f in FORMATS.values() if all(sign in self.template for sign in f.signs))
-        return next((f for f in found if not f.tokens or f is self._by_tokens), None)
+        return self.conventions.format_of_template(self.template, self._by_tokens)
 
     @contextlib.contextmanager
     def _failures(self, what: str = "failed") -> Iterator[None]:
@@ -271,10 +271,3 @@ class Detokenizer:
     def _start(self, before: list[int]) -> None:
         """Starts again after the tokens `before`."""
         self._before, self._skipped, self._pending, self._given = before, len(self._decode(before)), [], 0
-
-
-def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None, template: str = "") -> Tokenizer | None:
-    """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
-    if needed or has_tokenizer(folder):
-        return Tokenizer(folder, vocabulary, template)
-    return None

@@ -13,13 +13,13 @@ import msgspec
 
 from umbra.base.errors import UserError, short
 from umbra.base.files import check_pointer, read_json
-from umbra.text.formats import format_of_tokens
+from umbra.text.conventions import Conventions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TIKTOKEN_FILE = "tiktoken.model"
 SENTENCE_FILE = "tokenizer.model"  # SentencePiece's
-SETTINGS_ADD_BOS = ("LlamaTokenizer", "LlamaTokenizerFast")  # also DeepSeek's
+SETTINGS_ADD_BOS = ("LlamaTokenizer", "LlamaTokenizerFast")
 LARGEST = 32 << 20  # bytes of tokenizer.json
 LARGEST_BESIDE = 1 << 20  # bytes of each of the other files
 BESIDE = re.compile(r"(tokenizer_config|special_tokens_map|added_tokens|chat_template)\.(json|jinja)")
@@ -95,13 +95,13 @@ def has_chat_template(folder: Path) -> bool:
     return settings.is_file() and bool(read_json(settings).get("chat_template"))
 
 
-def ends_of_format(folder: Path) -> frozenset[int]:
-    """The ids of tokens that end an answer in any case, of the format whose marks are special tokens here."""
+def ends_of_format(folder: Path, conventions: Conventions) -> frozenset[int]:
+    """Returns the ids of tokens that end an answer in any case, of the format whose marks are special tokens here."""
     path = folder / TOKENIZER_FILES[0]
     if not path.is_file():
         return frozenset()
     ids = {token.content: token.id for token in _checked(path).added_tokens if token.special}
-    format = format_of_tokens(ids)
+    format = conventions.format_of_tokens(ids)
     return frozenset(ids[name] for name in (format.ends if format else ()) if name in ids)
 
 

@@ -21,46 +21,14 @@ BASE_SECONDS = 2.0  # CPU time allowed for any text
 CHARACTERS_PER_SECOND = 250_000  # one more second for each
 BASE_BYTES = 1 << 29  # memory allowed for any text
 BYTES_PER_CHARACTER = 256
-ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORD, OTHER, SPACES = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# Expressions of published models, whose matches take a number of steps in proportion to their length.
-QWEN = rf"{ENGLISH}|{WORD}\p{{L}}+|\p{{N}}|{OTHER}[\r\n]*{SPACES}"
-GPT_4 = rf"{ENGLISH}|{WORD}\p{{L}}+|\p{{N}}{{1,3}}|{OTHER}[\r\n]*{SPACES}"
-GPT_4O = rf"{WORD}{UPPER}*{LOWER}+{ENGLISH}?|{WORD}{UPPER}+{LOWER}*{ENGLISH}?|\p{{N}}{{1,3}}|{OTHER}[\r\n/]*{SPACES}"
-QWEN_3_5 = rf"{ENGLISH}|{WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{SPACES}"
-DEEPSEEK = (  # in turn
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    rf"{SPACES}",
-)
-CASED = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴ"
-    "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻"
-    "𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
-DEEPSEEK_LLM = (  # in turn; the original's fourth may begin within spaces, which does not change what it finds
-    r"[\r\n]",
-    rf"\s?[{CASED}]+",
-    "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
-    r"(?<!\s)\s+$",
-    "[一-龥ࠀ-一가-\ud7ff]+",
-    r"\p{N}",
-)
-NO_HAN = tuple(rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (UPPER, LOWER))
-KIMI = (
-    rf"[\p{{Han}}]+|{WORD}{NO_HAN[0]}*{NO_HAN[1]}+{ENGLISH}?|{WORD}{NO_HAN[0]}+{NO_HAN[1]}*{ENGLISH}?"
-    rf"|\p{{N}}{{1,3}}|{OTHER}[\r\n]*{SPACES}"
-)
-LINEAR = {QWEN, GPT_4, GPT_4O, QWEN_3_5, KIMI, *DEEPSEEK, *DEEPSEEK_LLM}
 
 
-def is_linear(backend: Any) -> bool:
-    """Returns whether `backend`, a tokenizer of the library, encodes a text in time proportional to its length."""
+def is_linear(backend: Any, known: frozenset[str]) -> bool:
+    """Returns whether `backend`, a tokenizer of the library, encodes a text in time proportional to its length. A match
+    of one of the expressions `known` takes a number of steps proportional to its own."""
     made = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
     used = {pattern for part in made for pattern in patterns(json.loads(part.__getstate__()))}
-    return type(backend.model).__name__ == "BPE" and used <= LINEAR
+    return type(backend.model).__name__ == "BPE" and used <= known
 
 
 class Encoder:

@@ -30,11 +30,12 @@ from umbra.executor.plan.resolve import resolve
 from umbra.executor.run.defaults import CALLING, open_case
 from umbra.executor.run.report import Completion
 from umbra.flags import settings_of
+from umbra.models.tokenizers import tokenizer_in
 from umbra.text.answer import Answer, Part, Reader
 from umbra.text.chat import Chat, Message
 from umbra.text.parser import reader
 from umbra.text.stops import Stops
-from umbra.text.tokenizer import ChatPrompt, Tokenizer
+from umbra.text.tokenizer import ChatPrompt
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat
 
@@ -68,7 +69,8 @@ class LLM:
         check_ready(case)
         case = resolve(case)
         self.case, self.runner = case, make_runner(case, WORK / "results", rank_env())
-        self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size, case.model_config.chat_template)
+        vocabulary, template = self.runner.config.vocab_size, case.model_config.chat_template
+        self.tokenizer = tokenizer_in(model_folder(case), vocabulary, template)
         self.runner.setup()
         self.loop = self.runner.loop
         self._events: dict[int, deque[Event]] = {}  # request id -> events that its caller has not taken yet

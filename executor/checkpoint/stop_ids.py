@@ -1,10 +1,11 @@
-"""The ids that end a sequence, from whichever of a checkpoint's files names them."""
+"""Finds the ids that end a sequence in whichever of a checkpoint's files names them."""
 
 from pathlib import Path
 
 from umbra.base.files import read_json
 from umbra.models.hf_config import HfConfig
-from umbra.text.tokenizer import open_tokenizer
+from umbra.models.registry import conventions
+from umbra.models.tokenizers import open_tokenizer
 from umbra.text.tokenizer_file import ends_of_format
 
 
@@ -12,7 +13,7 @@ def stop_ids(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
     """End-of-sequence ids: those of generation_config.json; or else `from_config`, those of config.json, which a family
     leaves empty if its checkpoints have wrong ones there; or else the tokenizer's, if there is a tokenizer. With those
     of its tokens that end an answer in any case."""
-    return _named(folder, from_config) | ends_of_format(folder)
+    return _named(folder, from_config) | ends_of_format(folder, conventions())
 
 
 def _named(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:

@@ -9,10 +9,9 @@ from typing import TypeVar
 from umbra.cpu_offload.planner.hits import CURVES
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.schema import OPEN, OPEN_OR_NONE, key, section
-from umbra.models.registry import FAMILIES
+from umbra.models.registry import FAMILIES, conventions
 from umbra.ops.formats import GROUP_SIZES
 from umbra.ops.parallel.partitions import ParallelSizes
-from umbra.text.formats import FORMATS
 
 T = TypeVar("T")
 EXE_MODES = tuple(dict.fromkeys(mode for facts in PLATFORMS.values() for mode in facts.exe_modes))
@@ -45,7 +44,7 @@ class ModelSettings:
         "auto",
         "how the model marks reasoning and tool calls in its answers (docs/text.md). auto: as its chat "
         "template says; none: answers are plain text",
-        choices=("auto", *FORMATS, "none"),
+        choices=lambda: ("auto", *conventions().formats, "none"),
     )
     reasoning: str = key(
         "split",

@@ -3,6 +3,7 @@ Kimi-K2, what reads text in Kimi-K2.5, and Moonlight; GLM-4.7-Flash."""
 
 from umbra.models.deepseek.config import MTP
 from umbra.models.deepseek.gguf import DEEPSEEK2
+from umbra.models.deepseek.text import V2_TEXT, V3_TEXT
 from umbra.models.family import Family, QuantisedFiles
 
 QUANTISED = QuantisedFiles(("mlp.gate", "self_attn.kv_b_proj"))
@@ -11,6 +12,7 @@ DEEPSEEK_V2 = Family(
     config="umbra.models.deepseek.config:DeepseekV2Config",
     model="umbra.models.deepseek.model:DeepseekV2ForCausalLM",
     gguf=DEEPSEEK2,
+    text=V2_TEXT,
     mtp=MTP,
     quantised=QUANTISED,
 )
@@ -22,6 +24,7 @@ DEEPSEEK_V3 = Family(
     pictured=("kimi_k25",),
     aliases={"language_model.model": "model", "language_model.lm_head": "lm_head"},
     gguf=DEEPSEEK2,
+    text=V3_TEXT,
     mtp=MTP,
     quantised=QUANTISED,
 )

@@ -4,33 +4,17 @@ from typing import Any
 
 from umbra.base.errors import UserError, short
 from umbra.models.hf_config import HfConfig
+from umbra.models.registry import conventions
 from umbra.text.formats import CALL, END, RETURN
-from umbra.text.tokenizer_sandbox import DEEPSEEK, DEEPSEEK_LLM, GPT_4, GPT_4O, KIMI, QWEN, QWEN_3_5
+from umbra.text.splits import CL100K, Split
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 AT = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
-# How each `pre` splits a text: expressions in turn, as the original tokenizers do; and whether a part that is a token
-# is taken whole, without merges. For gpt-4o llama.cpp has an approximation: of letters with marks, and of capital ones
-# beyond ASCII.
-SPLITS = {
-    "qwen2": ((QWEN,), False),
-    "qwen35": ((QWEN_3_5,), False),
-    "deepseek-r1-qwen": ((QWEN,), False),
-    "gpt-4o": ((GPT_4O,), False),
-    "minimax-m2": ((GPT_4O,), False),
-    "chatglm-bpe": ((GPT_4,), False),
-    "glm4": ((GPT_4,), True),
-    "glm5": ((GPT_4,), True),
-    "llama-bpe": ((GPT_4,), True),
-    "deepseek-v3": (DEEPSEEK, False),
-    "deepseek-llm": (DEEPSEEK_LLM, False),
-    "kimi-k2": ((KIMI,), True),
-}
-COMPOSED = ("qwen2", "qwen35")  # whose models compose characters (NFC) first; llama.cpp does not
-ADDS_BOS = ("llama-bpe",)  # unless the file says otherwise
-# Tokens that end an answer in any model that has them; END does only where it is not a mark between messages.
-STOPS = ("<|im_end|>", "<|endoftext|>", RETURN, CALL, "<|eot_id|>", "<|eom_id|>", "[e~[", "<｜end▁of▁sentence｜>")
+LLAMA = {"llama-bpe": Split((CL100K,), whole=True, bos=True)}  # of no family of ours; some of their files have it
+# Tokens that end an answer in any model that has them, beside those of the families' records; END does only where it is
+# not a mark between messages.
+STOPS = ("<|im_end|>", "<|endoftext|>", RETURN, CALL, "<|eot_id|>", "<|eom_id|>")
 SAMPLING = {  # of generation_config.json, with the file's key
     "temperature": "temp",
     "top_k": "top_k",
@@ -44,8 +28,9 @@ class Vocabulary:
     """The tokens of `meta`, a file's metadata. Raises UserError for what is wrong or of an unknown kind."""
 
     def __init__(self, meta: HfConfig):
-        self.meta = meta
-        self.pre = meta.one_of(f"{AT}pre", allowed=tuple(SPLITS))
+        self.meta, self.conventions = meta, conventions()
+        splits = {**self.conventions.splits, **LLAMA}
+        self.split = splits[meta.one_of(f"{AT}pre", allowed=tuple(splits))]
         self.tokens = self._texts("tokens")
         self.kinds = meta.value(f"{AT}token_type", default=[NORMAL] * len(self.tokens))
         if not isinstance(self.kinds, list) or len(self.kinds) != len(self.tokens):
@@ -73,7 +58,6 @@ class Vocabulary:
 
     def tokenizer(self) -> dict[str, Any]:
         """The contents of tokenizer.json. Every token is in the vocabulary, so that none changes its id."""
-        expressions, whole = SPLITS[self.pre]
         merges = [(merge, merge.find(" ", 1)) for merge in self._texts("merges")]
         if wrong := next((merge for merge, at in merges if at < 0), None):
             raise UserError(f"{self.meta.where}: {AT}merges: {short(wrong)} is not two tokens with a space between")
@@ -90,27 +74,27 @@ class Vocabulary:
                 for text, id in self.ids.items()
                 if self.kinds[id] in (CONTROL, USER_DEFINED) and text
             ],
-            "normalizer": {"type": "NFC"} if self.pre in COMPOSED else None,
+            "normalizer": {"type": "NFC"} if self.split.composed else None,
             "pre_tokenizer": {
                 "type": "Sequence",
                 "pretokenizers": [
                     *(
                         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-                        for regex in expressions
+                        for regex in self.split.expressions
                     ),
                     {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
                 ],
             },
             "post_processor": self._around(),
             "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {"type": "BPE", "ignore_merges": whole, "vocab": self.ids, "merges": pairs},
+            "model": {"type": "BPE", "ignore_merges": self.split.whole, "vocab": self.ids, "merges": pairs},
         }
 
     def _around(self) -> dict[str, Any] | None:
         """Returns the post-processor that adds the tokens at the beginning and end of each text; None: there are
         none."""
         adds = {
-            "bos": self.meta.flag(f"{AT}add_bos_token", self.pre in ADDS_BOS),
+            "bos": self.meta.flag(f"{AT}add_bos_token", self.split.bos),
             "eos": self.meta.flag(f"{AT}add_eos_token", False),
         }
         texts = {name: self._token(name) for name, added in adds.items() if added}
@@ -148,7 +132,7 @@ class Vocabulary:
         """The contents of generation_config.json: sampling, and the ids of the tokens that end an answer."""
         ends = {text for name in ("eos", "eot", "eom") if (text := self._token(name)) is not None}
         marks = {text for text, id in self.ids.items() if self.kinds[id] in (CONTROL, USER_DEFINED)}
-        ends |= marks.intersection((*STOPS, *more_stops))
+        ends |= marks.intersection((*STOPS, *self.conventions.ends, *more_stops))
         if END in marks and not {RETURN, CALL} <= marks:
             ends.add(END)
         found = {ours: self.meta.value(f"general.sampling.{theirs}") for ours, theirs in SAMPLING.items()}

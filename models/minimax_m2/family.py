@@ -2,6 +2,7 @@
 
 from umbra.models.family import Family, QuantisedFiles
 from umbra.models.minimax_m2 import gguf
+from umbra.models.minimax_m2.text import TEXT
 
 MINIMAX_M2 = Family(
     name="minimax_m2",
@@ -17,6 +18,7 @@ MINIMAX_M2 = Family(
         "minimax_m3_vl": "MiniMax-M3",
     },
     gguf=gguf.MINIMAX_M2,
+    text=TEXT,
     quantised=QuantisedFiles(
         ("block_sparse_moe.gate",), (), ("gate", "e_score_correction_bias", "lm_head"), "float8_e4m3fn"
     ),

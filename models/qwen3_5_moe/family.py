@@ -3,6 +3,7 @@
 from umbra.models.family import Family, QuantisedFiles
 from umbra.models.hybrid_config import MTP
 from umbra.models.qwen3_5_moe.gguf import QWEN35MOE
+from umbra.models.qwen3_5_moe.text import TEXT
 
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
@@ -12,6 +13,7 @@ QWEN3_5_MOE = Family(
     aliases={"model.language_model": "model"},
     others={"qwen3_5": "dense Qwen3.5", "qwen3_5_text": "dense Qwen3.5"},
     gguf=QWEN35MOE,
+    text=TEXT,
     mtp=MTP,
     quantised=QuantisedFiles(("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")),
 )

@@ -2,6 +2,7 @@
 
 from umbra.models.family import Family, QuantisedFiles
 from umbra.models.qwen3_moe.gguf import QWEN3MOE
+from umbra.models.qwen3_moe.text import TEXT
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -9,5 +10,6 @@ QWEN3_MOE = Family(
     model="umbra.models.qwen3_moe.model:Qwen3MoeForCausalLM",
     others={"qwen4_exp": "Qwen4"},
     gguf=QWEN3MOE,
+    text=TEXT,
     quantised=QuantisedFiles(("mlp.gate",), ("input_layernorm", "mlp.gate", "post_attention_layernorm")),
 )

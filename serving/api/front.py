@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config, model_folder
 from umbra.executor.engine.schedule.request import SamplingParams
+from umbra.models.tokenizers import tokenizer_in
 from umbra.serving.api.auth import Keys
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError, unavailable
@@ -22,7 +23,7 @@ from umbra.serving.api.metrics import Metrics
 from umbra.serving.ranks.client import EngineClient, EngineGone, RequestRefused
 from umbra.serving.ranks.messages import Message, Ready, Row, Submit
 from umbra.serving.ranks.supervisor import Supervisor
-from umbra.text.formats import TAGS, THINK, Format
+from umbra.text.formats import THINK, Format
 from umbra.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Front:
         """Loads the tokenizer; takes seconds."""
         vocabulary = load_model_config(self.case).vocab_size
         self.text = Text(
-            self.case, Tokenizer(model_folder(self.case), vocabulary, self.case.model_config.chat_template)
+            self.case, tokenizer_in(model_folder(self.case), vocabulary, self.case.model_config.chat_template)
         )
 
     async def work(self, call: Callable[[], Result]) -> Result:
@@ -246,7 +247,8 @@ class Text:
     def mark_ids(self, ready: Ready) -> dict[str, int]:
         """The ids of those marks of reasoning and tool calls that llguidance takes for special tokens."""
         tokens, backend = self.grammars(ready).tokens, self.tokenizer.backend
-        ids = {mark: backend.token_to_id(mark) for mark in (*TAGS, *self.tokenizer.marks.values())}
+        marks = (*self.tokenizer.conventions.tags, *self.tokenizer.marks.values())
+        ids = {mark: backend.token_to_id(mark) for mark in marks}
         return {mark: id for mark, id in ids.items() if id is not None and tokens.is_special_token(id)}
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from umbra.serving.api.structured import (
 )
 from umbra.serving.ranks.messages import Ready
 from umbra.text import chat as conversations
-from umbra.text.formats import FORMATS, THINK, THINK_END, Format
+from umbra.text.formats import JSON_CALLS, THINK, THINK_END, Format
 from umbra.text.parser import reader
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
@@ -154,7 +154,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
             "tools", "this model's chat template has no tools; only tool_choice required or a named one works"
         )
     if forced and not format:
-        format = FORMATS["qwen3"]
+        format = JSON_CALLS
     most_given, name = request.max_completion_tokens, "max_completion_tokens"
     if most_given is None and request.max_tokens is not None:
         most_given, name = request.max_tokens, "max_tokens"

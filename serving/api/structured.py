@@ -8,7 +8,7 @@ from typing import Any
 from umbra.executor.engine.schedule.request import Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, Structured
-from umbra.text.formats import CHANNEL, CONSTRAIN, END, FORMATS, MESSAGE, START, THINK, THINK_END, Format
+from umbra.text.formats import CHANNEL, CONSTRAIN, END, JSON_CALLS, MESSAGE, START, THINK, THINK_END, Format
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
 DEEPEST = 32  # levels of a schema
@@ -174,7 +174,7 @@ def calls_grammar(
 ) -> Grammar:
     """A grammar of calls of `tools`, in the `format` in which the model writes them. `opened` says whether the prompt
     ends within reasoning; None: the model does not reason."""
-    format = format or FORMATS["qwen3"]
+    format = format or JSON_CALLS
     rules: list[str] = []
     names = [f"call{number}" for number in range(len(tools))]
     for number, tool in enumerate(tools):

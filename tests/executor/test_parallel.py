@@ -17,7 +17,7 @@ from umbra.base.files import ROOT
 from umbra.commands.logits import collect_logits, sized_for
 from umbra.executor.config.load import load_case
 from umbra.executor.run.prompts import encode_prompts
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +157,7 @@ class Jobs:
             kind = json.loads((folder / name / "config.json").read_text())["model_type"]
             self.cases[name] = str(write_case(folder / f"{name}.yaml", folder / name, model_name=kind))
         demo = load_case("demo", IN_FLOATS)
-        self.ids["demo"] = self.ids["demo_tp8"] = encode_prompts(demo, Tokenizer(ROOT / demo.model_path))
+        self.ids["demo"] = self.ids["demo_tp8"] = encode_prompts(demo, tokenizer_in(ROOT / demo.model_path))
         self.alone, self.job = cache(self._alone), cache(self._job)
 
     def _alone(self, model: str) -> Arrays:

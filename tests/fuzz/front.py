@@ -18,13 +18,13 @@ from tests.fuzz.target import Violation
 from tests.text.checkpoints import write_tokenizer
 from umbra.base.errors import LONGEST
 from umbra.executor.config.load import load_case
+from umbra.models.tokenizers import tokenizer_in
 from umbra.serving.api.auth import Keys
 from umbra.serving.api.front import Front, Text
 from umbra.serving.api.server import make_server
 from umbra.serving.ranks.channel import framed
 from umbra.serving.ranks.client import EngineClient
 from umbra.serving.ranks.messages import Message, Ready, Row, Submit, ToEngine
-from umbra.text.tokenizer import Tokenizer
 
 ROUNDS = 200  # of the event loop, after which a request that has come is answered
 
@@ -103,7 +103,7 @@ class Api:
         self.loop = asyncio.new_event_loop()
         model = folder / "model"
         size = write_tokenizer(model, family)
-        tokenizer = Tokenizer(model, size)
+        tokenizer = tokenizer_in(model, size)
         case = load_case("demo_chat")
         self.front = Front(case, Keys(), Engine(folder, size, tokenizer.hf.eos_token_id), threads=AtOnce())
         self.front.text = Text(case, tokenizer)

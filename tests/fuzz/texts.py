@@ -9,11 +9,12 @@ from tests.fuzz.target import Target
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
 from tests.text.test_tiktoken import RANKS, SETTINGS, lines
 from tests.text.test_tiktoken import write as write_ranks
+from umbra.models.registry import conventions
+from umbra.models.tokenizers import tokenizer_in
 from umbra.text.answer import Answer
-from umbra.text.formats import FORMATS, Mark
+from umbra.text.formats import Mark
 from umbra.text.parser import reader
 from umbra.text.template import Renderer, variables_of
-from umbra.text.tokenizer import Tokenizer
 
 TEXT = "Hello aaaa, 123!\n\n  \u65e5\u672c \U0001f642<think>"
 WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
@@ -32,7 +33,7 @@ def tokenizer(folder: Path) -> Target:
 
     def run(data: bytes) -> None:
         (folder / "tokenizer.json").write_bytes(data)
-        made = Tokenizer(folder, size)
+        made = tokenizer_in(folder, size)
         made.decode(made.encode(TEXT, chat=False))
         detokenizer = made.detokenizer([1, 2])
         detokenizer.push(range(60, 70))
@@ -66,7 +67,7 @@ def tokenizer_config(folder: Path) -> Target:
 
     def run(data: bytes) -> None:
         (folder / "tokenizer_config.json").write_bytes(data)
-        made = Tokenizer(folder, size)
+        made = tokenizer_in(folder, size)
         made.decode(made.encode(TEXT, chat=False))
         _ = made.template
 
@@ -92,7 +93,7 @@ def tiktoken(folder: Path) -> Target:
     def run(data: bytes) -> None:
         write_ranks(folder, lines(RANKS))
         (folder / ("tokenizer_config.json" if data[:1] == b"{" else "tiktoken.model")).write_bytes(data)
-        made = Tokenizer(folder, len(RANKS) + 3)
+        made = tokenizer_in(folder, len(RANKS) + 3)
         made.decode(made.encode(TEXT, chat=False))
 
     return Target(run, [lines(RANKS), json.dumps(SETTINGS).encode()], json=False)
@@ -131,8 +132,8 @@ def answer(folder: Path) -> Target:
             if not (format and format.tokens):
                 json.loads(call.arguments)
 
-    formats = [None, *FORMATS.values()]
-    marks = re.compile(f"({'|'.join(map(re.escape, FORMATS['harmony'].tokens))})")
+    formats = [None, *conventions().formats.values()]
+    marks = re.compile(f"({'|'.join(map(re.escape, conventions().formats['harmony'].tokens))})")
     seeds = [
         b'<think>r</think>a<tool_call>\n{"name": "weather", "arguments": {"city": "x", "days": 2}}\n</tool_call>',
         b'<minimax:tool_call>\n<invoke name="weather">\n<parameter name="days">2</parameter>\n</invoke>\n'

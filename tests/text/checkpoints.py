@@ -7,7 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from umbra.text.formats import FORMATS, THINK, THINK_END
+from umbra.models.registry import conventions
+from umbra.text.formats import THINK, THINK_END
 
 # transformers' jinja2 removes the first line break after a block, and blanks before one.
 MINIMAX = """
@@ -315,7 +316,7 @@ TEMPLATES = {
     "deepseek_v31": DEEPSEEK_V31,
 }
 NAMES = {"glm47": "glm45", "qwen3_next": "qwen3", "qwen35": "qwen3_coder"}  # of formats, where they are others
-FORMAT_OF = {family: FORMATS[NAMES.get(family, family)] for family in TEMPLATES}
+FORMAT_OF = {family: conventions().formats[NAMES.get(family, family)] for family in TEMPLATES}
 QWEN_SPECIAL = ["<|im_start|>", "<|im_end|>"]
 DEEPSEEK_SPECIAL = [f"<｜{name}｜>" for name in ("begin▁of▁sentence", "User", "Assistant", "end▁of▁sentence")]
 GLM_SPECIAL = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
@@ -326,7 +327,7 @@ SPECIAL = {
     "qwen35": QWEN_SPECIAL,
     "glm45": GLM_SPECIAL,
     "glm47": GLM_SPECIAL,
-    "harmony": ["<|endoftext|>", *FORMATS["harmony"].tokens],
+    "harmony": ["<|endoftext|>", *conventions().formats["harmony"].tokens],
     "kimi_k2": ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"],
     "deepseek_v3": DEEPSEEK_SPECIAL,
     "deepseek_v31": DEEPSEEK_SPECIAL,

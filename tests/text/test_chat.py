@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from tests.text.checkpoints import FORMAT_OF, TEMPLATES, write_tokenizer
 from umbra.base.errors import UserError
 from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.models.tokenizers import tokenizer_in
 from umbra.text.answer import Answer
 from umbra.text.chat import Chat
 from umbra.text.parser import Parser
@@ -48,7 +49,7 @@ OWN = {"harmony", "kimi_k2", "deepseek_v3", "deepseek_v31"}  # their messages ar
 @pytest.fixture(params=sorted(TEMPLATES.keys() - OWN))
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     write_tokenizer(tmp_path, request.param)
-    return Tokenizer(tmp_path)
+    return tokenizer_in(tmp_path)
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -92,7 +93,7 @@ def test_tokens_equal_transformers(tokenizer: Tokenizer, name: str) -> None:
 def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any], complaint: str) -> None:
     write_tokenizer(tmp_path, "minimax_m2")
     with pytest.raises(UserError, match=complaint) as raised:
-        Tokenizer(tmp_path).encode_chat(Chat(**chat))
+        tokenizer_in(tmp_path).encode_chat(Chat(**chat))
     assert "\n" not in str(raised.value)
 
 
@@ -110,7 +111,7 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
     }
     for family, opens in opening.items():
         write_tokenizer(tmp_path / family, family)
-        tokenizer = Tokenizer(tmp_path / family)
+        tokenizer = tokenizer_in(tmp_path / family)
         assert tokenizer.opens_reasoning(tokenizer.encode("What does <think> mean?", chat=True)) is opens
         assert tokenizer.opens_reasoning(tokenizer.encode("long " * 40 + "<think>", chat=False))
         assert tokenizer.opens_reasoning(tokenizer.hf.convert_tokens_to_ids(list("<think>ĊĊ")))  # letter by letter
@@ -124,11 +125,11 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
         ("glm45", "\n<think></think>"),
         ("glm47", "hi</think>"),
     ):
-        tokenizer = Tokenizer(tmp_path / family)
+        tokenizer = tokenizer_in(tmp_path / family)
         silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
         assert tokenizer.decode(silent).endswith(end)
         assert not tokenizer.opens_reasoning(silent)
-    tokenizer = Tokenizer(tmp_path / "deepseek_v31")
+    tokenizer = tokenizer_in(tmp_path / "deepseek_v31")
     assert tokenizer.opens_reasoning(tokenizer.encode_chat(Chat([USER], settings={"thinking": True})))
 
 
@@ -166,7 +167,7 @@ OLDER = TEMPLATES["deepseek_v3"].replace("m.tool_calls or []", "m.tool_calls if 
 def test_templates_that_want_calls_otherwise(tmp_path: Path, family: str, template: str) -> None:
     """As texts, or without content, which is then a message of its own; Kimi's with ids that count the calls."""
     write_tokenizer(tmp_path, family, chat_template=template)
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = tokenizer_in(tmp_path)
     text = tokenizer.whole_text(tokenizer.encode_chat(Chat(LATER, TOOLS)))
     assert re.search(".*".join(map(re.escape, RENDERED[family])), text, re.DOTALL), text
 
@@ -205,7 +206,7 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     """This holds whether or not the tokenizer calls the marks special, so a cached prompt still serves in the next
     turn."""
     write_tokenizer(tmp_path, family, tags_are_special)
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = tokenizer_in(tmp_path)
     prompt = tokenizer.encode_chat(Chat([USER], TOOLS))
     generated = [*tokenizer.encode(OUTPUTS[family], chat=False), tokenizer.hf.eos_token_id]
     assert tokenizer.decode(generated) == OUTPUTS[family]
@@ -231,7 +232,7 @@ def test_deepseeks_settings_add_bos(tmp_path: Path, kind: str) -> None:
     write_tokenizer(tmp_path, "deepseek_v3", bos_token="<｜begin▁of▁sentence｜>")
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind, "add_bos_token": True}))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = tokenizer_in(tmp_path)
     bos = tokenizer.hf.bos_token_id
     assert tokenizer.encode("x", chat=False).count(bos) == (kind == "LlamaTokenizerFast")
     assert tokenizer.encode("x", chat=True).count(bos) == 1
@@ -240,7 +241,7 @@ def test_deepseeks_settings_add_bos(tmp_path: Path, kind: str) -> None:
 def test_the_last_source_of_stop_ids_is_the_tokenizer(tmp_path: Path) -> None:
     assert stop_ids(tmp_path, ()) == frozenset()
     write_tokenizer(tmp_path, "minimax_m2")
-    eos = Tokenizer(tmp_path).hf.convert_tokens_to_ids("[e~[")
+    eos = tokenizer_in(tmp_path).hf.convert_tokens_to_ids("[e~[")
     assert stop_ids(tmp_path, ()) == {eos}
     assert stop_ids(tmp_path, (4,)) == {4}
     for text, found in (('{"eos_token_id": 7}', {7}), ('{"eos_token_id": [7, 8]}', {7, 8}), ("{}", {4})):

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.text.checkpoints import write_tokenizer
+from umbra.models.tokenizers import tokenizer_in
 from umbra.text.stops import Stops
 from umbra.text.tokenizer import Tokenizer
 
@@ -19,7 +20,7 @@ from umbra.text.tokenizer import Tokenizer
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer of single bytes."""
     folder = tmp_path_factory.mktemp("bytes")
-    return Tokenizer(folder, write_tokenizer(folder, "qwen3"))
+    return tokenizer_in(folder, write_tokenizer(folder, "qwen3"))
 
 
 def test_any_bytes_give_what_decoding_them_together_gives(letters: Tokenizer) -> None:
@@ -37,7 +38,7 @@ def test_a_space_between_prompt_and_answer_is_kept(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = tokenizer_in(tmp_path)
     detokenizer = tokenizer.detokenizer([0, 3])
     assert [detokenizer.push([id]) for id in (1, 2, 1)] == [" b", "c", " b"]
     assert tokenizer.detokenizer().push([1, 2, 1]) == "bc b"

@@ -13,15 +13,17 @@ from tests.text.checkpoints import TEMPLATES, write_tokenizer
 from tests.text.test_parser import TOOLS, streamed
 from umbra.base.errors import UserError
 from umbra.executor.checkpoint.stop_ids import stop_ids
+from umbra.models.registry import conventions
+from umbra.models.tokenizers import tokenizer_in
 from umbra.text.answer import Answer, Part, ToolCall
 from umbra.text.chat import Chat
-from umbra.text.formats import FORMATS, Mark
+from umbra.text.formats import Mark
 from umbra.text.harmony import LONGEST_HEADER, Harmony
 from umbra.text.parser import reader as reader_of
 from umbra.text.stops import Stops
 from umbra.text.tokenizer import Tokenizer
 
-HARMONY = FORMATS["harmony"]
+HARMONY = conventions().formats["harmony"]
 USER = {"role": "user", "content": "hi"}
 
 
@@ -125,7 +127,7 @@ def test_any_cuts_of_any_output_change_nothing(said: list[str], split: bool, too
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("harmony")
-    return Tokenizer(folder, write_tokenizer(folder, "harmony"))
+    return tokenizer_in(folder, write_tokenizer(folder, "harmony"))
 
 
 def test_marks_are_tokens_and_their_letters_are_text(tokenizer: Tokenizer) -> None:
@@ -146,7 +148,7 @@ def test_marks_are_tokens_and_their_letters_are_text(tokenizer: Tokenizer) -> No
 
 def test_the_format_needs_the_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "qwen3", chat_template=TEMPLATES["harmony"])
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = tokenizer_in(tmp_path)
     assert tokenizer.format("auto") is None
     with pytest.raises(UserError, match=r"output_format: harmony: .* has not all of the special tokens <\|start"):
         tokenizer.format("harmony")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.text.checkpoints import write_tokenizer
 from umbra.base.errors import UserError
+from umbra.models.tokenizers import tokenizer_in
 from umbra.text.template import TOO_MUCH, Renderer, variables_of
-from umbra.text.tokenizer import Tokenizer
 
 
 def split(pattern: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def change(folder: Path, **parts: Any) -> int:
 def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Imports the modules that the first tokenizer of a process needs, which take seconds and memory of their own."""
     folder = tmp_path_factory.mktemp("good")
-    Tokenizer(folder, write_tokenizer(folder, "qwen3"))
+    tokenizer_in(folder, write_tokenizer(folder, "qwen3"))
 
 
 @pytest.mark.parametrize("name", STRANGE)
@@ -56,7 +56,7 @@ def test_strange_tokenizers_are_one_line(tmp_path: Path, name: str) -> None:
     size = change(tmp_path, **parts)
     start, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=complaint) as raised:
-        Tokenizer(tmp_path, size)
+        tokenizer_in(tmp_path, size)
     assert "\n" not in str(raised.value)
     assert time.process_time() - start < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10  # KB
@@ -64,12 +64,12 @@ def test_strange_tokenizers_are_one_line(tmp_path: Path, name: str) -> None:
 
 def test_what_only_some_texts_provoke_is_one_line(tmp_path: Path) -> None:
     """Rust's panics are no Exception in Python."""
-    tokenizer = Tokenizer(tmp_path, change(tmp_path, pre_tokenizer=split(r"(a+)+$")))
+    tokenizer = tokenizer_in(tmp_path, change(tmp_path, pre_tokenizer=split(r"(a+)+$")))
     assert tokenizer.encode("some text", chat=False)
     with pytest.raises(UserError, match=r"tokenizer failed: .*retry-limit-in-match over"):
         tokenizer.encode("a" * 50 + "!", chat=False)
     cut = {"type": "Strip", "content": "a", "start": 1 << 40, "stop": 1 << 40}
-    tokenizer = Tokenizer(tmp_path, change(tmp_path, decoder=cut))
+    tokenizer = tokenizer_in(tmp_path, change(tmp_path, decoder=cut))
     with pytest.raises(UserError, match="tokenizer failed: index out of bounds"):
         tokenizer.decode(tokenizer.encode("a", chat=False))
 
@@ -80,7 +80,7 @@ UNIGRAM = {"type": "Unigram", "unk_id": 0, "byte_fallback": False}
 def test_what_takes_long_is_ended(tmp_path: Path) -> None:
     """It would take minutes. What follows is encoded again."""
     vocabulary = [["<u>", 0.0], *(["a" * i, -1.0] for i in range(1, 3000))]
-    tokenizer = Tokenizer(tmp_path, change(tmp_path, model=UNIGRAM | {"vocab": vocabulary}))
+    tokenizer = tokenizer_in(tmp_path, change(tmp_path, model=UNIGRAM | {"vocab": vocabulary}))
     short = tokenizer.encode("aab", chat=False)
     start = time.process_time()
     with pytest.raises(UserError, match=r"tokenizer failed: it takes more than .* s or .* MB for \d+ characters"):
@@ -95,7 +95,7 @@ def test_a_template_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     for wrong in (5, ["x"], {"default": 5}, [{"name": "default"}], True):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": wrong}))
         with pytest.raises(UserError, match="tokenizer not readable"):
-            Tokenizer(tmp_path)
+            tokenizer_in(tmp_path)
 
 
 HOSTILE = {

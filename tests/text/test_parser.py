@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from umbra.models.registry import conventions
 from umbra.text.answer import Answer, Part, Reader, ToolCall
-from umbra.text.formats import FORMATS, TAGS
 from umbra.text.parser import Parser
 
 TYPES: dict[str, Any] = {
@@ -31,7 +31,7 @@ TOOLS = [
 ]
 M2, QWEN3, CODER, GLM = "minimax_m2", "qwen3", "qwen3_coder", "glm45"
 KIMI, V3, V31 = "kimi_k2", "deepseek_v3", "deepseek_v31"
-TEXTS = [name for name, format in FORMATS.items() if not format.tokens]
+TEXTS = [name for name, format in conventions().formats.items() if not format.tokens]
 
 
 def answer(reasoning: str = "", content: str = "", *calls: tuple[str, dict[str, Any]]) -> Answer:
@@ -39,7 +39,7 @@ def answer(reasoning: str = "", content: str = "", *calls: tuple[str, dict[str, 
 
 
 def new(format: str, reasoning: bool = False, split: bool = True, tools: Sequence[Any] = TOOLS) -> Parser:
-    return Parser(FORMATS.get(format), tools, reasoning, split)
+    return Parser(conventions().formats.get(format), tools, reasoning, split)
 
 
 def m2(*invokes: str) -> str:
@@ -316,7 +316,7 @@ def test_rules(name: str) -> None:
 
 
 BITS = [
-    *sorted(TAGS),
+    *sorted(conventions().tags),
     '<invoke name="f">',
     '<parameter name="i">',
     "<function=f>",

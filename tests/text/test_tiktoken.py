@@ -15,8 +15,11 @@ from tokenizers import Regex, pre_tokenizers
 
 from umbra.base.errors import UserError
 from umbra.executor.checkpoint.stop_ids import stop_ids
-from umbra.text.tokenizer import Tokenizer, open_tokenizer
-from umbra.text.tokenizer_sandbox import KIMI, is_linear
+from umbra.models.deepseek.text import KIMI
+from umbra.models.registry import conventions
+from umbra.models.tokenizers import open_tokenizer, tokenizer_in
+from umbra.text.tokenizer import Tokenizer
+from umbra.text.tokenizer_sandbox import is_linear
 
 JOINED = [
     "ab",
@@ -62,7 +65,7 @@ def write(folder: Path, ranks: bytes, **settings: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write(tmp_path_factory.mktemp("kimi"), lines(RANKS)))
+    return tokenizer_in(write(tmp_path_factory.mktemp("kimi"), lines(RANKS)))
 
 
 def split(text: str) -> list[str]:
@@ -94,7 +97,7 @@ def test_tokens_are_those_of_tiktoken(tokenizer: Tokenizer, text: str) -> None:
 
 def test_what_the_files_say(tokenizer: Tokenizer) -> None:
     assert split("中文English混合's 1234かな漢字") == ["中文", "English", "混合", "'s", " ", "123", "4", "かな", "漢字"]
-    assert is_linear(tokenizer.backend)
+    assert is_linear(tokenizer.backend, conventions().expressions)
     assert stop_ids(tokenizer.folder, ()) == {SPECIAL["<|im_end|>"]}
     assert tokenizer.whole_text([SPECIAL["[BOS]"] + 1]) == f"<|reserved_token_{len(RANKS) + 1}|>"
     assert tokenizer.hidden == {len(RANKS), len(RANKS) + 1, len(RANKS) + 2}
@@ -120,5 +123,5 @@ WRONG: dict[str, tuple[Callable[[list[bytes]], bytes], dict[str, Any]]] = {
 def test_wrong_files_are_one_line(tmp_path: Path, complaint: str) -> None:
     ranks, settings = WRONG[complaint]
     with pytest.raises(UserError, match=complaint) as raised:
-        Tokenizer(write(tmp_path, ranks(RANKS), **settings))
+        tokenizer_in(write(tmp_path, ranks(RANKS), **settings))
     assert "\n" not in str(raised.value)

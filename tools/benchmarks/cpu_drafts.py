@@ -52,7 +52,7 @@ from umbra.executor.engine.step.loop import Loop
 from umbra.executor.engine.step.model_drafts import ModelDrafter
 from umbra.executor.engine.step.timings import Timings
 from umbra.executor.model_runner import make_runner
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 from umbra.tools.benchmarks.machine import seconds_of
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.tools.benchmarks.umbra_engine import with_experts
@@ -77,7 +77,7 @@ COLUMNS = (
 @functools.cache
 def text() -> tuple[list[int], set[int]]:
     """The held-out text as token ids, and the ids that end sentences."""
-    tokenizer = Tokenizer(DEMO)
+    tokenizer = tokenizer_in(DEMO)
     ids = tokenizer.encode((DEMO / "held_out.txt").read_text(), False)
     return ids, {id for id in set(ids) if tokenizer.decode([id]).strip() in (".", "!", "?")}
 

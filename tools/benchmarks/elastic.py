@@ -38,7 +38,7 @@ from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.timings import Timings
 from umbra.executor.model_runner import ModelRunner, make_runner
 from umbra.executor.run.plots import plot
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 WAVES = (16, 4, 12)
@@ -127,7 +127,7 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
 def requests(case: Case) -> list[list[Request]]:
     """Requests with different pieces of the held-out text."""
     folder, choose = model_folder(case), random.Random(0)
-    ids = Tokenizer(folder).encode((folder / "held_out.txt").read_text(encoding="utf-8"), chat=False)
+    ids = tokenizer_in(folder).encode((folder / "held_out.txt").read_text(encoding="utf-8"), chat=False)
     starts = [choose.randrange(len(ids) - PROMPT[1]) for _ in range(sum(WAVES))]
     all_of_them = iter([Request(ids[s : s + choose.randint(*PROMPT)], choose.randint(*NEW)) for s in starts])
     return [[next(all_of_them) for _ in range(size)] for size in WAVES]

@@ -22,7 +22,10 @@ from umbra.base.errors import UserError
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig
 from umbra.models.gguf.architecture import Architecture
+from umbra.models.registry import conventions
 from umbra.ops.formats.mxfp4 import E2M1
+from umbra.text.splits import Split
+from umbra.text.tokenizer_file import patterns
 from umbra.tools.benchmarks.gguf_entries import Entry, architecture_of, entries
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -145,7 +148,7 @@ def describe(writer: Any, architecture: Architecture, config: Any) -> None:
 
 
 def describe_tokenizer(writer: Any, folder: Path) -> None:
-    """Write a byte-level BPE tokenizer that splits text as Qwen's does, whose ids have no gaps."""
+    """Writes a byte-level BPE tokenizer whose ids have no gaps, and which splits text as a family's does."""
     from gguf import TokenType
 
     data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -154,7 +157,7 @@ def describe_tokenizer(writer: Any, folder: Path) -> None:
     special = {id for id, token in added.items() if token["special"]}
     kinds = [TokenType.CONTROL if id in special else TokenType.NORMAL for id in range(len(ids))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(split_of(folder, data))
     writer.add_token_list([ids[id] for id in range(len(ids))])
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in data["model"]["merges"]])
@@ -164,3 +167,13 @@ def describe_tokenizer(writer: Any, folder: Path) -> None:
     template = folder / "chat_template.jinja"
     if template.is_file():
         writer.add_chat_template(template.read_text(encoding="utf-8"))
+
+
+def split_of(folder: Path, tokenizer: dict[str, Any]) -> str:
+    """Returns llama.cpp's name of the split of a tokenizer.json, whose contents are given, in `folder`."""
+    used, composed = tuple(patterns(tokenizer["pre_tokenizer"])), tokenizer["normalizer"] == {"type": "NFC"}
+    wanted = Split(used, tokenizer["model"].get("ignore_merges", False), composed)
+    name = next((name for name, split in conventions().splits.items() if split == wanted), None)
+    if name is None:
+        raise UserError(f"{folder / 'tokenizer.json'}: GGUF: no family's tokenizer splits texts as this one: {used}")
+    return name

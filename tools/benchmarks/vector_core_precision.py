@@ -34,13 +34,13 @@ from umbra.executor.model_runner import make_runner
 from umbra.executor.platform.base import Platform, Step
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.config import ModelConfig
+from umbra.models.tokenizers import tokenizer_in
 from umbra.ops import load_ops
 from umbra.ops.ascend.vector_core.planes import Planes, planes_of
 from umbra.ops.ascend.weights import signed
 from umbra.ops.formats import Format
 from umbra.ops.formats.quantised import Quantised, floats
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind
-from umbra.text.tokenizer import Tokenizer
 from umbra.tools.benchmarks.output import printed, write_rows
 
 RUN = 8
@@ -248,7 +248,7 @@ def main(argv: list[str], show: Callable[..., Any] = printed) -> None:
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args(argv)
     case = load_case(args.case, ["exe_mode=eager", "keep_packed=false", *args.set])
-    ids = Tokenizer(model_folder(case)).encode(args.text.read_text(), chat=False)[: args.tokens]
+    ids = tokenizer_in(model_folder(case)).encode(args.text.read_text(), chat=False)[: args.tokens]
     found = compare(case, ids)
     done = show(rows(found), COLUMNS)
     print(f"sums in half / 4 bits: {found.by_sums / found.by_bits:.2e} of the divergence")

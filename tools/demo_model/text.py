@@ -15,16 +15,13 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from umbra.text.splits import CL100K_SINGLE_DIGITS
+
 EOS, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 EOS_ID = 0  # the tokenizer's trainer numbers the special tokens first
 VOCABULARY, CONTEXT, BATCH, CHAT_ROWS = 4096, 256, 8, 2
 POSITIONS = 2048
 HELD_OUT_CHAPTERS = 3
-# Qwen's own pre-tokenizer pattern, so that the tiny tokenizer has the shape of the real one.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -87,7 +84,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(CL100K_SINGLE_DIGITS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -34,7 +34,7 @@ from umbra.executor.config.schema import leaves
 from umbra.executor.launch.launch import launch
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import ModelRunner, make_runner
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 LOGITS, FIGURES = "logits.f32", "figures.json"  # what the first pass leaves in the temporary folder
 MOST_NAMED = 4  # keys in which two settings of a case differ, in their labels
@@ -95,7 +95,7 @@ def read_windows(case: Case, path: Path, size: int) -> list[list[int]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path}: not readable: {error}") from None
-    ids = Tokenizer(model_folder(case), load_model_config(case).vocab_size).encode(text, chat=False)
+    ids = tokenizer_in(model_folder(case), load_model_config(case).vocab_size).encode(text, chat=False)
     if len(ids) < 2:
         raise UserError(f"--text {path}: fewer than two tokens")
     return [ids[i : i + size] for i in range(0, len(ids), size) if i + 1 < len(ids)]

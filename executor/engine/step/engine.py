@@ -32,8 +32,8 @@ from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig
 from umbra.models.layers.base import layers_of
 from umbra.models.registry import model_class
+from umbra.models.tokenizers import tokenizer_in
 from umbra.ops.parallel.groups import Parallel
-from umbra.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from umbra.executor.engine.schedule.grammar import Grammars
@@ -170,7 +170,7 @@ class Engine:
         from umbra.executor.engine.schedule.grammar import Grammars
 
         folder, vocabulary = model_folder(self.case), self.config.vocab_size
-        tokenizer = Tokenizer(folder, vocabulary)
+        tokenizer = tokenizer_in(folder, vocabulary)
         return Grammars(tokenizer, vocabulary, stop_ids(folder, self.config.eos_token_ids))
 
     @contextmanager

@@ -39,11 +39,11 @@ from umbra.models.layers.experts import Experts
 from umbra.models.layers.latent_attention import KeysAndValues
 from umbra.models.layers.linear import MergedLinear, RowLinear
 from umbra.models.registry import families, model_class
+from umbra.models.tokenizers import tokenizer_in
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.matrix import NativeExperts
 from umbra.ops.parallel.join import parallel_of
-from umbra.text.tokenizer import Tokenizer
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256,
@@ -198,7 +198,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_tokenizer_is_the_original(demo: Path) -> None:
     folder = unpacked.checkpoint_folder(demo)
-    ours, theirs = Tokenizer(folder), Tokenizer(DEMO)
+    ours, theirs = tokenizer_in(folder), tokenizer_in(DEMO)
     for chat in (False, True):
         ids = ours.encode(TEXT, chat)
         assert ids == theirs.encode(TEXT, chat)

@@ -13,7 +13,7 @@ from umbra.executor.config.units import GB
 from umbra.executor.plan.host_memory import check_host_memory
 from umbra.executor.plan.sketch import sketch_of, weights_of
 from umbra.executor.run.defaults import RUNNING, SERVING, case_of_checkpoint, open_case
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 DEMO = ROOT / "checkpoints/austen_moe"
 
@@ -175,17 +175,17 @@ def test_a_tokenizer_that_is_missing_says_what_to_do(tmp_path: Path, files: dict
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=complaint):
-        Tokenizer(tmp_path)
+        tokenizer_in(tmp_path)
 
 
 def test_a_chat_template_of_the_user_s(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    tokenizer = Tokenizer(DEMO, template=str(tmp_path / "own.jinja"))
+    tokenizer = tokenizer_in(DEMO, template=str(tmp_path / "own.jinja"))
     assert tokenizer.decode(tokenizer.encode("Hello", chat=True)) == "<Hello>"
     model, given = folder(tmp_path / "model", 600), [f"chat_template={tmp_path / 'own.jinja'}"]
     for settings, mode in ((given, "chat"), ([], "default")):
         assert open_case(str(model), RUNNING, settings).model_config.tokenizer_mode == mode
     with pytest.raises(UserError, match=r"chat_template: /dev/zero is larger than 1 MB"):
-        Tokenizer(DEMO, template="/dev/zero")
+        tokenizer_in(DEMO, template="/dev/zero")
     with pytest.raises(UserError, match=r"model_config\.chat_template: nowhere cannot be read: No such file"):
-        Tokenizer(DEMO, template="nowhere")
+        tokenizer_in(DEMO, template="nowhere")

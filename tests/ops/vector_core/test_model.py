@@ -15,8 +15,8 @@ import torch
 from tests.fakes.ascend_c import Counts
 from tests.fakes.ascend_c.launch import launch
 from umbra.executor.config.load import load_case, model_folder
+from umbra.models.tokenizers import tokenizer_in
 from umbra.ops.ascend.vector_core.planes import planes_of
-from umbra.text.tokenizer import Tokenizer
 from umbra.tools.benchmarks.vector_core_examples import WITHIN, Example, examples
 from umbra.tools.benchmarks.vector_core_machine import HIGH, LOW, Phase, pipes, predict
 from umbra.tools.benchmarks.vector_core_model import BFLOAT16, bank, count
@@ -119,7 +119,7 @@ def test_runs_are_those_of_the_kernel() -> None:
 def test_sums_in_half_cost_little_beside_four_bits() -> None:
     """The demo model runs on 32 tokens. Its activations are not rounded here, so only sums differ."""
     case = load_case("demo", ["exe_mode=eager", "keep_packed=false", "dtype=float32"])
-    found = compare(case, Tokenizer(model_folder(case)).encode(TEXT.read_text(), chat=False)[:32])
+    found = compare(case, tokenizer_in(model_folder(case)).encode(TEXT.read_text(), chat=False)[:32])
     assert 0 < found.by_sums < 0.01 * found.by_bits
     assert found.by_order < 1e-4 * found.by_bits
     assert found.flips[1] <= found.flips[0] < 0.5

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from tests.fakes.serving_engine import FakeEngine
 from tests.text.checkpoints import write_tokenizer
 from umbra.executor.config.load import load_case
+from umbra.models.tokenizers import tokenizer_in
 from umbra.serving.api.auth import Keys
 from umbra.serving.api.front import Front, Text
 from umbra.serving.api.server import listening, make_server
@@ -29,7 +30,7 @@ Result = TypeVar("Result")
 def family_tokenizer(family: str) -> Tokenizer:
     """Returns a tokenizer of single bytes, with the marks of the family."""
     folder = Path(tempfile.mkdtemp(prefix="umbra-test-"))
-    return Tokenizer(folder, write_tokenizer(folder, family))
+    return tokenizer_in(folder, write_tokenizer(folder, family))
 
 
 @dataclass

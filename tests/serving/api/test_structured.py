@@ -16,12 +16,13 @@ from tests.serving.api.front import family_tokenizer
 from tests.text.checkpoints import FORMAT_OF
 from umbra.executor.engine.schedule.grammar import Grammars
 from umbra.executor.engine.schedule.request import Grammar
+from umbra.models.registry import conventions
 from umbra.serving.api import compiling, structured
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError
 from umbra.serving.api.fields import Fields
 from umbra.serving.ranks.messages import Ready
-from umbra.text.formats import FORMATS, TAGS, Mark
+from umbra.text.formats import Mark
 from umbra.text.parser import reader
 
 
@@ -38,7 +39,7 @@ def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
 def marks(family: str) -> structured.Marks:
     """Returns the marks that llguidance takes for special tokens: all that the tokenizer of the family has."""
     backend = family_tokenizer(family).backend
-    names = (*TAGS, *FORMATS["harmony"].tokens)
+    names = (*conventions().tags, *conventions().formats["harmony"].tokens)
     return structured.Marks({mark: id for mark in names if (id := backend.token_to_id(mark)) is not None})
 
 

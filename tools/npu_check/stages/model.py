@@ -19,7 +19,7 @@ from umbra.executor.engine.step.teacher_forcing import ForcedRun
 from umbra.executor.model_runner import make_runner
 from umbra.executor.platform.ascend.fallbacks import ABOUT_STRICT
 from umbra.executor.run.prompts import encode_prompts
-from umbra.text.tokenizer import open_tokenizer
+from umbra.models.tokenizers import open_tokenizer
 from umbra.tools.npu_check import ranks
 from umbra.tools.npu_check.environment import ascend_overrides, case_environment, demo_case
 from umbra.tools.npu_check.numbers import Differs

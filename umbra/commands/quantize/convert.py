@@ -27,7 +27,7 @@ from umbra.commands.quantize.search import Fold, fold, search_layer
 from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.target import Target
 from umbra.commands.quantize.workers import Each, Progress, workers
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 STATE = "quantize_state.json"
 WINDOW = 256  # tokens of calibration text that attend to each other
@@ -105,7 +105,7 @@ def _read_text(path: Path) -> str:
 
 def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
     """(B, L): windows of equal length; tokens that do not fill the last window are left out."""
-    ids = Tokenizer(source.folder).encode(text, chat=False)[: calibration.tokens]
+    ids = tokenizer_in(source.folder).encode(text, chat=False)[: calibration.tokens]
     if len(ids) < 2:
         raise UserError(f"--calibrate {calibration.path}: fewer than two tokens")
     if max(ids) >= source.config.vocab_size:

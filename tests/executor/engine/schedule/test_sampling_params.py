@@ -16,7 +16,7 @@ from umbra.executor.engine.schedule.grammar import LARGEST, Grammars, Matcher, c
 from umbra.executor.engine.schedule.request import LARGEST_SEED, Event, Grammar, Request, SamplingParams
 from umbra.executor.engine.step.loop import Loop
 from umbra.executor.model_runner import ModelRunner
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [  # what is taken, and what is not
     ("max_tokens", [1], [0, True, 1.0]),
@@ -87,9 +87,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 def answer(demo: ModelRunner, **options: Any) -> tuple[str, str]:
-    from umbra.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(demo.folder)
+    tokenizer = tokenizer_in(demo.folder)
     ids = tuple(tokenizer.encode("Emma was", False))
     id = demo.loop.submit(Request(ids, SamplingParams(**{"max_tokens": 100} | options))).id
     events = drain(demo.loop)[id]
@@ -158,6 +157,6 @@ def test_what_is_wrong_is_said_in_one_line(kind: str, text: str) -> None:
 
 
 def test_an_answer_with_a_grammar_needs_an_end() -> None:
-    tokenizer = Tokenizer(ROOT / "checkpoints" / "austen_moe")
+    tokenizer = tokenizer_in(ROOT / "checkpoints" / "austen_moe")
     with pytest.raises(UserError, match="austen_moe: names no end-of-sequence token, which an answer with a grammar"):
         Grammars(tokenizer, 9, [])

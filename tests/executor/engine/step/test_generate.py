@@ -28,7 +28,7 @@ from umbra.executor.model_runner import make_runner as new_runner
 from umbra.executor.run.prompts import encode_prompts
 from umbra.models.layers.base import layers_of
 from umbra.models.layers.experts import Experts
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 
@@ -96,7 +96,7 @@ def test_prompts_equal_transformers_tokens(mode: str) -> None:
     case = load_case("demo", [f"tokenizer_mode={mode}"])
     folder = ROOT / case.model_path
     hf = AutoTokenizer.from_pretrained(folder)
-    for prompt, ids in zip(case.data_config.prompts, encode_prompts(case, Tokenizer(folder)), strict=True):
+    for prompt, ids in zip(case.data_config.prompts, encode_prompts(case, tokenizer_in(folder)), strict=True):
         if mode == "chat":
             turns = [{"role": "user", "content": prompt}]
             assert ids == hf.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
@@ -106,7 +106,7 @@ def test_prompts_equal_transformers_tokens(mode: str) -> None:
 
 def test_long_and_empty_prompts_follow_the_policy() -> None:
     case = load_case("demo", ["input_max_len=4"])
-    tokenizer = Tokenizer(ROOT / case.model_path)
+    tokenizer = tokenizer_in(ROOT / case.model_path)
     with pytest.raises(UserError, match=r"prompt 0 .* tokens, input_max_len is 4: raise it, or set long_prompts"):
         encode_prompts(case, tokenizer)
     whole = tokenizer.encode(case.data_config.prompts[0], chat=False)

@@ -13,7 +13,7 @@ from umbra.base.files import ROOT
 from umbra.executor.engine.schedule.request import Grammar, Request, SamplingParams
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.loop import Loop
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 CHECKPOINTS = ROOT / "checkpoints"
 TEXTS = [
@@ -64,7 +64,7 @@ def answers(
     if pages:
         for pool in loop.scheduler.pools:
             pool.pages = pages
-    tokenizer = Tokenizer(CHECKPOINTS / demo.name, loop.engine.config.vocab_size)
+    tokenizer = tokenizer_in(CHECKPOINTS / demo.name, loop.engine.config.vocab_size)
     prompts, found = [tuple(tokenizer.encode(text, chat=False)) for text in TEXTS], []
     preempted = 0
     for turn in range(2):

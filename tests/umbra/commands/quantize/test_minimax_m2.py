@@ -21,7 +21,7 @@ from umbra.commands.quantize.fp8 import Fp8Target
 from umbra.commands.quantize.layer import CalibratedLayer
 from umbra.commands.quantize.source import Source
 from umbra.executor.config.load import load_case
-from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import tokenizer_in
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +169,7 @@ def test_the_awq_folder_was_made_of_the_demo() -> None:
 
 def log_probabilities(folder: Path, case_name: str) -> Tensor:
     case = load_case(case_name, ["keep_packed=false", "method=auto"])
-    ids = Tokenizer(DEMO).encode(HELD_OUT, chat=False)[:1024]
+    ids = tokenizer_in(DEMO).encode(HELD_OUT, chat=False)[:1024]
     rows = [ids[start : start + 256] for start in range(0, len(ids), 256)]
     return torch.cat(prefill_logits(make_runner(sized_for(case, rows, 0), folder), rows)).log_softmax(-1)
 

@@ -1,0 +1,19 @@
+"""Opens tokenizers of checkpoints with what the families' records say of texts."""
+
+from pathlib import Path
+
+from umbra.models.registry import conventions
+from umbra.text.tokenizer import Tokenizer
+from umbra.text.tokenizer_file import has_tokenizer
+
+
+def tokenizer_in(folder: Path, vocabulary: int | None = None, template: str = "") -> Tokenizer:
+    """Returns the tokenizer in `folder`; `vocabulary` and `template` are as of `Tokenizer`."""
+    return Tokenizer(folder, conventions(), vocabulary, template)
+
+
+def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None, template: str = "") -> Tokenizer | None:
+    """Returns the same, or None if the checkpoint in `folder` has no tokenizer and none is `needed`."""
+    if needed or has_tokenizer(folder):
+        return tokenizer_in(folder, vocabulary, template)
+    return None
