@@ -4,6 +4,7 @@ Every import counts: at the top of a file, inside a function, and under TYPE_CHE
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -196,3 +197,15 @@ def test_no_function_has_many_parameters() -> None:
                     names = [p.arg for p in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                     own = [name for name in names if name not in ("self", "cls")]
                     assert len(own) <= MOST_PARAMETERS, f"{path}: {node.name}"
+
+
+CLAUSE = re.compile(r"(Of|What|Where|Those|That|How|Whether)\b")
+
+
+def test_docstrings_have_a_subject() -> None:
+    """A docstring that begins with a word of CLAUSE is a clause: it does not say what is taken or returned."""
+    for path in [*SOURCES.values(), *(ROOT / "tests").rglob("*.py")]:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                assert not CLAUSE.match(text), f"{path}: {text}"
