@@ -32,7 +32,7 @@ from umbra.ops.interface import (
 CHUNK, CHUNKS = 64, 64  # rows of a chunk of the gated delta rule, and chunks that are prepared at once
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 # Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
-# real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
+# real wheels: a layer of attention and experts has 13. On the CPU an op is one native call.
 ASCEND_KERNELS = {
     "linear by int8": 2,
     "moe by int8": 4,

@@ -4,15 +4,19 @@ Every import counts: at the top of a file, inside a function, and under TYPE_CHE
 """
 
 import ast
+import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from umbra.base.files import ROOT
+from umbra.models.registry import families
 
-FAMILIES = sorted(f"umbra.models.{path.parent.name}" for path in (ROOT / "models").glob("*/config.py"))
+FOLDERS = sorted(f"umbra.models.{path.parent.name}" for path in (ROOT / "models").glob("*/config.py"))
 DEVICES = sorted(path.parent.name for path in (ROOT / "executor/platform").glob("*/facts.py"))
 # From the ground up: a room imports from the floors below its own, never from one beside it. A module is in the room of
 # the longest name that fits.
@@ -23,7 +27,7 @@ FLOORS = [
     ["umbra.ops.parallel", "umbra.ops.cpu"],
     ["umbra.ops.ascend"],
     ["umbra.models", "umbra.cpu_offload.memory", "umbra.cpu_offload.policy"],
-    [*FAMILIES, "umbra.cpu_offload"],
+    [*FOLDERS, "umbra.cpu_offload"],
     ["umbra.cpu_offload.planner"],
     ["umbra.executor.config"],
     ["umbra.executor.checkpoint"],
@@ -209,3 +213,50 @@ def test_docstrings_have_a_subject() -> None:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 assert not CLAUSE.match(text), f"{path}: {text}"
+
+
+# Rooms that may name families: what measures published models, and makes demos and test files of them.
+NAMING = ["umbra.planner.benchmarks", "umbra.tools"]
+# Modules that name published models, and why.
+NAMING_MODULES = {
+    "umbra.models.registry": "one line a family",
+    "umbra.cpu_offload.planner.hits": "published hit rates, by the models that they were measured on",
+    "umbra.cli": "examples of what is typed: a model on a hub, cases",
+    "umbra.executor.model_runner": "a runner that the documents this project follows call so",
+}
+
+
+def family_words() -> re.Pattern[str]:
+    """Returns an expression for the names of families, those of their classes, and the brands that names begin with."""
+    classes = {record.architecture.removesuffix("ForCausalLM") for record in families()}
+    names = {name for record in families() for name in (record.name, *record.old_types)}
+    brands = {name if name.startswith("gpt") else re.split(r"[\d_]", name)[0] for name in names}  # GPTQ is a format
+    words = [word.replace("_", "[-_ ]?") for word in sorted({*names, *classes, *brands})]
+    return re.compile("|".join(words), re.IGNORECASE)
+
+
+def test_only_a_familys_folder_names_it() -> None:
+    """Records, configs and models say what differs between families; other code asks these."""
+    words, folders = family_words(), {record.config.rpartition(".")[0] for record in families()}
+    wrong = {
+        (module, number, found[0])
+        for module, path in SOURCES.items()
+        if module not in NAMING_MODULES and not any(is_in(module, room) for room in (*NAMING, *folders))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := words.search(line))
+    }
+    assert not wrong
+
+
+def test_records_need_no_torch() -> None:
+    code = "import sys; from umbra.models.registry import conventions; conventions(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_records_agree() -> None:
+    """Two records say the same of one text or file, so that it makes no difference which one is asked."""
+    for one, other in itertools.combinations(families(), 2):
+        assert one.gguf is other.gguf or not (one.gguf and other.gguf and one.gguf.name == other.gguf.name)
+        for name in ("formats", "splits", "classes"):
+            first, second = getattr(one.text, name), getattr(other.text, name)
+            assert all(first[key] == second[key] for key in first.keys() & second.keys())

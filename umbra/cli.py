@@ -177,7 +177,7 @@ def make_parser() -> Parser:
         "--format",
         choices=("awq", "fp8", "mxfp4", "w8a8"),
         default="awq",
-        help="format to write (default awq); gpt-oss is written as mxfp4; w8a8 has modelslim's layout",
+        help="format to write (default awq); experts in one tensor are written as mxfp4; w8a8 has modelslim's layout",
     )
     add.add_argument("--group", type=int, choices=GROUP_SIZES, help="for awq: columns that share a scale (default 128)")
     add.add_argument(

@@ -267,7 +267,7 @@ class QuantizationSettings:
     rest: str = key(
         "none",
         "beside weights kept as in the checkpoint: its other linear layers and the output head. none: in "
-        "`dtype`, but the head in 8 bits on cpu unless the format is for experts alone (gpt-oss's MXFP4). q8: in 8 "
+        "`dtype`, but the head in 8 bits on cpu unless the format is for experts alone (MXFP4). q8: in 8 "
         "bits in groups of 32; cpu only",
         choices=("none", "q8"),
     )

@@ -17,7 +17,7 @@ from umbra.base.errors import UserError, short
 from umbra.base.files import check_pointer
 from umbra.models.gguf.types import TYPES, name_of
 
-LARGEST_HEADER = 256 << 20  # bytes; gpt-oss's is about 20 MB
+LARGEST_HEADER = 256 << 20  # bytes; those of models with 200,000 tokens have about 20 MB
 MOST_VALUES = 1 << 22  # of all keys together
 MOST_TENSORS = 1 << 14
 LONGEST_KEY, LONGEST_NAME = 256, 63  # characters; llama.cpp's own limit of tensors' names

@@ -1,83 +1,151 @@
-"""A new model family is one folder under models/ and one line in the registry. The tests follow docs/adding_a_model.md
-in a copy of the project: their family `toy_moe` is Qwen3-MoE under other names, with a router that chooses by
-sigmoid."""
+"""A new model family is one folder and one line in the registry. Those of the toy family lie in tests/toys/toy_family;
+its model is Qwen3-MoE under other names, with a router that chooses by sigmoid. docs/adding_a_model.md follows it."""
 
 import importlib
 import json
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
-from torch import nn
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from tests.tiny import save_tiny
+from tests.command import umbra
+from tests.tiny import make_runner, save_tiny, tiny_case, write_case
+from tests.toys.toy_family.text import EXPRESSION, FORMAT
+from umbra import LLM, SamplingParams
 from umbra.base.files import ROOT
+from umbra.models.gguf import folder as unpacked
+from umbra.models.registry import FAMILIES
+from umbra.models.tokenizers import tokenizer_in
+from umbra.text.answer import Answer, ToolCall
+from umbra.text.parser import reader
+from umbra.tools.benchmarks.gguf_file import write_gguf
 
 pytestmark = pytest.mark.slow
 
-LINE = '    "toy_moe": Family("models.toy_moe.config:ToyMoeConfig", "models.toy_moe.model:ToyMoeForCausalLM"),\n'
 LAYERS = ROOT / "models/layers"
-NAMES = {"qwen3_moe": "toy_moe", "Qwen3Moe": "ToyMoe"}
-ROUTE = "self.ops.route_softmax(self.gate(x), self.top_k, self.renormalise)"
+NAMES = {
+    "model.": "transformer.",
+    ".mlp.gate.": ".mixture.chooser.",
+    ".mlp.": ".mixture.",
+    "gate_proj": "open",
+    "up_proj": "wide",
+    "down_proj": "close",
+}
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{% if tools %}Say <toy:calls>{% endif %}"
+TEXT = "abba 122 ab"
+PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
+TOKENS = 12
 
 
-def project_with_a_toy(root: Path) -> None:
-    shutil.copytree(ROOT / "models", root / "models", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "run.py", root)  # not a link: Python would look for modules beside the original
-    for name in ("umbra", "serving", "planner", "executor", "cpu_offload", "text", "ops"):
-        (root / name).symlink_to(ROOT / name)
-    (root / "models/toy_moe").mkdir()
-    for name in ("__init__.py", "config.py", "model.py"):
-        text = (ROOT / "models/qwen3_moe" / name).read_text()
-        for theirs, ours in NAMES.items():
-            text = text.replace(theirs, ours)
-        if name == "model.py":
-            assert ROUTE in text
-            text = text.replace(ROUTE, "self.ops.route_sigmoid(self.gate(x), None, self.top_k, self.renormalise)")
-        (root / "models/toy_moe" / name).write_text(text)
-    registry = root / "models/registry.py"
-    text = registry.read_text()
-    registry.write_text(text.replace("FAMILIES = {\n", "FAMILIES = {\n" + LINE))
+@pytest.fixture(autouse=True)
+def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the registry's line."""
+    monkeypatch.setitem(FAMILIES, "toy_moe", "tests.toys.toy_family.family:TOY_MOE")
+    monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
 
 
-def test_a_family_runs_from_one_folder_and_one_line(tmp_path: Path) -> None:
-    project_with_a_toy(tmp_path)
-    save_tiny(tmp_path / "model")
-    config = tmp_path / "model/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "toy_moe"}))
-    case = {
-        "model_name": "toy_moe",
-        "model_path": str(tmp_path / "model"),
-        "data_config": {"input_max_len": 8, "max_new_tokens": 4, "batch_size": 2},
-        "sampling_config": {"ignore_eos": True},
-    }
-    for name, sections in {
-        "toy": {"exe_mode": "graph", "model_config": {"with_ckpt": False}},
-        "toy_on_ascend": {"platform": "ascend", "exe_mode": "ge_graph", "model_config": {"with_ckpt": False}},
-    }.items():
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(case | sections))
+@pytest.fixture
+def oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Qwen3MoeForCausalLM:
+    """A checkpoint of the toy family in `model`, beside transformers' model of the same weights."""
 
-    def run(*arguments: str, name: str) -> str:
-        command = [sys.executable, "run.py", *arguments]
-        environment = {"CASE_NAME": str(tmp_path / f"{name}.yaml"), "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def by_sigmoid(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = F.linear(x.reshape(-1, router.hidden_dim), router.weight).sigmoid()
+        weights, ids = scores.topk(router.top_k)
+        return scores, weights / weights.sum(-1, keepdim=True), ids
 
-    (tmp_path / "results").mkdir()
-    run("--results", str(tmp_path / "results"), name="toy")
-    report = json.loads((tmp_path / "results/report.json").read_text())
-    assert [len(completion["tokens"]) for completion in report["completions"]] == [4, 4]
-    assert "fullest at " in run("--plan", name="toy_on_ascend")  # `--plan` runs the family's own steps on meta
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", by_sigmoid)
+    folder = tmp_path / "model"
+    model = save_tiny(folder, vocab_size=320, moe_intermediate_size=32)
+    tensors = load_file(folder / "model.safetensors")
+    for theirs, ours in NAMES.items():
+        tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "toy", "architectures": ["ToyMoeForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tokenizer(folder)
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes and two merges, of which the split allows the one of letters alone."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id for id, token in enumerate([*letters, "ab", "12"])}
+    tokenizer = Tokenizer(BPE(vocabulary, [("a", "b"), ("1", "2")]))
+    split = pre_tokenizers.Split(Regex(EXPRESSION), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<toy:eos>", "<toy:end>")])
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<toy:eos>", chat_template=TEMPLATE)
+    whole.save_pretrained(folder)
+
+
+def checkpoint(folder: Path, kind: str) -> Path:
+    """The checkpoint in `folder`/model, or the GGUF file that is made of it."""
+    if kind == "gguf":
+        runner = make_runner(tiny_case(folder, folder / "model", model_name="toy_moe"), folder)
+        write_gguf(folder / "model.gguf", runner.engine.model, runner.config, folder / "model")
+        return folder / "model.gguf"
+    return folder / "model"
+
+
+@torch.no_grad()
+def continued(model: Qwen3MoeForCausalLM, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(TOKENS):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_family_is_one_folder_and_one_line(tmp_path: Path, oracle: Qwen3MoeForCausalLM, kind: str) -> None:
+    settings: dict[str, Any] = {"model_config": {"output_format": "toy"}, "exe_mode": "graph"}
+    llm = LLM(write_case(tmp_path / "toy.yaml", checkpoint(tmp_path, kind), model_name="toy_moe", **settings))
+    ids = llm.tokenizer.encode(TEXT, chat=False)
+    assert [llm.tokenizer.whole_text([id]) for id in ids] == ["ab", "b", "a", " ", "1", "2", "2", " ", "ab"]
+    prompts = [*PROMPTS, ids]
+    outs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
+    assert [list(out.tokens) for out in outs] == [continued(oracle, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+@pytest.mark.usefixtures("oracle")
+def test_its_answers_have_its_format(tmp_path: Path, kind: str) -> None:
+    folder = unpacked.checkpoint_folder(checkpoint(tmp_path, kind))
+    format = tokenizer_in(folder).format("auto")
+    assert format == FORMAT
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    parser = reader(format, tools, reasoning=False, split=True)
+    said = 'Yes.<toy:calls><toy:call>weather<toy:with>{"days": 2}</toy:call></toy:calls>'
+    parts = [*parser.push(said), *parser.finish()]
+    assert Answer.of(parts) == Answer("", "Yes.", (ToolCall("weather", '{"days": 2}'),))
+
+
+@pytest.mark.usefixtures("oracle")
+def test_its_layouts_fit_ascend(tmp_path: Path) -> None:
+    """`plan` runs the family's own steps on meta."""
+    settings: dict[str, Any] = {"platform": "ascend", "exe_mode": "ge_graph", "cache_config": {"page_size": 0}}
+    settings["model_config"] = {"dtype": "bfloat16"}
+    case = write_case(tmp_path / "toy.yaml", tmp_path / "model", model_name="toy_moe", **settings)
+    done = umbra("plan", str(case))
+    assert "fullest at " in done.stdout, done.stdout + done.stderr
 
 
 def test_the_guide_names_every_layer() -> None:
     """docs/adding_a_model.md has every class of models/layers/ that is a module, and none that does not exist."""
-    modules = {path.stem: importlib.import_module(f"models.layers.{path.stem}") for path in LAYERS.glob("[a-z]*.py")}
+    stems = [path.stem for path in LAYERS.glob("[a-z]*.py")]
+    modules = {stem: importlib.import_module(f"umbra.models.layers.{stem}") for stem in stems}
     there = {
         f"{name}.{word}"
         for name, module in modules.items()

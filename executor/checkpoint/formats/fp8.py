@@ -1,5 +1,5 @@
-"""FP8 in blocks, the format of DeepSeek's, Qwen's and MiniMax's own checkpoints, or with larger parts of a matrix in
-place of a block: GLM's own have a scale for each row.
+"""FP8 in blocks, as many official checkpoints have it, or with larger parts of a matrix in place of a block: some have
+a scale for each row.
 
 weight float8_e4m3 (N, K), weight_scale_inv (ceil(N / 128), ceil(K / 128)); w = weight * scale of its block
 

@@ -1,4 +1,4 @@
-"""MXFP4 of the experts, as gpt-oss's own checkpoints have it.
+"""MXFP4 of the experts, all of them in one tensor.
 
 _blocks uint8 (E, N, K / 32, 16), each byte two codes of e2m1 floats, the first in the lower half; _scales uint8
 (E, N, K / 32), the e8m0 scale of each block; w = value * 2^(scale - 127)

@@ -1,4 +1,4 @@
-"""FP8 in blocks: the layout of the official FP8 checkpoints of MiniMax-M2 and Qwen3.
+"""FP8 in blocks: the layout of official FP8 checkpoints.
 
 A weight w (out, in) becomes w = q * s: q in float8_e4m3, and for every block of 128 x 128 a float32 scale s, the
 block's largest magnitude divided by 448, the largest e4m3. The error is at most |w| / 16, or s / 1024 near zero.

@@ -1,4 +1,4 @@
-"""MXFP4 of all experts' weights in one tensor: the layout of gpt-oss's own checkpoints (executor/checkpoint/formats).
+"""MXFP4 of all experts' weights in one tensor: the layout of official checkpoints (executor/checkpoint/formats).
 
 A weight becomes w = q * 2^e: q an e2m1 float, and for every 32 columns of a row an exponent e, of two the one with the
 smaller squared error. Weights that were MXFP4 before keep their values.

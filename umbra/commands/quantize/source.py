@@ -202,7 +202,7 @@ def _matrices(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, int, sl
 
 class LayerTensors(Mapping[str, Tensor]):
     """The tensors of one decoder layer, by their names without `prefix`. Each is read when it is asked for, so that a
-    layer, 7 GB of MiniMax-M2, is never in memory as a whole."""
+    layer, which may have 7 GB, is never in memory as a whole."""
 
     def __init__(self, source: Source, prefix: str):
         self.source, self.prefix = source, prefix

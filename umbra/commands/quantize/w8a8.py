@@ -40,7 +40,7 @@ class W8a8Target(Target):
 
     def check(self) -> None:
         if self.source.fused:
-            raise UserError("--format w8a8: is not for tensors of all experts, as gpt-oss has: mxfp4")
+            raise UserError("--format w8a8: is not for tensors of all experts: mxfp4")
         super().check()
 
     def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
