@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from umbra.models.gguf.architecture import Architecture
 from umbra.models.mtp_names import MtpNames
@@ -17,6 +18,16 @@ class QuantisedFiles:
     fp8_floats: tuple[str, ...] | None = None
     fp8_anywhere: tuple[str, ...] = ("lm_head",)  # other names that they list
     fp8_type: str = "e4m3"  # their name of the weights' type
+
+
+class Shape(NamedTuple):
+    """The sizes of a published model, for benchmarks."""
+
+    layers: int
+    hidden: int
+    inner: int  # of an expert
+    experts: int
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Family:
     text: Conventions = field(default_factory=Conventions)  # what no other family's record says already
     mtp: MtpNames | None = None  # of its layers that predict further tokens; None: none is made
     quantised: QuantisedFiles | None = None  # None: its files have all experts in one tensor, and become MXFP4 alone
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of published models, by their names
 
     @property
     def architecture(self) -> str:

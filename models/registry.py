@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from umbra.base.errors import UserError, listed, short
 from umbra.base.files import read_json
 from umbra.models.config import ModelConfig
-from umbra.models.family import Family
+from umbra.models.family import Family, Shape
 from umbra.models.gguf.architecture import Architecture
 from umbra.models.hf_config import read_hf_config
 from umbra.text.conventions import Conventions
@@ -48,6 +48,11 @@ def families() -> list[Family]:
 def architectures() -> dict[str, Architecture]:
     """Returns llama.cpp's architectures that a family has, by their names."""
     return {record.gguf.name: record.gguf for record in families() if record.gguf}
+
+
+def shapes() -> dict[str, Shape]:
+    """Returns the sizes of published models, by their names."""
+    return {name: shape for record in families() for name, shape in record.shapes.items()}
 
 
 def conventions() -> Conventions:

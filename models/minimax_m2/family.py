@@ -1,6 +1,6 @@
 """The record of MiniMax-M2: M2, M2.1, M2.5 and M2.7."""
 
-from umbra.models.family import Family, QuantisedFiles
+from umbra.models.family import Family, QuantisedFiles, Shape
 from umbra.models.minimax_m2 import gguf
 from umbra.models.minimax_m2.text import TEXT
 
@@ -22,4 +22,5 @@ MINIMAX_M2 = Family(
     quantised=QuantisedFiles(
         ("block_sparse_moe.gate",), (), ("gate", "e_score_correction_bias", "lm_head"), "float8_e4m3fn"
     ),
+    shapes={"MiniMax-M2": Shape(62, 3072, 1536, 256, 8)},
 )

@@ -25,6 +25,7 @@ import torch
 from umbra.cpu_offload.manager import ShadowExperts, ShadowSettings
 from umbra.cpu_offload.memory.arena import Arena
 from umbra.executor.platform.cpu.shadow_device import CpuDevice
+from umbra.models.registry import shapes
 from umbra.ops.cpu.engine import shadow_teams
 from umbra.ops.cpu.shadow import ShadowPool
 from umbra.ops.formats import FORMATS
@@ -32,7 +33,8 @@ from umbra.ops.interface import SILU_EXPERTS
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.tools.benchmarks.routing_traces import made_up
 
-SHAPES = ((5, 32, 4), (48, 128, 8), (62, 256, 8))  # the demo, Qwen3-30B-A3B, MiniMax-M2
+DEMO = (5, 32, 4)  # layers, experts and experts of a token
+PUBLISHED = "Qwen3-30B-A3B", "MiniMax-M2"
 OTHERS = np.ones(64 << 20, np.uint8)  # read between steps, to empty the CPU's caches
 MOST_COPIES = 4  # at one decision
 PARTS = ("begin", "started", "end", "observe", "swaps")
@@ -98,7 +100,8 @@ def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
-    cases = [(*shape, sequences, cost) for shape in SHAPES for sequences in (1, 4) for cost in (1.0, 0.02)]
+    sizes = DEMO, *((shape.layers, shape.experts, shape.top_k) for shape in (shapes()[name] for name in PUBLISHED))
+    cases = [(*shape, sequences, cost) for shape in sizes for sequences in (1, 4) for cost in (1.0, 0.02)]
     rows = printed((measure(*case, args.steps) for case in cases), COLUMNS)
     write_rows(args.json, rows, steps=args.steps)
 

@@ -20,6 +20,7 @@ import torch
 
 from tests.fakes.ascend_c import Counts
 from tests.fakes.ascend_c.launch import launch
+from umbra.models.registry import shapes
 from umbra.ops.ascend.vector_core.planes import Planes, planes_of
 from umbra.tools.benchmarks.vector_core_examples import launched, print_examples, seed_fused
 from umbra.tools.benchmarks.vector_core_machine import HIGH, LOW, microseconds, predict
@@ -28,7 +29,6 @@ BFLOAT16 = torch.bfloat16
 SEED_US = {1: (43.42, 199.43), 2: (60.49, 266.82), 4: (96.18, 515.69), 8: (174.35, 936.17)}  # kernel, grouped matmul
 RATED = 1600  # GB/s
 NIBBLES, SCALES = ("w13", "w2"), ("s13", "s2")
-MODELS = (("Qwen3-30B-A3B", 2048, 768), ("Qwen3-235B-A22B", 4096, 1536), ("MiniMax-M2", 3072, 1536))  # H, I
 WAYS = {"in rows": False, "in tiles": True}  # of unpacked experts
 SHOWN = ("memory", "mte2", "vector", "repeats", "conflicts", "barriers", "scalar")
 
@@ -158,10 +158,10 @@ def print_model(float_sums: bool) -> None:
 def print_choice() -> None:
     print("model, not measurement; us as low..high; fused_moe_w4a16, 48 cores, all experts different; added: by")
     print("fused_moe_scores_w4a16; vector, scalar: what the choice adds to these pipes of the slowest core")
-    for name, hidden, inner, scored, sigmoid in (
-        ("Qwen3-30B-A3B, 128 experts, softmax", 2048, 768, 128, False),
-        ("MiniMax-M2 / 8, 256 experts, sigmoid", 3072, 192, 256, True),
-    ):
+    for model, ranks, sigmoid in (("Qwen3-30B-A3B", 1, False), ("MiniMax-M2", 8, True)):
+        _, hidden, inner, scored, _ = shapes()[model]
+        inner, part = inner // ranks, f" / {ranks}" if ranks > 1 else ""
+        name = f"{model}{part}, {scored} experts, {'sigmoid' if sigmoid else 'softmax'}"
         print(f"\n{name}\nbatch " + " ".join(f"{cell:>13}" for cell in ("given", "added", "vector", "scalar")))
         for batch in SEED_US:
             shape = Shape(name, hidden, inner, batch)
@@ -183,7 +183,7 @@ def print_traffic() -> None:
     print("cores: all work over the longest core's, by product.")
     head = ("nibbles", "scales", "x", "workspace", "y", "all / needed", "% weights", "% nibbles", ">= 16 KB", "cores")
     print(f"{'fused_moe_w4a16':26} batch " + " ".join(f"{name:>12}" for name in head))
-    for name, hidden, inner in MODELS:
+    for name, (_, hidden, inner, *_) in shapes().items():
         for over in (1, 8):
             for batch in (1, 8):
                 shape = Shape(name + (" / 8" if over == 8 else ""), hidden, inner // over, batch)
