@@ -79,7 +79,7 @@ thorough)
     umbra_setup_dev
     wait $!
     status=0
-    .venv/bin/python -m pytest "${workers[@]}" -m thorough "${@:2}" || status=1
+    .venv/bin/python -m pytest "${workers[@]}" -m "thorough or hypothesis" --hypothesis-profile thorough "${@:2}" || status=1
     [ $# -gt 1 ] || umbra_test_ascend -m thorough || status=1
     exit "$status"
     ;;

@@ -8,8 +8,9 @@ from hypothesis import settings
 from umbra.base.errors import collect_seldom
 
 collect_ignore = [] if find_spec("torch_npu") else ["ascend"]
-# Machines are busy: no test fails for the time it took.
-settings.register_profile("umbra", deadline=None)
+# Machines are busy: no test fails for the time it took. `bash test.sh thorough` tries more examples, others each time.
+settings.register_profile("umbra", deadline=None, max_examples=20, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=400)
 settings.load_profile("umbra")
 collect_seldom()
 

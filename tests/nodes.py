@@ -109,7 +109,7 @@ class Job:
         """Its lines that begin like this."""
         return [line for line in self.output.splitlines() if line.startswith(start)]
 
-    def end(self, within_s: float = 60.0) -> int:
+    def end(self, within_s: float = 300.0) -> int:
         """Waits for its end. -> its status"""
         return self.process.wait(within_s)
 
@@ -177,7 +177,7 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def until(condition: Callable[[], Found], within_s: float = 120.0) -> Found:
+def until(condition: Callable[[], Found], within_s: float = 300.0) -> Found:
     """Waits until `condition` holds. -> what it found"""
     deadline = time.monotonic() + within_s
     while not (found := condition()):

@@ -74,7 +74,7 @@ def test_one_s_own_model(tmp_path: Path, save: Callable[..., Any], family: str) 
             client.completions.create(model="my-model", prompt="Emma " * 500)
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(300)
 
     (tmp_path / "models.py").write_text("raise SystemExit('the wrong models.py')\n")
     program = """

@@ -27,7 +27,7 @@ from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_eager import golden, golden_in_int8, last_layer
-from tests.variants import thorough_but
+from tests.variants import thorough_after, thorough_but
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def step_log(runner: Any, running: list[Any]) -> list[str]:
     return log.lines
 
 
-@pytest.mark.parametrize("family", [QWEN3, GPT_OSS, V3], ids=str)
+@pytest.mark.parametrize("family", thorough_after(1, [QWEN3, GPT_OSS, V3]), ids=str)
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -> None:
     """A step is four copies that do not wait, two more for each further set of layers, one replay, and an update
@@ -71,6 +71,7 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str, family: Family) -
     assert runner.engine.decode_step.compiles == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_int8_is_captured(tmp_path: Path, mode: str) -> None:
     """A captured layer has the kernels of an eager one."""

@@ -13,6 +13,7 @@ from tests.ascend.ge import GeProgram, Node, Shape, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_ge import casts
+from tests.variants import thorough_after
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
 from umbra.executor.launch.join import init_parallel
@@ -81,12 +82,7 @@ def maker(program: GeProgram, node: Node) -> str:
 
 @pytest.mark.parametrize(
     ("family", "split"),
-    [
-        (QWEN3, "dp"),
-        (M2, "ep"),
-        (GPT_OSS, "tp"),
-        *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((QWEN3, "tp"), (M2, "dp"))),
-    ],
+    [(M2, "ep"), *thorough_after(0, [(QWEN3, "dp"), (GPT_OSS, "tp"), (QWEN3, "tp"), (M2, "dp")])],
     ids=str,
 )
 def test_collectives_of_a_decode_step(tmp_path: Path, family: Family, split: str) -> None:

@@ -36,7 +36,7 @@ from tests.ascend.workers import close_nodes
 from tests.fakes.drafts import FreeDrafts, HalfRight
 from tests.mtp import KINDS, Oracle
 from tests.tiny import write_case
-from tests.variants import thorough_but
+from tests.variants import thorough_after, thorough_but
 from umbra.base.files import ROOT
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
@@ -132,8 +132,9 @@ def served(
     return found, loop.timings.accepted_tokens, preempted
 
 
-@pytest.mark.parametrize("family", thorough_but((GLM, HYBRID, V3), GLM), ids=str)
-@pytest.mark.parametrize("mode", thorough_but(["acl_graph", "ge_graph"], "acl_graph"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [GLM, HYBRID, V3], ids=str)
+@pytest.mark.parametrize("mode", ["acl_graph", "ge_graph"])
 def test_sampled_tokens_are_too(tmp_path: Path, mode: str, family: Family) -> None:
     """With penalties and a grammar, after preemption, and behind cached prefixes. In float16, since draws fall to the
     other side of bfloat16's roundings, which forms of attention and of recurrence differ by."""
@@ -148,7 +149,7 @@ def kernels(lines: list[str]) -> list[str]:
     return [name.removeprefix("aclnn") for name in found if name.startswith("aclnn")]
 
 
-@pytest.mark.parametrize("family", [GLM, HYBRID, *thorough_but([V3])], ids=str)
+@pytest.mark.parametrize("family", thorough_after(1, [GLM, HYBRID, V3]), ids=str)
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_nothing_waits_between_guesses(tmp_path: Path, mode: str, family: Family) -> None:
     """Each guess is copies that do not wait, those of hidden states and guessed tokens on the device, and a replay."""

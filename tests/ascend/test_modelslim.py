@@ -54,7 +54,7 @@ def on_rank(rank: int, port: int, folder: Path, split: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("family", "split", "steps"),
     [
-        pytest.param(M2, {}, "prefill", id="tp"),
+        pytest.param(M2, {}, "prefill", id="tp", marks=pytest.mark.thorough),
         pytest.param(QWEN3, {"attn_tp_size": 1, "moe_tp_size": 1}, "", id="exchanged", marks=pytest.mark.thorough),
     ],
 )

@@ -17,7 +17,7 @@ from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.modelslim import modelslim_tiny
 from tests.quantised import mxfp4, mxfp4_tiny, quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
-from tests.variants import thorough_but
+from tests.variants import covering, thorough_after, thorough_but
 from umbra.commands.logits import collect_logits
 from umbra.executor.config.case import Case, ModelSettings, ParallelSettings
 from umbra.executor.config.env import RankEnv
@@ -64,23 +64,25 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        (QWEN3, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)),
-        (M2, {}),
-        (QWEN2, {}),
-        (GLM, dict(first_k_dense_replace=1)),
-        (GLM, dict(use_qk_norm=False, norm_topk_prob=False)),
-        (GPT_OSS, {}),
-        (HYBRID, {}),
-        (V3, {}),
-        (V2, {}),
-        (FLASH, dict(initializer_range=0.15)),
-    ],
-    ids=str,
+    ("family_options", "routing"),
+    covering(
+        [
+            (QWEN3, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)),
+            (M2, {}),
+            (QWEN2, {}),
+            (GLM, dict(first_k_dense_replace=1)),
+            (GLM, dict(use_qk_norm=False, norm_topk_prob=False)),
+            (GPT_OSS, {}),
+            (HYBRID, {}),
+            (V3, {}),
+            (V2, {}),
+            (FLASH, dict(initializer_range=0.15)),
+        ],
+        list(ROUTINGS),
+    ),
 )
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_model_equals_reference(tmp_path: Path, routing: str, family: Family, options: dict[str, Any]) -> None:
+def test_model_equals_reference(tmp_path: Path, family_options: tuple[Family, dict[str, Any]], routing: str) -> None:
+    family, options = family_options
     save(family, tmp_path, **options)
     assert_same(logits(tmp_path, ascend_on_cpu(routing)), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
@@ -153,9 +155,10 @@ def placing_rank(rank: int, port: int, folder: Path, ranks: int, slots: int, sti
     rank_logits(rank, port, folder, ranks, split, "fusion_v2")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "ranks", "slots"),
-    [(QWEN3, 2, 5), pytest.param(GPT_OSS, 4, 3, marks=pytest.mark.thorough)],  # with biases
+    [(QWEN3, 2, 5), (GPT_OSS, 4, 3)],  # with biases
     ids=str,
 )
 def test_placed_experts_equal_the_reference(tmp_path: Path, family: Family, ranks: int, slots: int) -> None:
@@ -173,19 +176,22 @@ TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "d
 
 @pytest.mark.parametrize(
     ("family", "split", "routing"),
-    [
-        (M2, "tp2", "fusion_v2"),
-        (QWEN3, "ep2", "tp"),
-        (QWEN3, "dp2", "fusion_v1"),
-        (QWEN2, "dp2", "fusion_v2"),
-        (GLM, "tp2", "fusion_v2"),
-        (GPT_OSS, "tp2", "fusion_v2"),
-        (GPT_OSS, "dp2", "fusion_v1"),
-        (HYBRID, "tp2", "fusion_v2"),
-        (HYBRID, "dp2", "fusion_v2"),
-        (V3, "tp2", "fusion_v2"),
-        (V3, "dp2", "fusion_v2"),
-    ],
+    thorough_after(
+        1,
+        [
+            (M2, "tp2", "fusion_v2"),
+            (QWEN3, "ep2", "tp"),
+            (QWEN3, "dp2", "fusion_v1"),
+            (QWEN2, "dp2", "fusion_v2"),
+            (GLM, "tp2", "fusion_v2"),
+            (GPT_OSS, "tp2", "fusion_v2"),
+            (GPT_OSS, "dp2", "fusion_v1"),
+            (HYBRID, "tp2", "fusion_v2"),
+            (HYBRID, "dp2", "fusion_v2"),
+            (V3, "tp2", "fusion_v2"),
+            (V3, "dp2", "fusion_v2"),
+        ],
+    ),
     ids=str,
 )
 def test_two_ranks_equal_the_reference(tmp_path: Path, family: Family, split: str, routing: str) -> None:
@@ -193,6 +199,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path, family: Family, split: st
     check_ranks(tmp_path, 2, TWO_RANKS[split], routing)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("split", [{"moe_tp_size": 2}, {"sequence_parallel_tokens": 1}], ids=["ep2tp2", "tp4_sp"])
 def test_ranks_with_copies_of_a_head_equal_the_reference(tmp_path: Path, split: dict[str, int]) -> None:
     """Two ranks hold each KV head, and its part of the weight of the norm over all heads."""

@@ -7,11 +7,11 @@ import torch
 
 from tests.ascend.engine import ascend_case, ascend_runner, prefilled
 from umbra.base.errors import UserError
-from umbra.executor.config.case import AscendSettings
 from umbra.executor.config.env import RankEnv
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.ascend.device import AscendPlatform
 from umbra.executor.platform.ascend.graphs import compiler_config
+from umbra.executor.platform.ascend.settings import AscendSettings
 
 
 def test_a_rank_needs_a_device(tmp_path: Path) -> None:

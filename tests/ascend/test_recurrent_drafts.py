@@ -15,6 +15,7 @@ from tests.ascend.engine import HYBRID, PROMPTS, ascend_case, ascend_runner, gen
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
+from tests.variants import thorough_after
 from umbra.executor.engine.drafts.drafts import Drafts
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.ops import reference
@@ -155,7 +156,7 @@ def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
     assert 20 < found[0][1] < found[0][2]
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", "ge_graph"])
+@pytest.mark.parametrize("mode", thorough_after(1, ["acl_graph", "ge_graph"]))
 def test_a_graph_copies_no_states_whole(tmp_path: Path, mode: str) -> None:
     """A step reads and writes each state in strips; how many kernels that takes is in docs/ascend.md."""
     torch._dynamo.reset()

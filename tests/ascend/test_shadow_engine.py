@@ -17,12 +17,13 @@ from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 from tests.ascend.workers import Gate, WatchedWorker, array, close_nodes
+from tests.variants import thorough_after
 from umbra.base.errors import UserError
-from umbra.cpu_offload import ascend
 from umbra.cpu_offload.expert_ring import GROUPS
 from umbra.cpu_offload.manager import ShadowExperts
 from umbra.executor.model_runner import ModelRunner
 from umbra.executor.plan.shadows import show_offload_plan
+from umbra.executor.platform.ascend import shadow_device
 from umbra.executor.platform.ascend.plan.memory import make_plan
 from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.run.memory_report import show_plan
@@ -205,14 +206,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModelRunner],
         gates.append(Gate(parts(runner)[1].side.npu_stream))
         return gates[-1]
 
-    monkeypatch.setattr(ascend, "Worker", WatchedWorker)
+    monkeypatch.setattr(shadow_device, "Worker", WatchedWorker)
     monkeypatch.setattr(WatchedWorker, "watch", lambda _: None, raising=False)
     yield gate
     for one in gates:
         one.end()
 
 
-@pytest.mark.parametrize("mode", ["eager", *CAPTURE_MODES])
+@pytest.mark.parametrize("mode", thorough_after(1, ["eager", "acl_graph", "npugraph_ex"]))
 def test_a_copy_is_used_by_the_layers_whose_turn_comes_after_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Callable[[ModelRunner], Gate], mode: str
 ) -> None:

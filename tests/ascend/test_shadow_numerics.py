@@ -16,6 +16,7 @@ from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
+from tests.variants import thorough_after
 from umbra.commands.logits import collect_logits
 from umbra.executor.config.env import RankEnv
 from umbra.executor.model_runner import ModelRunner, make_runner
@@ -108,7 +109,9 @@ def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], famil
     assert missed > 0 or offload["mode"] == "resident"
 
 
-@pytest.mark.parametrize(("copy", "routing"), [(1.1, "fusion_v2"), (1.3, "tp"), (1.3, "fusion_v1"), (99, "fusion_v2")])
+@pytest.mark.parametrize(
+    ("copy", "routing"), thorough_after(2, [(1.1, "fusion_v2"), (99, "fusion_v2"), (1.3, "tp"), (1.3, "fusion_v1")])
+)
 def test_prefills_are_the_same_however_they_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: float, routing: str
 ) -> None:
@@ -220,7 +223,9 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_
 
 
 @pytest.mark.parametrize(
-    ("split", "gemv_tokens"), [({"moe_tp_size": 1}, 0), ({"attn_tp_size": 1}, 0), ({}, 8)], ids=["ep2", "dp2", "tp2-q4"]
+    ("split", "gemv_tokens"),
+    thorough_after(1, [({"moe_tp_size": 1}, 0), ({"attn_tp_size": 1}, 0), ({}, 8)]),
+    ids=["ep2", "dp2", "tp2-q4"],
 )
 def test_two_ranks(tmp_path: Path, split: dict[str, int], gemv_tokens: int) -> None:
     """Each rank keeps shadows of its own part of the experts; floats, then four bits."""

@@ -10,6 +10,7 @@ import torch_npu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, PROLOG, QWEN2, QWEN3, V3, Family
+from tests.variants import covering
 from umbra.executor.engine.memory.kv_caches import attentions
 from umbra.executor.plan.activations import CountedGroup, Ledger, batch_of
 from umbra.models.build import Build, Formats
@@ -39,34 +40,27 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
 
 
 @pytest.mark.parametrize(
-    ("routing", "way"),
-    [*((routing, "whole") for routing in moe.ROUTINGS), *(("fusion_v2", way) for way in list(WAYS)[1:])],
-)
-@pytest.mark.parametrize(
-    ("family", "format", "top_k"),
-    [
-        (QWEN3, None, 8),
-        (QWEN3, Format("q4", 32), 2),
-        (QWEN3, Format("w8a8", 32), 8),
-        (M2, Format("q4", 32), 2),
-        (QWEN2, None, 3),
-        (GLM, Format("q4", 32), 2),
-        (GPT_OSS, None, 2),
-        (V3, None, 2),
-        (PROLOG, None, 2),
-        (FLASH, Format("q4", 32), 2),
-    ],
-    ids=str,
+    ("stored", "routed"),
+    covering(
+        [
+            (QWEN3, None, 8),
+            (QWEN3, Format("q4", 32), 2),
+            (QWEN3, Format("w8a8", 32), 8),
+            (M2, Format("q4", 32), 2),
+            (QWEN2, None, 3),
+            (GLM, Format("q4", 32), 2),
+            (GPT_OSS, None, 2),
+            (V3, None, 2),
+            (PROLOG, None, 2),
+            (FLASH, Format("q4", 32), 2),
+        ],
+        [*((routing, "whole") for routing in moe.ROUTINGS), *(("fusion_v2", way) for way in list(WAYS)[1:])],
+    ),
 )
 def test_as_much_is_alive_at_the_fullest_moment(
-    tmp_path: Path,
-    family: Family,
-    routing: str,
-    format: Format | None,
-    top_k: int,
-    way: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, stored: tuple[Family, Format | None, int], routed: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (family, format, top_k), (routing, way) = stored, routed
     parallel, exchanged = WAYS[way]
     # The op rotates in place, which its meta function does not know.
     monkeypatch.setattr(torch_npu, "npu_apply_rotary_pos_emb", lambda query, key, **_: (query, key))

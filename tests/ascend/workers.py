@@ -128,7 +128,7 @@ class Inputs:
 
 def until(lines: list[tuple[int, str]], last: str) -> list[tuple[int, str]]:
     """Extends `lines` by what streams execute until a line contains `last`."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not any(last in line for _, line in lines):
         assert time.monotonic() < deadline, lines
         lines += ran()

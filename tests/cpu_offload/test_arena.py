@@ -180,7 +180,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestHistories.settings = settings(stateful_step_count=60)
 
 
 @given(st.integers(1, 4000), st.integers(1, 40_000))

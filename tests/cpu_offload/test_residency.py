@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.variants import thorough_but
@@ -42,7 +42,6 @@ def late(run: Run) -> tuple[float, float]:
     return run.hits[half:].sum() / run.uses[half:].sum(), float(run.copies[half:].mean())
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_rules_of_every_swap(data: st.DataObject) -> None:
     layers, experts = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))

@@ -123,6 +123,12 @@ SPLITS = {
     "demo": DEMO,
     "demo_tp8": DEMO_TP8,
 }
+USUAL_OF_FOUR = {  # the other splits over more than two ranks are thorough ones
+    ("qwen3", "tp4_moe_2x2"),
+    ("qwen3", "tp4_moe_2x2_sp"),
+    ("oss", "dp2_tp2_ep4_in_chunks"),
+    ("m2", "ep4_copies"),
+}
 M2_SIZES = dict(hidden_size=64, head_dim=8, rotary_dim=4, num_hidden_layers=2, initializer_range=0.15)
 HEADS = dict(num_hidden_layers=4, num_attention_heads=16, head_dim=16, linear_num_key_heads=4)
 MODELS: dict[str, Callable[[Path], object]] = {
@@ -146,8 +152,17 @@ def overrides_of(split: dict[str, Any]) -> list[str]:
     return [*IN_FLOATS, *(f"{key}={value}" for key, value in split.items())]
 
 
+def is_thorough(model: str, split: str) -> bool:
+    return SPLITS[model][split]["world_size"] > 2 and (model, split) not in USUAL_OF_FOUR
+
+
+def splits(*chosen: tuple[str, str]) -> list[Any]:
+    """Returns `chosen`, pairs of a model and a split, as values of two parameters."""
+    return [pytest.param(*pair, marks=[pytest.mark.thorough] * is_thorough(*pair)) for pair in chosen]
+
+
 class Jobs:
-    """One job for all splits with this number of ranks, run when the first of them is needed."""
+    """One job for all splits with this number of ranks, or for the thorough ones, run when the first is needed."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -164,20 +179,20 @@ class Jobs:
         case = sized_for(load_case(self.cases[model.removesuffix("_tp8")], IN_FLOATS), self.ids[model], STEPS)
         return collect_logits(make_runner(case, self.folder), self.ids[model], STEPS)
 
-    def _job(self, world_size: int) -> "subprocess.CompletedProcess[str]":
+    def _job(self, world_size: int, thorough: bool) -> "subprocess.CompletedProcess[str]":
         jobs = [
             [f"{model}_{name}", self.cases[model], overrides_of(sizes), self.ids[model]]
             for model, splits in SPLITS.items()
             for name, sizes in splits.items()
-            if sizes["world_size"] == world_size
+            if (sizes["world_size"], is_thorough(model, name)) == (world_size, thorough)
         ]
-        path = self.folder / f"ranks{world_size}.json"
+        path = self.folder / f"ranks{world_size}_{thorough}.json"
         path.write_text(json.dumps(jobs))
         program = ["tests/executor/run/logits_ranks.py", str(path), str(STEPS)]
         return run_ranks(self.folder, world_size, program)
 
     def split(self, model: str, name: str) -> Arrays:
-        done = self.job(SPLITS[model][name]["world_size"])
+        done = self.job(SPLITS[model][name]["world_size"], is_thorough(model, name))
         path = self.folder / f"{model}_{name}.npz"
         assert path.exists(), done.stdout + done.stderr
         assert done.returncode == 0, done.stdout + done.stderr
@@ -206,18 +221,13 @@ def assert_same(split: Arrays, alone: Arrays) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "split"),
-    [
-        pytest.param(model, name, marks=[pytest.mark.thorough] * (splits[name]["world_size"] >= 8))
-        for model, splits in SPLITS.items()
-        for name in splits
-    ],
+    ("model", "split"), splits(*((model, name) for model, of_model in SPLITS.items() for name in of_model))
 )
 def test_split_equals_one_rank(jobs: Jobs, model: str, split: str) -> None:
     assert_same(jobs.split(model, split), jobs.alone(model))
 
 
-@pytest.mark.parametrize(("model", "split"), [("qwen3", "tp2"), ("qwen3", "tp4_moe_2x2"), ("m2", "tp2")])
+@pytest.mark.parametrize(("model", "split"), splits(("qwen3", "tp2"), ("qwen3", "tp4_moe_2x2"), ("m2", "tp2")))
 def test_shares_of_rows_change_no_bit(jobs: Jobs, model: str, split: str) -> None:
     """Over gloo, if ranks divide the tokens of a step: with padding, more than two ranks add in another order."""
     shared, whole = jobs.split(model, f"{split}_sp"), jobs.split(model, split)
@@ -225,15 +235,15 @@ def test_shares_of_rows_change_no_bit(jobs: Jobs, model: str, split: str) -> Non
         np.testing.assert_array_equal(shared[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize("split", [name for name in PLACED if name != "ep2_still"])
-def test_places_of_experts_change_no_bit(jobs: Jobs, split: str) -> None:
+@pytest.mark.parametrize(("model", "split"), splits(*(("m2", name) for name in PLACED if name != "ep2_still")))
+def test_places_of_experts_change_no_bit(jobs: Jobs, model: str, split: str) -> None:
     """On two ranks or four, with copies or without, while experts move, in captured steps and in chunks."""
-    placed, still = jobs.split("m2", split), jobs.split("m2", "ep2_still")
+    placed, still = jobs.split(model, split), jobs.split(model, "ep2_still")
     for name, expected in still.items():
         np.testing.assert_array_equal(placed[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize(("model", "split"), [*(("m2", split) for split in PLACED), ("oss", "ep4_copies_graph")])
+@pytest.mark.parametrize(("model", "split"), splits(*(("m2", split) for split in PLACED), ("oss", "ep4_copies_graph")))
 def test_experts_move_and_ranks_are_evened_out(jobs: Jobs, model: str, split: str) -> None:
     """A captured step stays as it is."""
     facts = jobs.facts(model, split)

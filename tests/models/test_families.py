@@ -19,6 +19,7 @@ from tests.models.hybrid_mistakes import HYBRID_MISTAKES
 from tests.models.latent_mistakes import LATENT_MISTAKES
 from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import EXPANDED, TINY_OF, make_runner, oracle_logits, rounding_bound, save_tiny_of, tiny_case
+from tests.variants import covering, thorough_after
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
@@ -109,7 +110,7 @@ RUNS: dict[str, dict[str, Any]] = {
 WAYS: list[tuple[str, str, dict[str, Any]]] = [
     (family, config, {}) for family, configs in CONFIGS.items() for config in configs
 ]
-WAYS += [(family, "tiny", sections) for family in CONFIGS for sections in RUNS.values()]
+OTHER_RUNS = covering(list(CONFIGS), ["tiny"], list(RUNS.values()))
 
 
 def logits_of(folder: Path, family: str, steps: int = 5, **sections: Any) -> dict[str, np.ndarray]:
@@ -130,7 +131,7 @@ def largest_error(arrays: dict[str, np.ndarray], oracle: PreTrainedModel) -> flo
     return float(max(errors))
 
 
-@pytest.mark.parametrize(("family", "config", "sections"), WAYS)
+@pytest.mark.parametrize(("family", "config", "sections"), [*WAYS, *OTHER_RUNS])
 def test_logits_equal_transformers(tmp_path: Path, family: str, config: str, sections: dict[str, Any]) -> None:
     oracle = save_tiny_of(tmp_path / "model", family, **CONFIGS[family][config])
     arrays = logits_of(tmp_path / "model", family, **sections)
@@ -233,7 +234,10 @@ def test_official_configs_are_models_of_their_size(
     assert sum(layer.elements for _, layer in layers_of(model)) == pytest.approx(billions * 1e9, abs=0.05e9)
 
 
-@pytest.mark.parametrize(("family", "config", "mistake"), [*MISTAKES, *HYBRID_MISTAKES, *LATENT_MISTAKES])
+@pytest.mark.parametrize(
+    ("family", "config", "mistake"),
+    [p for mistakes in (MISTAKES, HYBRID_MISTAKES, LATENT_MISTAKES) for p in thorough_after(2, mistakes)],
+)
 def test_a_known_mistake_changes_the_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, config: str, mistake: Mistake
 ) -> None:

@@ -71,7 +71,7 @@ class Process:
         return found
 
     def wait(self) -> int:
-        return self.process.wait(60)
+        return self.process.wait(300)
 
     def check_nothing_is_left(self) -> None:
         assert self.ranks() == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
 from tests.text.test_parser import TOOLS, streamed
@@ -108,7 +108,6 @@ BITS = [*map(Mark, HARMONY.tokens)] * 2 + [
 ]
 
 
-@settings(max_examples=300)
 @given(st.lists(st.sampled_from(BITS) | st.text(max_size=3), max_size=20), st.booleans(), st.booleans())
 def test_any_cuts_of_any_output_change_nothing(said: list[str], split: bool, tools: bool) -> None:
     def read(pieces: Iterable[str]) -> list[Part]:

@@ -58,7 +58,7 @@ def test_strange_tokenizers_are_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=complaint) as raised:
         tokenizer_in(tmp_path, size)
     assert "\n" not in str(raised.value)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10  # KB
 
 
@@ -85,7 +85,7 @@ def test_what_takes_long_is_ended(tmp_path: Path) -> None:
     start = time.process_time()
     with pytest.raises(UserError, match=r"tokenizer failed: it takes more than .* s or .* MB for \d+ characters"):
         tokenizer.encode("a" * 300_000, chat=False)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 20
     assert tokenizer.encode("aab", chat=False) == short == list(tokenizer.hf("aab")["input_ids"])
 
 

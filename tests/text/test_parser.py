@@ -8,7 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from umbra.models.registry import conventions
 from umbra.text.answer import Answer, Part, Reader, ToolCall
@@ -354,7 +354,6 @@ BITS = [
 OUTPUTS = st.lists(st.sampled_from(BITS) | st.text(max_size=3), max_size=25).map("".join)
 
 
-@settings(max_examples=200)
 @given(st.sampled_from(TEXTS), OUTPUTS, st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_any_cuts_of_any_output_change_nothing(
     format: str, text: str, reasoning: bool, split: bool, tools: bool, data: st.DataObject
@@ -442,7 +441,7 @@ def test_hostile_outputs_take_linear_work(format: str, bit: str) -> None:
             parts = [p for piece in text for p in parser.push(piece)] if letters else parser.push(text)
             parts += parser.finish()
             assert sum(len(part.text) for part in parts) <= 3 * len(text) + 20
-            assert time.process_time() - begin < 2  # quadratic work takes minutes
+            assert time.process_time() - begin < 20  # quadratic work takes minutes
 
 
 def test_the_work_of_a_schema_is_bounded() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from tokenizers import Regex, pre_tokenizers
 
 from umbra.base.errors import UserError
@@ -84,7 +84,6 @@ def ids_of(piece: bytes) -> list[int]:
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
-@settings(max_examples=300)
 @given(st.lists(st.sampled_from([*JOINED, *"abA' \r\n1!", "\u0300", "々", "カ", "🙂", "ǅ", *SPECIAL])).map("".join))
 def test_tokens_are_those_of_tiktoken(tokenizer: Tokenizer, text: str) -> None:
     expected: list[int] = []

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -380,7 +380,6 @@ def test_ranks_that_would_cut_a_block_are_refused(oss: Path) -> None:
         built(oss, world_size=8, parallel_config={"moe_tp_size": 8})
 
 
-@settings(max_examples=40)
 @given(
     st.sampled_from(list(SCHEMES)),
     st.dictionaries(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.fuzz.gguf import latent
 from tests.gguf_models import mostly_q4_k, save_gguf
 from tests.tiny import LATENT, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
+from tests.variants import covering
 from umbra import LLM
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
@@ -128,12 +129,12 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("family", "types", "kept"), KEPT)
-def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, ranks: int) -> None:
+@pytest.mark.parametrize(("kinds", "ranks"), covering(KEPT, [1, 2]))
+def test_every_bit_is_kept(tmp_path: Path, kinds: tuple[str, str, str], ranks: int) -> None:
+    family, types, kept = kinds
     wide, down, attention, values = types.split()
 
-    def kinds(name: str) -> str:
+    def kind_of(name: str) -> str:
         if "_exps.weight" in name:
             return down if "down" in name else wide
         kind = values if any(word in name for word in ("attn_v", "k_b", "kv_a", "ssm_out", "output.")) else attention
@@ -144,7 +145,7 @@ def test_every_bit_is_kept(tmp_path: Path, family: str, types: str, kept: str, r
     latents = dict(kv_lora_rank=256, q_lora_rank=256, qk_nope_head_dim=64, v_head_dim=32, head_dim=None)
     more = wide_heads if family in HYBRID else YARN | latents if "deepseek" in family else {"swiglu_limit": 7.0}
     save(tmp_path / "model", family, **SIZES | more)
-    means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", family, kinds)
+    means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", family, kind_of)
     for rank in range(ranks):
         found, expected = (built(tmp_path, path, family, rank, ranks) for path in (tmp_path / "model.gguf", means))
         for (path, ours), (_, theirs) in zip(layers_of(found), layers_of(expected), strict=True):

@@ -12,6 +12,7 @@ import torch
 
 from tests.command import umbra
 from tests.tiny import save_tiny, tiny_case
+from tests.variants import thorough_but
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.executor.config.case import Case
@@ -111,7 +112,14 @@ def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
     assert [part.nbytes for part in plan.decode] == [others, hit, BATCH * LONGEST * token]
 
 
-@pytest.mark.parametrize("name", [name for name, _ in list_cases() if load_case(name).platform == "ascend"])
+@pytest.mark.parametrize(
+    "name",
+    thorough_but(
+        [name for name, _ in list_cases() if load_case(name).platform == "ascend"],
+        "gpt_oss_120b_bf16_tp8",
+        "qwen3_235b_a22b_w4a16_offload",
+    ),
+)
 def test_every_case_of_ascend_fits(name: str) -> None:
     case = load_case(name)
     if case.offload_config.mode == "none":

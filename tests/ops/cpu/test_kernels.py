@@ -14,7 +14,7 @@ import pytest
 from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources, made_once, program, run
 from umbra.ops.cpu import engine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 WARNINGS = ["-O3", "-Wall", "-Wextra"]
@@ -107,11 +107,11 @@ def test_parity_on_this_machine(here: str, instruction_set: str) -> None:
     ("cpu", "instruction_set", "used"),
     [
         ("max", "auto", "neon_i8mm"),
-        pytest.param("max", "neon_dotprod", "neon_dotprod", marks=pytest.mark.thorough),
-        pytest.param("max", "generic", "generic", marks=pytest.mark.thorough),
+        ("max", "neon_dotprod", "neon_dotprod"),
+        ("max", "generic", "generic"),
         ("neoverse-n1", "auto", "neon_dotprod"),  # as Kunpeng 920: dotprod, but no i8mm
         # Plain ARMv8: anything more would be an illegal instruction.
-        pytest.param("cortex-a72", "auto", "generic", marks=pytest.mark.thorough),
+        ("cortex-a72", "auto", "generic"),
     ],
 )
 def test_parity_on_arm(arm: str, cpu: str, instruction_set: str, used: str) -> None:
@@ -145,7 +145,6 @@ def counter() -> str:
     return str(made_once("icount.so", ["gcc", *flags, str(TESTS / "icount.c")]))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("instruction_set", "format"), COUNTS)
 def test_instructions_per_weight(arm: str, counter: str, instruction_set: str, format: str) -> None:
     version = run(COMPILER, "-dumpversion").stdout.split(".")[0].strip()
@@ -185,7 +184,6 @@ def twin() -> str:
     return str(made_once("kernels", ["g++", *flags, *objects, "-pthread"]))
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these kernels are for x86-64")
 def test_parity_on_a_twin_of_the_tiles(twin: str) -> None:
     assert parity(twin, "auto") == "amx"

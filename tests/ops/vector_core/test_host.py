@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.ascend_c import Launch, TwinError, host
@@ -131,7 +131,6 @@ def test_float_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: i
         assert host(op, inputs, attributes=[*GROUPS[op], False]) == without
 
 
-@settings(deadline=None)  # the first call compiles
 @given(k=st.integers(1, 256), group=st.sampled_from([32, 64, 128]), ordered=st.booleans())
 def test_the_layout_is_that_of_python(k: int, group: int, ordered: bool) -> None:
     """For every number of rows: it holds each k once, in whole blocks of lanes."""

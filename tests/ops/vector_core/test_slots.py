@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -76,7 +76,6 @@ def test_unquantised_experts_are_two_planes() -> None:
     )
 
 
-@settings(deadline=None)  # the first call compiles
 @given(
     st.integers(1, 200),
     st.integers(1, 200),

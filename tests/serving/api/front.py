@@ -22,7 +22,7 @@ from umbra.serving.ranks.client import EngineClient
 from umbra.serving.ranks.messages import Submit
 from umbra.text.tokenizer import Tokenizer
 
-PATIENCE_S = 30.0  # machines are busy
+PATIENCE_S = 300.0  # machines are busy
 Result = TypeVar("Result")
 
 

@@ -30,7 +30,7 @@ SAID = "Hello, naïve 😀"
 def openais(scenario: Callable[[Server, openai.AsyncOpenAI], Awaitable[None]], *of: Any, **options: Any) -> None:
     async def whole(server: Server) -> None:
         url = f"http://127.0.0.1:{server.port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=30) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=300) as client:
             await scenario(server, client)
 
     run(whole, *of, **options)
@@ -41,7 +41,7 @@ def anthropics(
 ) -> None:
     async def whole(server: Server) -> None:
         url = f"http://127.0.0.1:{server.port}"
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="key", max_retries=0, timeout=30) as client:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="key", max_retries=0, timeout=300) as client:
             await scenario(server, client)
 
     run(whole, *of, **options)

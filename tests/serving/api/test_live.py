@@ -47,7 +47,7 @@ async def watch(server: Server) -> Connection:
 async def next_event(connection: Connection, wanted: str) -> Any:
     """The next event of this name."""
     while True:
-        block = (await asyncio.wait_for(connection.chunk(), 30)).decode()
+        block = (await asyncio.wait_for(connection.chunk(), 300)).decode()
         assert block, "the stream has ended"
         name, data = re.fullmatch(r"(?:event: (\w+)\n)?(?:data|): (.*)\n\n", block, re.DOTALL).groups()  # type: ignore[union-attr]
         if name == wanted:

@@ -222,4 +222,4 @@ def test_its_process_is_started_again_and_ends_with_the_front(compiler: Compiler
     process = compiler.sandbox.process
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=300) == 0

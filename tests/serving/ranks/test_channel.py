@@ -57,7 +57,7 @@ def orphans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)

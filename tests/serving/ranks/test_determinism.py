@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena
 }
 
 
-@pytest.mark.parametrize("kind", thorough_but(KINDS, "bfloat16", "q4", "mxfp4", "latents"))
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "q4", "latents"))
 def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Prompts are cut into chunks, find prefixes of others, are preempted and computed again in a prefill; experts
     move; an answer's rows run in steps of one to four sequences."""

@@ -32,12 +32,14 @@ def test_traffic_on_four_ranks(tmp_path: Path) -> None:
     check_traffic(tmp_path, 4, {"attn_tp_size": 2, "moe_tp_size": 2}, 800, 20, MANY)
 
 
+@pytest.mark.thorough
 def test_traffic_of_states(tmp_path: Path) -> None:
     check_traffic(
         tmp_path, 2, {"attn_tp_size": 2, "moe_tp_size": 2}, 400, 15, FEW | {"restored": 0}, 300, 200, "qwen3_next"
     )
 
 
+@pytest.mark.thorough
 def test_traffic_of_guesses(tmp_path: Path) -> None:
     """Two data-parallel groups, in which few guesses of the model's layer come true, agree on how many there are."""
     sizes = {"attn_tp_size": 1, "moe_tp_size": 1}

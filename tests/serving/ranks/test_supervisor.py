@@ -54,7 +54,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
-    asyncio.run(until(lambda: not list(folder.iterdir()), 30))
+    asyncio.run(until(lambda: not list(folder.iterdir())))
 
 
 def launcher(case: Case, folder: Path, faulty: bool) -> list[str]:
@@ -71,7 +71,7 @@ async def served(folder: Path, case: str, *overrides: str, faulty: bool = False)
     supervisor = Supervisor(made, launcher(made, folder, faulty), client)
     running = asyncio.create_task(supervisor.run())
     try:
-        await until(lambda: client.serving or bool(supervisor.failed), 120)
+        await until(lambda: client.serving or bool(supervisor.failed))
         yield supervisor
     finally:
         await supervisor.stop()
@@ -81,11 +81,11 @@ async def served(folder: Path, case: str, *overrides: str, faulty: bool = False)
     assert not client.path.exists()
 
 
-async def until(condition: Callable[[], bool], within_s: float) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     """Waits for `condition`."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < within_s
+        assert time.monotonic() - start < 300
         await asyncio.sleep(0.01)
 
 
@@ -116,11 +116,11 @@ def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case
             client, pid = supervisor.client, victim(supervisor, rank)
             rows: tuple[list[int], list[int]] = ([], [])
             begun = [asyncio.create_task(answer(client, [i], ENDLESS, own)) for i, own in enumerate(rows)]
-            await until(lambda: all(rows), 20)
+            await until(lambda: all(rows))
             asked = asyncio.create_task(answer(client, LONG[:40], 3))
             await asyncio.sleep(0.03)
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: not client.serving, 60)  # milliseconds on a machine that is idle
+            await until(lambda: not client.serving)  # milliseconds on a machine that is idle
             tokens, why = await asked
             assert (tokens, why) == await answer(client, LONG[:40], 3)
             assert (len(tokens), why) == (3, "whole")
@@ -201,7 +201,7 @@ def test_the_cause_is_told(
             if not supervisor.failed:
                 _, why = await answer(supervisor.client, [1, 2, 3], 100)
                 assert re.fullmatch(FAULTS[fault], why)
-                await until(lambda: bool(supervisor.failed), 10)
+                await until(lambda: bool(supervisor.failed))
             assert re.fullmatch(FAULTS[fault], supervisor.failed)
             assert (await answer(supervisor.client, [1], 1))[1] == supervisor.failed
             assert not supervisor.restarts  # a case that is refused would be refused again
@@ -233,7 +233,7 @@ def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, 
     finally:
         front.kill()
         front.wait()
-    asyncio.run(until(lambda: not processes_of(path), 120))
+    asyncio.run(until(lambda: not processes_of(path)))
     front.stdout.close()
 
 
@@ -267,13 +267,13 @@ def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeyp
                 asked = asyncio.create_task(answer(supervisor.client, LONG, 5))
                 await asyncio.sleep(0.1)
                 os.kill(rank_below(second.pid), signal.SIGKILL)
-                await until(lambda: bool(supervisor.failed), 20)
+                await until(lambda: bool(supervisor.failed))
                 assert re.fullmatch(RANK_DIED, supervisor.failed)
                 assert await asked == ([], supervisor.failed)
 
     try:
         asyncio.run(run())
-        output = second.communicate(timeout=30)[0]
+        output = second.communicate(timeout=300)[0]
     finally:
         second.kill()
     status, line = NODES[end]

@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.fakes.drafts import FreeDrafts
 from umbra.executor.engine.memory.batch_limits import Limits
@@ -126,7 +126,6 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     assert all(s.new_tokens > 0 for s in step.sequences)
 
 
-@settings(max_examples=400)
 @given(st.integers(0, 1 << 32))
 def test_every_request_gets_its_tokens_whatever_gives_way(seed: int) -> None:
     """Prompts are of two tokens, so that many begin alike, and mostly repeat themselves, so that drafts come true."""

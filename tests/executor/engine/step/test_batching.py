@@ -4,7 +4,7 @@ from array import array
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from umbra.executor.engine.memory.pages import Block, Holding, PagePool
 from umbra.executor.engine.schedule.request import Request
@@ -43,7 +43,6 @@ def test_pages_behind_a_window_are_given_back_and_never_named() -> None:
     assert held.pages(pool).tolist()[:3] == [8, 8, 9]
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 5))
 def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens: list[int], page_size: int) -> None:
     """Sequences written chunk by chunk into shuffled pages attend as if each lay alone in one piece."""
