@@ -25,12 +25,12 @@ umbra_checks() {
     .venv/bin/mypy
 }
 
-# Tests that wait for most of their time: a worker of the main tests would wait with them.
+# Tests that wait for most of their time, in one process: a worker of the main tests would wait with them.
 umbra_test_beside() {
     echo "== pytest, what takes long and does little"
     # shellcheck disable=SC2046 # names of tests have no spaces. To read all tests for the few of this kind takes long
     [ $# -gt 0 ] || set -- $(grep -rl --include='test_*.py' 'mark\.beside' tests)
-    .venv/bin/python -m pytest "${workers[@]}" -m "beside and not thorough" "$@" || [ $? = 5 ] # 5: the arguments select none of them
+    .venv/bin/python -m pytest -n 0 -m "beside and not thorough" "$@" || [ $? = 5 ] # 5: the arguments select none of them
 }
 
 umbra_test_ascend() {
@@ -39,22 +39,22 @@ umbra_test_ascend() {
     umbra_ascend_python -m pytest "${workers[@]}" tests/ascend "$@"
 }
 
-# What ARM tests and native fuzzing need; a test whose tools cannot be had is skipped.
+# What tests of Ascend C, and thorough ones of native fuzzing, need; a test whose tools cannot be had is skipped.
+umbra_clang() {
+    [ -n "$(compgen -c clang++)" ] || (umbra_apt --no-install-recommends clang-19 libclang-rt-19-dev) ||
+        echo "tests that need clang will be skipped" >&2
+}
+
+# What only thorough tests need: ARM kernels are emulated, and tests/ops/cpu/test_numa.py boots a kernel on a simulated
+# machine of four NUMA nodes.
 umbra_emulators() {
-    local tool
+    local tool to=.venv/umbra-kernel kernel
     for tool in aarch64-linux-gnu-g++ qemu-aarch64; do
         command -v "$tool" >/dev/null || {
             (umbra_apt --no-install-recommends g++-aarch64-linux-gnu qemu-user) || echo "the ARM tests will be skipped" >&2
             break
         }
     done
-    [ -n "$(compgen -c clang++)" ] || (umbra_apt --no-install-recommends clang-19 libclang-rt-19-dev) ||
-        echo "the native fuzz targets will be skipped" >&2
-}
-
-# What only thorough tests need: tests/ops/cpu/test_numa.py boots a kernel on a simulated machine of four NUMA nodes.
-umbra_more_emulators() {
-    local to=.venv/umbra-kernel kernel
     [ "$(uname -m)" = x86_64 ] || return 0
     command -v qemu-system-x86_64 >/dev/null && compgen -G "$to/vmlinuz-*" >/dev/null && return 0
     (
@@ -75,7 +75,7 @@ case "${1:-}" in
     exit
     ;;
 thorough)
-    { umbra_emulators && umbra_more_emulators; } &
+    { umbra_clang && umbra_emulators; } &
     umbra_setup_dev
     wait $!
     status=0
@@ -98,8 +98,8 @@ ascend)
 esac
 output=$(mktemp -d) # what ran beside, to be shown again where it failed
 trap 'rm -r "$output"' EXIT
-umbra_emulators & # as it waits for downloads most of the time
-emulators=$!
+umbra_clang & # as it waits for downloads most of the time
+clang=$!
 umbra_setup_dev
 umbra_checks 2>&1 | tee "$output/checks" | sed -u 's/^/checks: /' &
 checks=$!
@@ -109,7 +109,7 @@ umbra_test_beside "$@" 2>&1 | tee "$output/beside" | sed -u 's/^/beside: /' &
 beside=$!
 trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0 failed=()
-wait "$emulators"
+wait "$clang"
 echo "== pytest"
 .venv/bin/python -m pytest "${workers[@]}" -m "not beside and not thorough" "$@" || status=$?
 wait "$beside" || failed+=(beside)

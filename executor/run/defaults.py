@@ -23,7 +23,6 @@ from umbra.executor.config.schema import read
 from umbra.executor.config.units import GB, MB
 from umbra.executor.engine.memory.batch_limits import Limits, limits_of
 from umbra.executor.plan.host_memory import free_memory
-from umbra.executor.plan.memory import device_gb
 from umbra.models.config import ModelConfig
 from umbra.models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path
 from umbra.models.registry import family_in, read_config
@@ -266,6 +265,8 @@ def _size(nbytes: float) -> str:
 def _room(case: Case) -> float:
     """The bytes that weights and KV cache of one rank may take."""
     if PLATFORMS[case.platform].own_memory:
+        from umbra.executor.plan.memory import device_gb  # which imports torch, and this file serves the command line
+
         return SHARE * device_gb(case) * GB
     return SHARE * (free_memory() / case.world_size - PROGRAM)
 

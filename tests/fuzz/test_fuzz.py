@@ -5,7 +5,6 @@ import mmap
 import random
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.fuzz.target import Bounds, Target, Violation
 from tests.fuzz.targets import CORPUS, PLACES, corpus, maker
 from tests.variants import thorough_but
 
-MOST, MOST_S = 200, 0.2  # changed inputs of each target, and seconds of CPU for them
+MOST = 40  # changed inputs of each target
 MB = 1 << 20
 VALUES = {
     "lists": b"[" + b"[]," * (MB // 2) + b"0]",
@@ -56,10 +55,10 @@ def test_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", thorough_but(PLACES, "config", "tokenizer", "chat", "http"))
 def test_changes_of_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always the same ones, on any machine that is fast enough for all of them."""
+    """Always the same ones."""
     bounds = bounds_of(name, monkeypatch, tmp_path)
     target, rng = bounds.target, random.Random(0)
-    seeds, start = target.seeds + corpus(name), time.process_time()
+    seeds = target.seeds + corpus(name)
     for _ in range(MOST):
         data = mutated(rng.choice(seeds), seeds, target.json, target.longest, rng)
         try:
@@ -67,8 +66,6 @@ def test_changes_of_the_corpus(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         except BaseException:
             print(f"the input: {data!r}", file=sys.stderr)
             raise
-        if time.process_time() - start > MOST_S:
-            break
 
 
 @pytest.mark.thorough

@@ -173,6 +173,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         running.check_nothing_is_left()
 
 
+@pytest.mark.thorough
 def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
     with server(tmp_path) as running:
         while running.ask("/health").status != 200:

@@ -138,6 +138,7 @@ def test_failing_rank_ends_the_job_and_is_named(demo: str, how: str) -> None:
         assert "killed by SIGKILL" in done.stderr
 
 
+@pytest.mark.thorough
 def test_ranks_end_with_their_launcher(demo: str) -> None:
     before = folders(demo)
     job = subprocess.Popen(
@@ -156,6 +157,7 @@ def test_ranks_end_with_their_launcher(demo: str) -> None:
     until(lambda: not any(is_running(pid) for pid in ranks), 20)
 
 
+@pytest.mark.thorough
 def test_a_halted_rank_ends_its_job_and_is_named(tmp_path: Path) -> None:
     code = """
 import sys

@@ -13,7 +13,7 @@ from tests.fakes.scripted import Server
 from tests.mtp import Oracle
 from tests.ranks import run_ranks
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case, write_case
-from tests.variants import thorough_after, thorough_but
+from tests.variants import thorough_but
 from umbra.executor.model_runner import ModelRunner
 from umbra.serving.ranks.messages import Submit
 from umbra.serving.ranks.worker import Worker
@@ -159,8 +159,8 @@ def test_reading_must_beat_computing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.beside
-@pytest.mark.parametrize(("attn_tp_size", "loses"), thorough_after(1, [(2, 1), (1, 0)]))
+@pytest.mark.thorough
+@pytest.mark.parametrize(("attn_tp_size", "loses"), [(2, 1), (1, 0)])
 def test_two_ranks_restore_what_both_have(tmp_path: Path, attn_tp_size: int, loses: int) -> None:
     """Ranks that share heads, and two data-parallel groups; then the rank `loses` has lost a part."""
     save_tiny_of(tmp_path / "model", "qwen3_next", num_hidden_layers=4, max_position_embeddings=1024, eos_token_id=None)

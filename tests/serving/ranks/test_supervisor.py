@@ -244,7 +244,8 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("end", thorough_but(NODES, "a rank dies"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("end", NODES)
 def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launchers on this machine stand for two nodes. Requests are answered; however the server ends, both nodes'
     ranks end, and each node says why in one line."""
