@@ -34,7 +34,7 @@ MEASURED = 16  # of so many steps without drafts and guesses one is measured
 STALE_STEPS = 100  # a step has no drafts if none was without them for so long, to learn again what it costs
 LOOKING = 2e-5  # seconds that finding drafts takes, for each sequence of a step
 TRIED = 0.005  # how much of the time look-ups may cost, and guesses, that do not pay, to learn whether they do
-MOST_TRIED = 4.0  # steps' worth of such guesses in a row
+MOST_TRIED = 4.0  # most unprofitable guesses in a row, in steps
 FIRST_RATE = 0.6  # how often a guess comes true if those before it do, as long as none was checked
 LEARNING = 0.05  # weight of the newest outcome in that
 FIRST_WEIGHT = 4  # of a sequence: what is known of all others counts as much as this number of its own outcomes
@@ -81,7 +81,7 @@ class Drafts(Generic[Running]):
         self._skipped, self._next_look = 0.0, 0.0  # steps without look-ups, and the step of the next ones
         self.guesses = False  # whether tokens are guessed
         self.measures = False  # whether the step is measured if it has neither drafts nor guesses
-        self._left = MOST_TRIED  # steps' worth of guesses that do not pay which are left
+        self._left = MOST_TRIED  # unprofitable guesses that are still allowed, in steps
 
     def due(self) -> bool:
         """Returns whether the next step may have drafts. It is called before every decode step."""
