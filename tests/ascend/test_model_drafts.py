@@ -77,7 +77,7 @@ def answers(
         runner.loop.scheduler.drafts = drafts
     found = [prompt + s.generated for prompt, s in zip(PROMPTS, generate(runner), strict=True)]
     if texts and mode != "eager":
-        for graphs in (runner.engine.decode_step, runner.loop.drafter.captured):  # type: ignore[union-attr]
+        for graphs in (runner.engine.decode_step, runner.loop.speculation.drafter.captured):  # type: ignore[union-attr]
             made: Any = graphs
             assert len(made.graphs) > 1
     return found, drafts.seen, runner.loop.timings.accepted_tokens

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import Any
 
-from umbra.executor.engine.drafts.drafts import Drafts
+from umbra.executor.engine.drafts.drafts import DecodeCost, Drafts
 from umbra.executor.engine.schedule.sequence import Sequence
 
 
@@ -20,10 +20,10 @@ class FreeDrafts(Drafts[Sequence]):
     def __init__(self, most: int):
         super().__init__(most)
         for rows in (1, 256, 1, 256):  # a size counts from the second time on
-            self.took(rows, 1.0)
+            self.took(DecodeCost(rows, 1.0))
 
-    def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
-        super().took(rows, 1.0, sequences, depth)
+    def took(self, cost: DecodeCost) -> None:
+        super().took(DecodeCost(cost.rows, 1.0, cost.guessed._replace(seconds=0.0)))
 
 
 class HalfRight(FreeDrafts):

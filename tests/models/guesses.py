@@ -25,7 +25,7 @@ def compare_guesses(
     token) of each: after prompts, also in chunks, and while drafts are accepted and refused. `logits_of` gives the
     logits of a hidden state that guesses leave."""
     loop.scheduler.drafts = FreeDrafts(3)
-    drafter, model, seen = loop.drafter, loop.engine.model, list[Tensor]()
+    drafter, model, seen = loop.speculation.drafter, loop.engine.model, list[Tensor]()
     assert drafter
 
     def run(batch: Batch) -> tuple[Tensor, Tensor]:

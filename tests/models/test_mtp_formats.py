@@ -40,7 +40,7 @@ def guesses(folder: Path, checkpoint: Path, family: str, **sections: Any) -> Ten
         folder, checkpoint, model_name=family, draft_config={"method": "mtp", "tokens": 3}, exe_mode="eager", **sections
     )
     loop, seen = make_runner(case, folder).loop, list[Tensor]()
-    model, drafter = loop.engine.model, loop.drafter
+    model, drafter = loop.engine.model, loop.speculation.drafter
     assert drafter
     loop.scheduler.drafts = FreeDrafts(3)
 

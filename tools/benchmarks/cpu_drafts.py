@@ -44,7 +44,7 @@ from umbra.base.errors import run_main
 from umbra.base.files import ROOT
 from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.drafts.drafts import Drafts
+from umbra.executor.engine.drafts.drafts import DecodeCost, Drafts
 from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.engine import Engine
@@ -92,9 +92,9 @@ class Recorded(Drafts[Sequence]):
         self.measures = True
         return found
 
-    def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
-        super().took(rows, seconds, sequences, depth, guessing)
-        self.total += seconds + guessing
+    def took(self, cost: DecodeCost) -> None:
+        super().took(cost)
+        self.total += cost.seconds + cost.guessed.seconds
 
 
 class GuessedAt(ModelDrafter):
@@ -176,9 +176,9 @@ def round_of(loops: dict[str, Loop], script: Scripted, kind: str, batch: int, nu
 def measure(engine: Engine, batch: int, kinds: ListOf[str], rounds: int) -> Iterator[Row]:
     script = Scripted(engine)
     loops = {name: Loop(script, frozenset()) for name in ("plain", "drafts")}  # type: ignore[arg-type]
-    loops["plain"].scheduler.drafts = loops["plain"].drafter = None
+    loops["plain"].scheduler.drafts = loops["plain"].speculation.drafter = None
     loop, tokens = loops["drafts"], batch * (ANSWER - 1)
-    guessed = loop.drafter = GuessedAt(script) if loop.drafter else None
+    guessed = loop.speculation.drafter = GuessedAt(script) if loop.speculation.drafter else None
     for kind in kinds:
         drafts = loop.scheduler.drafts = Recorded(loop.scheduler.limits.draft_tokens)
         if guessed:

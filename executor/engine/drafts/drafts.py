@@ -22,7 +22,7 @@ import operator
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from umbra.executor.config.case import MOST_DRAFTING
 from umbra.executor.engine.drafts.ngrams import NgramIndex, recurs
@@ -61,6 +61,22 @@ class Drafted(Protocol):
 
     @property
     def matcher(self) -> Matcher | None: ...
+
+
+class Guessed(NamedTuple):
+    """What a draft model has guessed after a step."""
+
+    sequences: int = 0
+    depth: int = 0  # tokens of each of them
+    seconds: float = 0.0  # that this took
+
+
+class DecodeCost(NamedTuple):
+    """What a decode step has cost."""
+
+    rows: int
+    seconds: float  # without guessing
+    guessed: Guessed = Guessed()
 
 
 Running = TypeVar("Running", bound=Drafted)
@@ -172,17 +188,17 @@ class Drafts(Generic[Running]):
         near = known[0] if at == 0 else known[-1]
         return self._seconds[near] * (1 + ASSUMED_ROW * rows) / (1 + ASSUMED_ROW * near)
 
-    def took(self, rows: int, seconds: float, sequences: int = 0, depth: int = 0, guessing: float = 0.0) -> None:
-        """Learns that a decode step with `rows` rows took `seconds`, and then guessing `depth` tokens of each of
-        `sequences` sequences `guessing`."""
+    def took(self, cost: DecodeCost) -> None:
+        """Learns what a decode step has cost."""
+        rows, guessed = cost.rows, cost.guessed
         if self._steps >= self._kept_until:  # what seemed to cost too much is tried again
             self._seconds = {n: s for n, s in self._seconds.items() if self._measured[n] > self._steps - FORGET_STEPS}
             self._kept_until = self._steps + FORGET_STEPS
-        if not self._new(rows, depth > 0):
-            _learn(self._seconds, rows, seconds)
+        if not self._new(rows, guessed.depth > 0):
+            _learn(self._seconds, rows, cost.seconds)
             self._measured[rows] = self._steps
-        if depth and not self._new(rows, sequences, depth):
-            _learn(self._guessing, sequences, guessing / depth)
+        if guessed.depth and not self._new(rows, guessed.sequences, guessed.depth):
+            _learn(self._guessing, guessed.sequences, guessed.seconds / guessed.depth)
 
     def accept(self, sequence: Running, chosen: ListOf[int]) -> ListOf[int]:
         """`chosen` has the tokens chosen after the newest token and after each drafted one. Removes the draft from

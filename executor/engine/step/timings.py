@@ -1,6 +1,9 @@
 """Seconds of each step: everything from packing the batch to knowing its tokens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from umbra.executor.engine.schedule.sequence import Sequence
 
 
 @dataclass
@@ -31,6 +34,26 @@ class Timings:
         if drafted:
             self.drafted_tokens += drafted
             self.accepted_tokens += decode_tokens - decoding
+
+
+class FirstTokens:
+    """The sequences that have been admitted and have no token yet."""
+
+    def __init__(self) -> None:
+        self._admitted: dict[int, float] = {}  # id -> time of admission in seconds
+
+    def await_those_of(self, prompts: Iterable[Sequence], now: float) -> None:
+        """Records that `prompts` are in a step, those of which nothing is computed for the first time."""
+        self._admitted |= {s.id: now for s in prompts if not s.num_computed}
+
+    def forget(self, id: int) -> None:
+        self._admitted.pop(id, None)
+
+    def seconds_of(self, sequences: Iterable[Sequence], now: float) -> list[float]:
+        """Returns the seconds since their admission of those of `sequences` whose first token this is."""
+        if not self._admitted:
+            return []
+        return [now - self._admitted.pop(s.id) for s in sequences if s.id in self._admitted]
 
 
 @dataclass

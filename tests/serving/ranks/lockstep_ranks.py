@@ -23,6 +23,7 @@ from umbra.executor.engine.schedule.scheduler import Step
 from umbra.executor.engine.step import disk_prefixes
 from umbra.executor.engine.step.disk_prefixes import DiskPrefixes
 from umbra.executor.engine.step.loop import Loop
+from umbra.executor.engine.step.speculation import Speculation
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import make_runner
 from umbra.serving.ranks.messages import Abort, Message, Out, Refused, Row, Stop, Submit, Tick
@@ -130,10 +131,10 @@ class Traffic:
         )
 
 
-def any_cost(took: Callable[..., None]) -> Callable[..., None]:
-    """`took` with a random time of a step, so that ranks would differ if they did not all learn the times of rank 0.
+def any_cost(learn: Callable[..., None]) -> Callable[..., None]:
+    """`learn` with a random time of a step, so that ranks would differ if they did not all learn the times of rank 0.
     Further rows are mostly cheap."""
-    return lambda loop, drafts, step: took(loop, drafts, (step[0], (0.01 + random.random()) / step[0], *step[2:]))
+    return lambda speculation, cost: learn(speculation, cost._replace(seconds=(0.01 + random.random()) / cost.rows))
 
 
 class Watched(Worker):
@@ -177,7 +178,7 @@ def main() -> None:
         states.INTERVAL = disk_prefixes.DEEP = 8
         DiskPrefixes.decide = any_number  # type: ignore[method-assign]
         PageStore.read = any_fault(PageStore.read)  # type: ignore[method-assign,assignment]
-        Loop._took = any_cost(Loop._took)  # type: ignore[method-assign]
+        Speculation.learn = any_cost(Speculation.learn)  # type: ignore[method-assign]
         traffic = Traffic(int(steps), 10)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)
         worker.run()

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.fakes.drafts import FreeDrafts, lookup
 from tests.quantised import mxfp4_tiny
 from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
-from umbra.executor.engine.drafts.drafts import Drafts
+from umbra.executor.engine.drafts.drafts import DecodeCost, Drafts, Guessed
 from umbra.executor.engine.drafts.ngrams import MATCH, NgramIndex
 from umbra.executor.engine.schedule.grammar import Matcher
 from umbra.executor.engine.schedule.request import Event, Request, SamplingParams
@@ -173,7 +173,7 @@ def timed(seconds: dict[int, float]) -> Drafts[Sequence]:
     drafts = Drafts[Sequence](8)
     for rows, took in seconds.items():
         for _ in range(2):  # the first one may capture a graph
-            drafts.took(rows, took)
+            drafts.took(DecodeCost(rows, took))
     return drafts
 
 
@@ -200,7 +200,7 @@ def test_guesses_that_do_not_pay_take_a_small_part_of_the_time_until_they_do() -
             sequence.guesses = array("q", [4] * depth)
             drafts.check(sequence, [token] * depth)
             drafts.due()
-            drafts.took(1, 1.0, depth, depth, 0.2 * depth)
+            drafts.took(DecodeCost(1, 1.0, Guessed(depth, depth, 0.2 * depth)))
     assert 0.002 < 0.2 * counts[5] / 9000 < 0.01
     assert counts[4] > 3000
     assert drafts.depth([], 1) == 0
