@@ -15,7 +15,7 @@ from umbra.ops.interface import ExpertKind
 ExpertId = tuple[int, int]  # (layer, expert): a number among the layers with shadows, and one among this rank's experts
 
 
-class Device(ABC):
+class ShadowDevice(ABC):
     """Every method but `done` is called between two steps, by the thread that prepares them."""
 
     alignment: ClassVar[int]  # slots and frames of the arena begin at multiples of this number of bytes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from umbra.ops.cpu.shadow import Blocks, ShadowLayer, ShadowPool
+from umbra.ops.cpu.shadow import BlockShape, ShadowLayer, ShadowPool
 from umbra.ops.formats.quantised import Quantised
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Store(Protocol):
     """One layer's experts in host memory."""
 
     @property
-    def blocks(self) -> Blocks: ...
+    def blocks(self) -> BlockShape: ...
     @property
     def addresses(self) -> Tensor: ...
     @property

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from umbra.base.errors import UserError
-from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.device import ExpertId, ShadowDevice
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import Counts, History, StepRecord
 from umbra.cpu_offload.memory.arena import Arena
 from umbra.cpu_offload.memory.balance import Balance
-from umbra.cpu_offload.policy.residency import Residency, ResidencySettings
+from umbra.cpu_offload.policy.residency import ResidencyPolicy, ResidencySettings
 from umbra.ops.cpu.shadow import ShadowPool
 from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
@@ -74,7 +74,7 @@ class Copy:
 
 
 class ShadowExperts:
-    def __init__(self, settings: ShadowSettings, device: Device, pool: ShadowPool):
+    def __init__(self, settings: ShadowSettings, device: ShadowDevice, pool: ShadowPool):
         self.settings, self.device, self.pool = settings, device, pool
         self.layers: list[ShadowedExperts] = []
         self.history = History()
@@ -107,7 +107,7 @@ class ShadowExperts:
         self.device.open(memory, arena.frames * arena.frame_bytes, lambda layer: self.history.long.append(layer))
         experts = self.layers[0].count
         chosen = ResidencySettings(max_swaps=self.settings.max_swaps, interval=self.settings.interval)
-        self.residency = Residency(len(self.layers), experts, chosen)
+        self.residency = ResidencyPolicy(len(self.layers), experts, chosen)
         self.balance = Balance(arena, LOW, LOW + arena.extent_frames, PATIENCE, self.make_room, gather)
         self.slots: dict[ExpertId, int] = {}  # of resident experts and of those whose copy is in flight
         self.copies: dict[ExpertId, Copy] = {}  # copies in flight, in order of their start

@@ -13,7 +13,7 @@ from umbra.planner.cluster import Load
 from umbra.planner.machine import Hardware
 from umbra.planner.served import Served
 from umbra.planner.streamed_prefill import SimulatedPrefill, cpu_rates
-from umbra.planner.streams import DEVICE, Simulation, Trace
+from umbra.planner.streams import DEVICE, QueueTrace, Simulation
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def decoded(
     return Decoded(sequences, resident, hit, tokens / model.decode(sequences, cached, hit, guesses))
 
 
-def prefill(model: Served, hardware: Hardware, prompt: int, chunk: int, resident: float) -> Trace:
+def prefill(model: Served, hardware: Hardware, prompt: int, chunk: int, resident: float) -> QueueTrace:
     """The prefill of one prompt, in chunks, whose tokens choose experts at random."""
     if resident < 1:
         return SimulatedPrefill(model, hardware, resident, cpu_rates(model, hardware)).run(prompt, chunk)

@@ -83,7 +83,7 @@ class Day:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulationSettings:
     """The traffic of `--simulate` and what it runs on."""
 
     requests: int = key(10_000, "most requests", minimum=1, maximum=100_000_000)
@@ -130,7 +130,7 @@ class Cluster:
     search: Search = section(Search)
     guesses: Guesses = section(Guesses)
     card: Card = section(Card)
-    simulation: Simulation = section(Simulation)
+    simulation: SimulationSettings = section(SimulationSettings)
 
 
 def read_cluster(path: Path, overrides: Sequence[str] = ()) -> Cluster:

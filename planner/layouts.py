@@ -16,7 +16,7 @@ from umbra.executor.config.units import GB
 from umbra.planner.cluster import Cluster
 from umbra.planner.machine import Hardware
 from umbra.planner.times import Placing, Times, step_times
-from umbra.planner.work import Counted
+from umbra.planner.work import CountedRank
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def spans_of(world: int, attn_tp: int) -> dict[str, int]:
 class Layout:
     """A possible division of a cluster, with the memory and the step times of its ranks."""
 
-    def __init__(self, cluster: Cluster, sizes: Sizes, hardware: Hardware, counted: Counted):
+    def __init__(self, cluster: Cluster, sizes: Sizes, hardware: Hardware, counted: CountedRank):
         self.cluster, self.sizes, self.hardware, self.counted = cluster, sizes, hardware, counted
         sharing = 1 if sizes.resident == 1 else int(min(hardware.need("host.devices"), cluster.devices))
         spans = spans_of(sizes.world, sizes.attn_tp)
@@ -166,7 +166,7 @@ def make_layout(cluster: Cluster, sizes: Sizes, hardware: Hardware) -> Layout:
     case = case_of(cluster, sizes)
     if case.platform != hardware.platform:
         raise UserError(f"case {case.name} runs on {case.platform}, hardware {hardware.name} is {hardware.platform}")
-    layout = Layout(cluster, sizes, hardware, Counted(case))
+    layout = Layout(cluster, sizes, hardware, CountedRank(case))
     if layout.most_sequences < 1:
         missing = layout.sequence_bytes - layout.free_bytes
         raise UserError(f"does not fit: {missing / GB:.1f} GB of a device's memory are missing")

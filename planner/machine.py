@@ -18,7 +18,7 @@ FOLDER = ROOT / "planner" / "hardware"
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceRates:
     memory_gb: float | None = key(None, "memory of a device, in units of 2^30 bytes", minimum=0.001)
     reserved_gb: float = key(0.0, "memory that the system, operators and graphs take of it", minimum=0)
     read_gbps: float | None = key(None, "peak rate of its memory", minimum=0.001)
@@ -45,7 +45,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostRates:
     devices: int | None = key(None, "devices of a host", minimum=1)
     memory_gb: float | None = key(None, "memory of a host", minimum=0.001)
     memory_gbps: float | None = key(None, "rate of its memory, which kernels and copies share", minimum=1e-6)
@@ -62,8 +62,8 @@ class Hardware:
     node: Links = section(Links)
     pod: Links = section(Links)
     network: Links = section(Links)
-    device: Device = section(Device)
-    host: Host = section(Host)
+    device: DeviceRates = section(DeviceRates)
+    host: HostRates = section(HostRates)
     name: str = ""
 
     def need(self, path: str) -> float:

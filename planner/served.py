@@ -10,7 +10,7 @@ from typing import Protocol
 
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
-from umbra.cpu_offload.planner.model import Shape
+from umbra.cpu_offload.planner.model import ExpertsShape
 from umbra.executor.config.load import read_yaml
 from umbra.executor.config.schema import key, leaves, read
 from umbra.ops.counted import Done
@@ -18,7 +18,7 @@ from umbra.planner.cluster import DOCS, Cluster, Guesses
 from umbra.planner.layouts import Sizes, case_of, spans_of
 from umbra.planner.machine import Hardware
 from umbra.planner.times import GIGA, TERA, US, Placing, step_times
-from umbra.planner.work import Counted, Work
+from umbra.planner.work import CountedRank, RankWork
 
 FOLDER = ROOT / "planner" / "models"
 ALONE = Sizes(1, 1, 1, 1, "q4", 0.0)
@@ -40,7 +40,7 @@ class Mixtures:
 
     def used(self, tokens: float) -> float:
         """The experts of a layer that so many tokens use, if all are used equally often."""
-        return Shape(self.layers, self.experts, self.top_k).used(tokens)
+        return ExpertsShape(self.layers, self.experts, self.top_k).used(tokens)
 
 
 class Served(Protocol):
@@ -71,7 +71,7 @@ class CountedModel:
         case = case_of(self.cluster, ALONE)
         if case.platform != hardware.platform:
             raise UserError(f"card.models: case {name} runs on {case.platform}, {hardware.name} is {hardware.platform}")
-        self.counted = Counted(case)
+        self.counted = CountedRank(case)
         config, layers = self.counted.config, self.counted.expert_layers
         each = self.counted.memory.experts / (layers * config.expert_count)
         macs = next(one.macs for one in self.counted.decode(1, 1).done if one.mixture) / config.experts_per_token
@@ -79,10 +79,10 @@ class CountedModel:
         self.mixtures = Mixtures(layers, config.expert_count, config.experts_per_token, each, macs)
 
     @cached_property
-    def guessing(self) -> Counted | None:
+    def guessing(self) -> CountedRank | None:
         """The same model with the layer that guesses tokens; None: it has none."""
         try:
-            return Counted(case_of(dataclasses.replace(self.cluster, guesses=Guesses((1.0,))), ALONE))
+            return CountedRank(case_of(dataclasses.replace(self.cluster, guesses=Guesses((1.0,))), ALONE))
         except UserError:
             return None
 
@@ -90,7 +90,7 @@ class CountedModel:
     def guesses(self) -> bool:
         return self.guessing is not None
 
-    def _counted(self, guesses: int) -> Counted:
+    def _counted(self, guesses: int) -> CountedRank:
         return self.guessing if guesses and self.guessing else self.counted
 
     def rest_bytes(self, sequences: int, tokens: int, guesses: int) -> float:
@@ -104,11 +104,11 @@ class CountedModel:
         work = self.counted.prefill(tokens, cached)
 
         def seconds(done: Iterable[Done]) -> float:
-            return self._seconds(Work(tuple(done), work.messages)) - self.hardware.device.step_us * US
+            return self._seconds(RankWork(tuple(done), work.messages)) - self.hardware.device.step_us * US
 
         return seconds(one for one in work.done if one.mixture), seconds(one for one in work.done if not one.mixture)
 
-    def _seconds(self, work: Work, hit: float = 1.0) -> float:
+    def _seconds(self, work: RankWork, hit: float = 1.0) -> float:
         return step_times(work, Placing(spans_of(1, 1), hit), self.hardware).total
 
 

@@ -18,7 +18,7 @@ from umbra.cpu_offload.costs import Costs, Line
 from umbra.cpu_offload.expert_ring import JOB_ROWS, ExpertRing, Link, group_count, group_size
 from umbra.planner.machine import Hardware
 from umbra.planner.served import Served
-from umbra.planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
+from umbra.planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, QueueTrace, Simulation
 from umbra.planner.times import GIGA, TERA, US
 
 CALL_S = 10e-6  # of the host for a call to the device, an assumption: eager ops
@@ -93,7 +93,7 @@ class SimulatedPrefill:
         groups, each = group_count(tokens, size, m.experts), group_size(size, m.experts)
         return SimulatedLink(simulation, groups, each, m.expert_bytes / self.rate)
 
-    def run(self, prompt: int, chunk: int) -> Trace:
+    def run(self, prompt: int, chunk: int) -> QueueTrace:
         """The prefill of a prompt whose tokens choose experts at random, in chunks of so many tokens."""
         m, simulation = self.model.mixtures, Simulation()
         self.ring.link = self.link = self._link(simulation, min(prompt, chunk))

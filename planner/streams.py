@@ -15,7 +15,7 @@ LINK_IN, LINK_OUT, DEVICE, CPU = "link to the device", "link to the host", "devi
 
 
 @dataclass(frozen=True)
-class Work:
+class QueuedWork:
     name: str
     queue: Hashable
     seconds: float
@@ -27,13 +27,13 @@ class Work:
 class Span:
     """Work that was done, in seconds from the start."""
 
-    work: Work
+    work: QueuedWork
     start: float
     end: float
 
 
 @dataclass(frozen=True)
-class Trace:
+class QueueTrace:
     spans: list[Span]  # in the order of the work
 
     @property
@@ -77,7 +77,7 @@ class Simulation:
     """Takes work in the order in which the host gives it out, and then times it."""
 
     def __init__(self) -> None:
-        self.work: list[Work] = []
+        self.work: list[QueuedWork] = []
         self.last: dict[Hashable, int] = {}  # queue -> number of its last work
 
     def add(
@@ -85,11 +85,11 @@ class Simulation:
     ) -> int:
         """-> the number of the work. It begins after the work before it on the queue and the work numbered `after`."""
         before = (self.last[queue],) if queue in self.last else ()
-        self.work.append(Work(name, queue, seconds, resource, (*before, *after)))
+        self.work.append(QueuedWork(name, queue, seconds, resource, (*before, *after)))
         self.last[queue] = len(self.work) - 1
         return len(self.work) - 1
 
-    def run(self) -> Trace:
+    def run(self) -> QueueTrace:
         waiting = [len(work.after) for work in self.work]
         followers: dict[int, list[int]] = defaultdict(list)
         for number, work in enumerate(self.work):
@@ -115,4 +115,4 @@ class Simulation:
             for number in followers[ended]:
                 waiting[number] -= 1
                 ready += [number] * (not waiting[number])
-        return Trace([Span(*each) for each in zip(self.work, starts, ends, strict=True)])
+        return QueueTrace([Span(*each) for each in zip(self.work, starts, ends, strict=True)])

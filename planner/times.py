@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.ops.counted import Done, Message
 from umbra.planner.machine import Hardware
-from umbra.planner.work import Work
+from umbra.planner.work import RankWork
 
 PARTS = ("weights", "KV", "activations", "products", "collectives", "launches", "shadow experts", "host")
 US, GIGA, TERA = 1e-6, 1e9, 1e12
@@ -67,7 +67,7 @@ class Placing:
     sharing: int = 1
 
 
-def step_times(work: Work, placing: Placing, hardware: Hardware) -> Times:
+def step_times(work: RankWork, placing: Placing, hardware: Hardware) -> Times:
     read = hardware.need("device.read_gbps") * hardware.need("device.read_fraction") * GIGA
     attending = hardware.need("device.read_gbps") * hardware.need("device.attention_fraction") * GIGA
     rate = hardware.need("device.tflops") * hardware.need("device.multiply_fraction") * TERA

@@ -34,7 +34,7 @@ from umbra.ops.parallel.join import parallel_of
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """The work of one rank in a step."""
 
     done: tuple[Done, ...]
@@ -78,7 +78,7 @@ class Memory:
     page: int  # a KV page of all layers of a set (executor/engine/memory/layer_sets.py)
 
 
-class Counted:
+class CountedRank:
     """The rank of a layout whose steps are counted: rank 0 of `case`, which stands for all."""
 
     def __init__(self, case: Case):
@@ -148,7 +148,7 @@ class Counted:
         inside = parts[:2] == ["model", "layers"] and int(parts[2]) < len(self.multiples)
         return self.multiples[int(parts[2])] if inside else 1
 
-    def decode(self, sequences: int, cached: int, guesses: int = 0) -> Work:
+    def decode(self, sequences: int, cached: int, guesses: int = 0) -> RankWork:
         """A decode step of `sequences` sequences of this rank's group, each with `cached` tokens before it, that checks
         `guesses` guesses of each, and as many new ones: a guess takes all rows first, then a row of each sequence."""
         rows = sequences * (1 + guesses)
@@ -158,14 +158,14 @@ class Counted:
                 self._guess(rows, sequences, cached + 1, 1, first=True),
                 self._guess(sequences, sequences, cached + 1, guesses - 1),
             ]
-        return Work(sum((step.done for step in steps), ()), sum((step.messages for step in steps), ()))
+        return RankWork(sum((step.done for step in steps), ()), sum((step.messages for step in steps), ()))
 
-    def prefill(self, tokens: int, cached: int) -> Work:
+    def prefill(self, tokens: int, cached: int) -> RankWork:
         """A prefill step of `tokens` tokens of one sequence, with `cached` tokens before them."""
         return self._step(tokens, 1, cached + tokens)
 
     @torch.inference_mode()
-    def _guess(self, rows: int, sequences: int, length: int, times: int, first: bool = False) -> Work:
+    def _guess(self, rows: int, sequences: int, length: int, times: int, first: bool = False) -> RankWork:
         """`times` guesses of a token of each of `sequences`, from `rows` rows; `first`: of a step's."""
         if not self.model.guesses:
             raise UserError(
@@ -188,10 +188,10 @@ class Counted:
         self.model.guess(batch)
         self.notes.multiple = 1
         done = tuple(dataclasses.replace(one, mixture=False) for one in self.notes.done)
-        return Work(done, tuple(self.notes.messages))
+        return RankWork(done, tuple(self.notes.messages))
 
     @torch.inference_mode()
-    def _step(self, tokens: int, sequences: int, length: int) -> Work:
+    def _step(self, tokens: int, sequences: int, length: int) -> RankWork:
         groups, page_size = self.case.attn_dp_size, self.ops.page_size
         decode = tokens == sequences
         sets, stateful = len(sets_of(self.model)), len(recurrent(self.model))
@@ -205,7 +205,7 @@ class Counted:
         )
         self.notes.done, self.notes.messages = [], []
         self.model(batch)
-        return Work(tuple(self.notes.done), tuple(self.notes.messages))
+        return RankWork(tuple(self.notes.done), tuple(self.notes.messages))
 
 
 def one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, tuple[int, ...]]:

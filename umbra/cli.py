@@ -52,7 +52,7 @@ class Help(argparse.HelpFormatter):
         return textwrap.fill(text, width, break_on_hyphens=False)
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """A parser whose help starts with an example."""
 
     def __init__(self, *, example: str, **options: Any):
@@ -79,16 +79,16 @@ def execute(argv: list[str]) -> None:
     call(args)
 
 
-def make_parser() -> Parser:
-    parser = Parser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="umbra",
         example="umbra run demo --set max_new_tokens=40    (COMMAND --help has one for each command)",
         description="Runs Mixture-of-Experts language models. A case is a YAML file: which model runs, where and how.",
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=CommandParser)
 
-    def command(name: str, call: Callable[[argparse.Namespace], None], summary: str, example: str) -> Parser:
-        added: Parser = commands.add_parser(
+    def command(name: str, call: Callable[[argparse.Namespace], None], summary: str, example: str) -> CommandParser:
+        added: CommandParser = commands.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", example=f"umbra {name} {example}"
         )
         added.set_defaults(call=call, parser=added)
@@ -232,7 +232,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def case_argument(parser: Parser, default: str | None, server: bool = False) -> None:
+def case_argument(parser: CommandParser, default: str | None, server: bool = False) -> None:
     """Adds the case, as the first argument or, as other engines have it, as --model; and the flags of its settings."""
     note = f" (default: {default})" if default else ""
     parser.add_argument("case", nargs="?", help=f"{CASE}{note}")
@@ -243,12 +243,12 @@ def case_argument(parser: Parser, default: str | None, server: bool = False) -> 
 
 
 def overrides(
-    parser: Parser, flag: str = "--set", text: str = "override settings; docs/config.md lists all keys"
+    parser: CommandParser, flag: str = "--set", text: str = "override settings; docs/config.md lists all keys"
 ) -> None:
     parser.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
 
 
-def by_ranks(parser: Parser) -> None:
+def by_ranks(parser: CommandParser) -> None:
     """Adds the flags of a command whose ranks or passes are started as the same command."""
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
     parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)  # from who has started this one: its case

@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Choice(Generic[T]):
+class ExplainedChoice(Generic[T]):
     value: T
     why: str
 
 
 @dataclass(frozen=True)
 class Choices:
-    threads: Choice[Threads]
-    slots: Choice[int]  # most experts that may be resident at once
-    max_swaps: Choice[int]  # most copies at one decision
-    stream_tokens: Choice[int]  # fewest tokens of a step whose experts are streamed; 0: none
+    threads: ExplainedChoice[Threads]
+    slots: ExplainedChoice[int]  # most experts that may be resident at once
+    max_swaps: ExplainedChoice[int]  # most copies at one decision
+    stream_tokens: ExplainedChoice[int]  # fewest tokens of a step whose experts are streamed; 0: none
     costs: Costs  # as measured with these threads
 
     def summary(self, planner: Planner, tokens: int) -> list[str]:
@@ -61,8 +61,8 @@ class Choices:
         ]
 
 
-def given(value: int) -> Choice[int]:
-    return Choice(value, "given")
+def given(value: int) -> ExplainedChoice[int]:
+    return ExplainedChoice(value, "given")
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,18 @@ def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -
     return sorted({(max(1, min(device, cores - each)), each) for each in shadows} | {(device, shadows[0])})
 
 
-def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) -> Choice[Threads]:
+def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) -> ExplainedChoice[Threads]:
     """Chooses the division with the shortest predicted step."""
     if len(tried) == 1:
-        return Choice(next(iter(tried)), "no other was tried")
+        return ExplainedChoice(next(iter(tried)), "no other was tried")
     times = {threads: planner.step_ms(tokens, hit) for threads, planner in tried.items()}
     best, *others = sorted(times, key=lambda threads: times[threads])
     slower = ", ".join(f"{device} + {shadow}: {times[device, shadow]:.3f}" for device, shadow in others)
     why = f"device + shadow pool; {times[best]:.3f} ms a step at {hit:.0%} hits; {slower}"
-    return Choice(best, why)
+    return ExplainedChoice(best, why)
 
 
-def choose_slots(planner: Planner, split: Split) -> Choice[int]:
+def choose_slots(planner: Planner, split: Split) -> ExplainedChoice[int]:
     """Chooses the number of slots with the least predicted time per token, for `split.sequences` sequences at their
     longest. More slots give more hits; fewer slots leave room for more sequences at once, so that all sequences are
     done in fewer turns."""
@@ -126,25 +126,25 @@ def choose_slots(planner: Planner, split: Split) -> Choice[int]:
 
     most = min(split.sequences, split.frames // split.longest)
     if most < 1:
-        return Choice(0, "0: no room for one sequence")
+        return ExplainedChoice(0, "0: no room for one sequence")
     best = min(range(1, most + 1), key=per_token)
     slots = split.slots(best * split.longest)
     others = [f"{n}: {per_token(n):.3f}" for n in sorted({1, most} - {best})]
     why = f"{slots} of {split.experts}: {per_token(best):.3f} ms a token with {best} sequence(s) at once" + (
         f"; with {', '.join(others)}" if others else ""
     )
-    return Choice(slots, why)
+    return ExplainedChoice(slots, why)
 
 
-def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> Choice[int]:
+def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> ExplainedChoice[int]:
     """Chooses as many copies as fit into a quarter of the time of an interval's steps, but at least 1."""
     time, copy = interval * planner.step_ms(tokens, hit), planner.costs.copy
     value = min(max(int(time / COPYING / max(copy, 1e-9)), 1), MOST_SWAPS)
     why = f"copies of {copy:.3f} ms may take 1 part in {COPYING} of {time:.3f} ms, {interval} step(s)"
-    return Choice(value, why + (f"; at most {MOST_SWAPS}" if value == MOST_SWAPS else ""))
+    return ExplainedChoice(value, why + (f"; at most {MOST_SWAPS}" if value == MOST_SWAPS else ""))
 
 
-def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) -> Choice[int]:
+def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) -> ExplainedChoice[int]:
     """Chooses the smallest number of tokens, above `decode`, such that the device is to compute missing experts as well
     for every number of tokens from there to `longest`."""
     sizes = [decode + 1]
@@ -152,7 +152,7 @@ def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) ->
         sizes.append(1 << sizes[-1].bit_length())
     sizes = sorted({*sizes, longest})
     if longest <= decode:
-        return Choice(0, f"no prefill has more than {decode} tokens")
+        return ExplainedChoice(0, f"no prefill has more than {decode} tokens")
     found = 0
     for tokens in reversed(sizes):
         if planner.stream_ms(tokens, hit) >= GAIN * planner.layer_ms(tokens, hit):
@@ -164,4 +164,4 @@ def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) ->
         f"a layer of {shown} tokens at {hit:.0%} hits takes {planner.stream_ms(shown, hit):.3f} ms {how}, "
         f"{planner.layer_ms(shown, hit):.3f} if not"
     )
-    return Choice(found, why)
+    return ExplainedChoice(found, why)

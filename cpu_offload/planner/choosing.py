@@ -15,8 +15,8 @@ from umbra.cpu_offload.costs import Line
 from umbra.cpu_offload.manager import layer_number
 from umbra.cpu_offload.memory.arena import Frame, StateSizes
 from umbra.cpu_offload.planner.choices import (
-    Choice,
     Choices,
+    ExplainedChoice,
     Split,
     Threads,
     choose_slots,
@@ -26,10 +26,10 @@ from umbra.cpu_offload.planner.choices import (
     divisions,
     given,
 )
-from umbra.cpu_offload.planner.model import Planner, Shape
+from umbra.cpu_offload.planner.model import ExpertsShape, Planner
 from umbra.cpu_offload.planner.probe import made_up, measure, read_ms
 from umbra.ops.cpu.engine import cores_of, native, shadow_teams, start
-from umbra.ops.cpu.shadow import Blocks, ShadowPool
+from umbra.ops.cpu.shadow import BlockShape, ShadowPool
 from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind
 
@@ -79,8 +79,8 @@ class Wanted:
 class ShadowSizes:
     """The sizes of a case that the planner needs, for one rank."""
 
-    shape: Shape
-    blocks: Blocks
+    shape: ExpertsShape
+    blocks: BlockShape
     slot_bytes: int  # bytes of one expert on the device
     alignment: int  # alignment of slots in bytes
     frame: Frame
@@ -128,10 +128,10 @@ def choose(
     return planner, Choices(threads, slots, swaps_of(wanted, planner, hit), streaming, planner.costs)
 
 
-def swaps_of(wanted: Wanted, planner: Planner, hit: float) -> Choice[int]:
+def swaps_of(wanted: Wanted, planner: Planner, hit: float) -> ExplainedChoice[int]:
     """Chooses the most copies at one decision. `hit` is the share of (token, expert) pairs whose expert is resident."""
     if wanted.mode == "resident":
-        return Choice(0, "all experts stay")
+        return ExplainedChoice(0, "all experts stay")
     if wanted.max_swaps is not None:
         return given(wanted.max_swaps)
     return choose_swaps(planner, wanted.batch, hit, wanted.interval)
@@ -146,13 +146,13 @@ def _usual_hit(wanted: Wanted, split: Split) -> float:
     return split.usual_hit
 
 
-def _slots(wanted: Wanted, planner: Planner, split: Split) -> Choice[int]:
+def _slots(wanted: Wanted, planner: Planner, split: Split) -> ExplainedChoice[int]:
     if wanted.mode == "elastic":
-        return Choice(split.experts, "as many as the KV cache leaves room for")
+        return ExplainedChoice(split.experts, "as many as the KV cache leaves room for")
     if wanted.mode == "resident" or (wanted.slots is None and wanted.arena_mb is None):
-        return Choice(split.experts, f"all {split.experts}")
+        return ExplainedChoice(split.experts, f"all {split.experts}")
     if wanted.slots is not None:
-        return Choice(wanted.slots, f"{wanted.slots} of {split.experts}: given")
+        return ExplainedChoice(wanted.slots, f"{wanted.slots} of {split.experts}: given")
     return choose_slots(planner, split)
 
 

@@ -39,7 +39,7 @@ LEAST_COST, MOST_COST = 0.02, 16.0  # bounds of a copy's cost in misses: the ran
 
 
 @dataclass(frozen=True)
-class Sample:
+class LayerSample:
     """A measured layer whose experts were all on one side."""
 
     experts: int  # experts that were used
@@ -47,7 +47,7 @@ class Sample:
     ms: float
 
 
-def fit(samples: Sequence[Sample]) -> Line:
+def fit(samples: Sequence[LayerSample]) -> Line:
     """The line with the least squared relative errors; a coefficient that would be negative is set to 0."""
     rows = np.array([(1.0, sample.experts, sample.pairs) for sample in samples])
     ms = np.array([sample.ms for sample in samples])
@@ -62,7 +62,7 @@ def fit(samples: Sequence[Sample]) -> Line:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExpertsShape:
     """The numbers of one rank's experts."""
 
     layers: int  # layers with shadows
@@ -82,7 +82,7 @@ def slip_of(device: float, shadow: float, both: float) -> float:
 
 @dataclass(frozen=True)
 class Planner:
-    shape: Shape
+    shape: ExpertsShape
     costs: Costs
     rest: float = 0.0  # milliseconds of a step outside the mixtures of layers with shadows
     rest_from: str = "not counted"  # where `rest` comes from, as text to print

@@ -9,14 +9,14 @@ import torch
 from umbra.cpu_offload.history import History
 from umbra.cpu_offload.manager import ShadowExperts
 from umbra.cpu_offload.planner.choosing import CopyMs, ShadowSizes, Wanted, choose, swaps_of
-from umbra.cpu_offload.planner.model import Shape
+from umbra.cpu_offload.planner.model import ExpertsShape
 from umbra.ops.parallel.groups import Group
 
 WARM_UP_TOKENS = 9  # tokens of each sequence in a warm-up, whose first decode step captures graphs and is not measured
 Steps = list[tuple[float, float, float]]  # (tokens, hit rate, milliseconds) of each step
 
 
-def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
+def steps_of(history: History, seconds: Sequence[float], shape: ExpertsShape) -> Steps:
     """The decode steps of `history` in the form that `Planner` compares; `seconds` are the whole times of the steps."""
     steps: Steps = []
     for step, time in zip(history.steps, seconds, strict=True):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from umbra.cpu_offload.costs import Costs, Line
-from umbra.cpu_offload.planner.model import Sample, Shape, fit, slip_of
+from umbra.cpu_offload.planner.model import ExpertsShape, LayerSample, fit, slip_of
 from umbra.ops.cpu.engine import Tape, native
 from umbra.ops.cpu.shadow import (
-    Blocks,
+    BlockShape,
     Copier,
-    Job,
     ShadowLayer,
+    ShadowMixture,
     ShadowPool,
     in_place,
     join,
@@ -37,7 +37,7 @@ READ = 16 << 20  # bytes that each thread reads where its speed of reading is me
 LONG = 64  # tokens of the step that represents prefills
 
 
-def made_up(blocks: Blocks, experts: int) -> Tensor:
+def made_up(blocks: BlockShape, experts: int) -> Tensor:
     """Returns as many of `experts` blocks as fit into MOST_BYTES bytes, at least QUEUED of them: (blocks, block
     bytes)."""
     count = min(experts, max(MOST_BYTES // blocks.block_bytes, QUEUED))
@@ -49,7 +49,9 @@ class Probe:
     """One layer's mixture of `tokens` tokens; each call takes its experts from the next blocks of `made`. Where these
     are fewer than the experts, several experts share a block."""
 
-    def __init__(self, pool: ShadowPool, blocks: Blocks, made: Tensor, shape: Shape, tokens: int, eager: bool = False):
+    def __init__(
+        self, pool: ShadowPool, blocks: BlockShape, made: Tensor, shape: ExpertsShape, tokens: int, eager: bool = False
+    ):
         """`eager`: op by op, as in a long step."""
         self.pool, self.top_k, count = pool, shape.top_k, shape.experts
         self.addresses = torch.tensor([block.data_ptr() for block in made])
@@ -63,7 +65,7 @@ class Probe:
             with self.tape.capture():
                 self.kept = self.by_both()  # what the tape has the addresses of
 
-    def by_both(self) -> tuple[Job, Tensor]:
+    def by_both(self) -> tuple[ShadowMixture, Tensor]:
         job = submit(self.pool, self.layer, self.x, self.ids)
         resident_rows(job)
         return job, join(job, self.weights)
@@ -106,7 +108,14 @@ class Probe:
 
 
 def measure(
-    pool: ShadowPool, threads: int, blocks: Blocks, made: Tensor, shape: Shape, most: int, seconds: float, on_host: bool
+    pool: ShadowPool,
+    threads: int,
+    blocks: BlockShape,
+    made: Tensor,
+    shape: ExpertsShape,
+    most: int,
+    seconds: float,
+    on_host: bool,
 ) -> Costs:
     """Measures the costs, in about `seconds`. `pool` has `threads` threads, `made` is the result of `made_up`, and a
     decode step has at most `most` tokens. `on_host`: the device is this CPU."""
@@ -121,12 +130,12 @@ def measure(
     budget = Budget(seconds, 3 * len(kinds) + 2 * len(numbers) + 1)
     probes = {tokens: Probe(pool, blocks, made, shape, tokens, tokens > most) for tokens in numbers}
     base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
-    sides: list[list[Sample]] = [[], []]
+    sides: list[list[LayerSample]] = [[], []]
     for tokens, experts in kinds:
         probe = probes[tokens]
         for side, kind in enumerate(((experts, 0), (0, experts))):
             ms = max(budget.fastest(partial(probe, *kind)) - base, 1e-6)
-            sides[side].append(Sample(experts, probe.pairs(experts), ms))
+            sides[side].append(LayerSample(experts, probe.pairs(experts), ms))
     device, shadow = fit(sides[0]), fit(sides[1])
     whole = _whole(probes, base, kinds, budget) if on_host and reaches(pool) else None
     return Costs(
@@ -180,7 +189,7 @@ def _whole(probes: dict[int, Probe], base: float, kinds: list[tuple[int, int]], 
     finally:
         native.widen(False)
     pairs = [probes[tokens].pairs(experts) for tokens, experts in kinds]
-    return fit([Sample(kind[1], p, max(ms, 1e-6)) for kind, p, ms in zip(kinds, pairs, found, strict=True)])
+    return fit([LayerSample(kind[1], p, max(ms, 1e-6)) for kind, p, ms in zip(kinds, pairs, found, strict=True)])
 
 
 def _copy(made: Tensor, budget: Budget) -> float:

@@ -39,7 +39,7 @@ HINTS = 1 << 26  # most bytes of weights
 
 
 @dataclass(frozen=True)
-class Made:
+class PastForecast:
     """A forecast, to be compared with what happens."""
 
     slow: Floats
@@ -62,7 +62,7 @@ class Forecast:
         self._weights = np.zeros((max(1, HINTS // (4 * size)), size), np.float32)
         self._fit = Fit(BELIEVED)
         slow = self._frequencies[-1]
-        self._made = Made(slow, np.zeros((len(BELIEVED), size), np.float32), [], slow)
+        self._made = PastForecast(slow, np.zeros((len(BELIEVED), size), np.float32), [], slow)
 
     @property
     def coming(self) -> Floats:
@@ -126,10 +126,10 @@ class Forecast:
         rates[-1] = max(rates[-1], 1 / (self.intervals + intervals + PRIOR))
         return rates
 
-    def _make(self, tokens: Sequence[int]) -> Made:
+    def _make(self, tokens: Sequence[int]) -> PastForecast:
         slow, rows = self._frequencies[-1].copy(), [self._row(token) for token in dict.fromkeys(tokens)]
         corrections = np.vstack([self._frequencies[:-1] - slow, self._weights[rows].sum(axis=0)])
-        return Made(slow, corrections, rows, slow + self._fit.values @ corrections)
+        return PastForecast(slow, corrections, rows, slow + self._fit.values @ corrections)
 
     def _row(self, token: int) -> int:
         """The row of weights of a token, one of zeros if it has none yet."""

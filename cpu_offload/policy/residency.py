@@ -76,7 +76,7 @@ class Proposals:
     uses: npt.NDArray[np.int64]  # until now: of each expert that comes, minus those of the one that goes
 
 
-class Residency:
+class ResidencyPolicy:
     def __init__(self, layers: int, experts: int, settings: ResidencySettings = ResidencySettings()):
         self.experts, self.settings = experts, settings
         self.forecast = Forecast(layers, experts)

@@ -44,7 +44,7 @@ class JobEnds(Exception):
         self.cause = cause
 
 
-class Line(msgspec.Struct):
+class LauncherLine(msgspec.Struct):
     """The report of a launcher about itself."""
 
     start: str  # another one at each start of a launcher
@@ -54,7 +54,7 @@ class Line(msgspec.Struct):
     left: bool = False  # it needs nobody any more
 
 
-class Job(msgspec.Struct):
+class NodeJob(msgspec.Struct):
     """The message of node 0 when every launcher has come."""
 
     starts: list[str]
@@ -71,10 +71,10 @@ class Nodes(StaticTCPRendezvous):
             here.master_addr, here.master_port, here.node_rank, here.nnodes, "umbra", timeout=math.ceil(limit_s)
         )
         self.here, self.limit_s, self.join_s = here, limit_s, join_s
-        self.own = Line(secrets.token_hex(8), socket.gethostname())
-        self.lines: list[Line] = []  # by node; this launcher's is among them, as it was last read
+        self.own = LauncherLine(secrets.token_hex(8), socket.gethostname())
+        self.lines: list[LauncherLine] = []  # by node; this launcher's is among them, as it was last read
         self._heard: list[float] = []  # when each of them was last a new one
-        self._job: Job | None = None
+        self._job: NodeJob | None = None
         self._keys = [f"umbra/node{rank}" for rank in range(here.nnodes)]
         self._absent = "node 0" if here.node_rank else "others"
         self._broken: Exception | None = None  # what the thread that talks to the store failed with
@@ -218,10 +218,10 @@ class Nodes(StaticTCPRendezvous):
             absent = [str(rank) for rank, key in enumerate(self._keys) if not store.check([key])]
             self._absent = f"node {absent[0]}" if len(absent) == 1 else f"nodes {listed(absent)}"
             if here.node_rank == 0 and not absent:
-                job = Job([line.start for line in self._read(store)], folder)
+                job = NodeJob([line.start for line in self._read(store)], folder)
                 store.set(JOB, msgspec.json.encode(job).decode())
             if store.check([JOB]):
-                job = msgspec.json.decode(store.get(JOB), type=Job)
+                job = msgspec.json.decode(store.get(JOB), type=NodeJob)
                 if job.starts[here.node_rank] == self.own.start:
                     self.lines = self._read(store)
                     self._heard = [time.monotonic()] * here.nnodes
@@ -230,10 +230,10 @@ class Nodes(StaticTCPRendezvous):
                 self._absent = "node 0, which has not left an earlier job yet,"
             time.sleep(CHECK_S)
 
-    def _read(self, store: TCPStore) -> list[Line]:
-        return [msgspec.json.decode(line, type=Line) for line in store.multi_get(self._keys)]
+    def _read(self, store: TCPStore) -> list[LauncherLine]:
+        return [msgspec.json.decode(line, type=LauncherLine) for line in store.multi_get(self._keys)]
 
-    def _beat(self, store: TCPStore, job: Job) -> None:
+    def _beat(self, store: TCPStore, job: NodeJob) -> None:
         """Writes this launcher's line and reads all. A launcher that was started anew is not the one of this job."""
         self.own.beat += 1
         leaving = self.own.left

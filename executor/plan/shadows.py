@@ -11,7 +11,7 @@ from umbra.cpu_offload.memory.arena import Arena, extent_of
 from umbra.cpu_offload.planner.choices import Split
 from umbra.cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, choose
 from umbra.cpu_offload.planner.hits import curve_of
-from umbra.cpu_offload.planner.model import Shape
+from umbra.cpu_offload.planner.model import ExpertsShape
 from umbra.cpu_offload.planner.planned_run import PlannedRun
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
@@ -27,7 +27,7 @@ from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, sketch_of, weigh
 from umbra.executor.platform.base import Platform
 from umbra.executor.platform.registry import load_platform
 from umbra.models.registry import load
-from umbra.ops.cpu.shadow import Blocks
+from umbra.ops.cpu.shadow import BlockShape
 from umbra.ops.parallel.groups import Group
 
 
@@ -71,13 +71,13 @@ def sizes_of(case: Case) -> ShadowSizes:
     sketch = sketch_of(case, found)
     facts, dtype = PLATFORMS[case.platform], sketch.build.dtype
     blocks_of = load(facts.shadow_blocks)
-    kinds: dict[Any, Blocks] = {layer: blocks_of(*layer[1:], dtype) for layer in found.layers}
+    kinds: dict[Any, BlockShape] = {layer: blocks_of(*layer[1:], dtype) for layer in found.layers}
     largest = largest_of({layer: blocks.block_bytes for layer, blocks in kinds.items()}, found.start_layer)
     (count, inner, hidden, format, kind), blocks = largest, kinds[largest]
     config = sketch.config
     # This rank has `count` of a layer's experts, and so on average the same share of the experts of a token.
     top_k = max(1, round(config.experts_per_token * count / config.expert_count))
-    shape = Shape(len(found.layers), count, top_k)
+    shape = ExpertsShape(len(found.layers), count, top_k)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
     slot_bytes, alignment = load(facts.expert_slot)(inner, hidden, format, kind, dtype)
     experts = shape.layers * count

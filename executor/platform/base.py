@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.device import ShadowDevice
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.platforms import PLATFORMS
@@ -68,7 +68,7 @@ class Platform(ABC):
         """Measured milliseconds of a copy of `nbytes` from the host, on devices with memory of their own."""
         raise NotImplementedError
 
-    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+    def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
         """The device side of shadow experts, on devices that have them, for models with `top_k` experts a token. In
         steps of `choices.stream_tokens` tokens or more, missing experts are copied to it; 0: in none."""
         raise NotImplementedError

@@ -192,7 +192,7 @@ def case_of_checkpoint(
 
 
 @dataclass(frozen=True)
-class Counted:
+class RankBytes:
     """The bytes that a case takes on one rank."""
 
     weights: int
@@ -217,7 +217,7 @@ def _fitting(
     made: Callable[[dict[str, str], int, int], tuple[Case, dict[str, Any]]],
     positions: int,
     sequences: int,
-) -> tuple[Case, dict[str, Any], Counted, str]:
+) -> tuple[Case, dict[str, Any], RankBytes, str]:
     """The first of the quantisations, contexts and numbers of sequences that fits, or the smallest of them, with a note
     on the quantisation."""
     from umbra.executor.checkpoint.formats.detect import read_scheme
@@ -230,7 +230,9 @@ def _fitting(
         sketch = sketch_of(case)
         cache = cache_of(sketch).nbytes
         weights = sum(part.nbytes for part in weights_of(sketch.model))
-        counted = Counted(weights, cache / (sketch.pages + 1), sketch.limits.set_pages, sketch.config, sketch.holds_mtp)
+        counted = RankBytes(
+            weights, cache / (sketch.pages + 1), sketch.limits.set_pages, sketch.config, sketch.holds_mtp
+        )
         room = _room(case)
         if room >= counted.weights + counted.least(case):
             break

@@ -16,7 +16,7 @@ JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "shadow" / "job.h"
 BUILT = Path(__file__).parent / "build" / "umbra_bridge.so"
 
 
-class Job(ctypes.Structure):
+class BridgeJob(ctypes.Structure):
     """The job that a worker receives; job.h has the shapes."""
 
     _fields_ = (
@@ -26,8 +26,8 @@ class Job(ctypes.Structure):
     )
 
 
-SUBMIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Job))
-DONE = ctypes.CFUNCTYPE(None, ctypes.POINTER(Job), ctypes.c_int)
+SUBMIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(BridgeJob))
+DONE = ctypes.CFUNCTYPE(None, ctypes.POINTER(BridgeJob), ctypes.c_int)
 
 
 class BridgeError(RuntimeError):
@@ -65,7 +65,7 @@ def _native() -> ctypes.CDLL:
         ("bridge_error", text, (pointer, text)),
         ("bridge_close", ctypes.c_int, (pointer, number)),
         ("bridge_free", None, (pointer,)),
-        ("payload_new", pointer, (pointer, ctypes.POINTER(Job), ctypes.c_size_t)),
+        ("payload_new", pointer, (pointer, ctypes.POINTER(BridgeJob), ctypes.c_size_t)),
         ("payload_free", None, (pointer,)),
         ("payload_seen", number, (pointer,)),
     ):
@@ -96,7 +96,7 @@ class Bridge:
     def subscribe(self, stream: int) -> None:
         self._done(_native().umbra_bridge_subscribe(self.handle, stream))
 
-    def payload(self, job: Job, sum_bytes: int) -> int:
+    def payload(self, job: BridgeJob, sum_bytes: int) -> int:
         """Makes a payload for `launch`. It is freed when the bridge is closed; until then the buffers of `job` must
         live."""
         made: int = _native().umbra_payload_new(self.handle, ctypes.byref(job), sum_bytes)

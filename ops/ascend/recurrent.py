@@ -27,7 +27,7 @@ READ, WRITTEN, LAST, MASKS = "read_strips", "written_strips", "last", "masks"
 EPS = 1e-6  # beside the sums of squares of keys and queries
 
 
-class Heads(NamedTuple):
+class DeltaHeads(NamedTuple):
     """The inputs of the gated delta rule for each row: queries, keys (T, Hk, Dk), values (T, Hv, Dv), the logarithms of
     decays and the shares beta of changes (T, Hv), in float32."""
 
@@ -239,7 +239,7 @@ def _graph_strips(
     return strips, table[-count:] if last else table[behind : behind + count]
 
 
-def _inputs_in_graph(inputs: Tensor, heads: Heads, kept: Tensor, recurrent: Recurrent, behind: int) -> Tensor:
+def _inputs_in_graph(inputs: Tensor, heads: DeltaHeads, kept: Tensor, recurrent: Recurrent, behind: int) -> Tensor:
     """Inputs that were kept, those of the step, and one of zeros. Keeps those that `kept` says. In tables, inputs are
     behind so many strips of states, or twice as many."""
     count, size = len(recurrent.pending), math.prod(inputs.shape[1:])
@@ -312,7 +312,7 @@ def _conv_step(before: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 # --- gated delta rule ---
 
 
-def _heads(qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor) -> Heads:
+def _heads(qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor) -> DeltaHeads:
     """With keys and queries normalised: by their mean squares, which are sums divided by Dk."""
     _, heads, depth, width = states.shape
     qk, v = qkv.split([qkv.shape[1] - heads * width, heads * width], 1)
@@ -320,15 +320,17 @@ def _heads(qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, st
     gamma = torch.full((depth,), depth**-0.5, dtype=torch.float32, device=qkv.device)
     q, k = torch_npu.npu_rms_norm(input=qk, gamma=gamma, epsilon=EPS / depth)[0]
     decays = F.softplus(a.float() + dt_bias) * -rates
-    return Heads(q * depth**-0.5, k, _floats(v.unflatten(1, (-1, width))), decays, b.float().sigmoid())
+    return DeltaHeads(q * depth**-0.5, k, _floats(v.unflatten(1, (-1, width))), decays, b.float().sigmoid())
 
 
-def _as_inputs(heads: Heads) -> Tensor:
+def _as_inputs(heads: DeltaHeads) -> Tensor:
     """Returns the inputs that are kept of each row: all but queries."""
     return torch.cat([x.flatten(1) for x in heads[1:]], 1)
 
 
-def _with_pending(heads: Heads, inputs: Tensor, sequences: Sequence[SequenceRows]) -> tuple[Heads, list[SequenceRows]]:
+def _with_pending(
+    heads: DeltaHeads, inputs: Tensor, sequences: Sequence[SequenceRows]
+) -> tuple[DeltaHeads, list[SequenceRows]]:
     """The rows of sequences with their pending ones before them. Keeps the inputs of rows behind marks."""
     (_, count, width), (_, key_heads, depth), (drafts, size) = heads.v.shape, heads.k.shape, inputs.shape[1:]
     new, q, nothing = _as_inputs(heads), [], inputs.new_zeros(drafts, size)
@@ -354,14 +356,14 @@ def _with_pending(heads: Heads, inputs: Tensor, sequences: Sequence[SequenceRows
         _write(*_strips(inputs, list(places)), torch.stack(values))
     of_rows = torch.cat(parts).split([key_heads * depth, count * width, count, count], 1)
     k, v, decays, betas = (x.contiguous() for x in of_rows)
-    return Heads(torch.cat(q), k.unflatten(1, (-1, depth)), v.unflatten(1, (-1, width)), decays, betas), together
+    return DeltaHeads(torch.cat(q), k.unflatten(1, (-1, depth)), v.unflatten(1, (-1, width)), decays, betas), together
 
 
 def _floats(x: Tensor) -> Tensor:
     return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()  # the latter for float32
 
 
-def _delta_step(before: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+def _delta_step(before: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor]:
     """The outputs (T, Hv, Dv) of a row for each state (T, elements), and the states after it, in the same memory."""
     (rows, count, width), (_, key_heads, depth) = heads.v.shape, heads.k.shape
     # Value heads of a key head are one matrix, which meets one key.
@@ -393,7 +395,7 @@ def _cuts(s: SequenceRows, length: int) -> list[int]:
 
 
 def _delta_chunks(
-    before: Tensor, heads: Heads, sequences: Sequence[SequenceRows]
+    before: Tensor, heads: DeltaHeads, sequences: Sequence[SequenceRows]
 ) -> tuple[Tensor, list[tuple[SequenceRows, int, Tensor]]]:
     """The outputs, and the states after the numbers of rows that `_kept` says. All sequences advance by a chunk at a
     time, the ones with most chunks first. A chunk ends at a mark."""
@@ -429,7 +431,7 @@ def _delta_chunks(
     return out.index_select(0, _there(back, before)), kept
 
 
-def _prepared(heads: Heads, rows: Tensor, inside: Tensor, active: list[int]) -> Iterator[Chunks]:
+def _prepared(heads: DeltaHeads, rows: Tensor, inside: Tensor, active: list[int]) -> Iterator[Chunks]:
     """The chunks of each step, of which there are as many as `active` says. Those of several steps are prepared at
     once."""
     step, chunk = 0, 0
@@ -445,7 +447,7 @@ def _prepared(heads: Heads, rows: Tensor, inside: Tensor, active: list[int]) -> 
         step, chunk = end, part.stop
 
 
-def _prepare(heads: Heads, rows: Tensor, inside: Tensor) -> Chunks:
+def _prepare(heads: DeltaHeads, rows: Tensor, inside: Tensor) -> Chunks:
     """Computes how the rows (chunks, C) of each chunk depend on each other. Rows that are not `inside` change
     nothing."""
     chunks, length = rows.shape

@@ -36,7 +36,7 @@ def conv_indices(indices: Tensor, count: int, rows: int, taps: int, drafts: int)
     return taken, kept
 
 
-class Step(NamedTuple):
+class RecurrentStep(NamedTuple):
     """The tables that the host makes for a step."""
 
     indices: Tensor
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     second: Tensor  # (layers, S) marked ones beside those; negative: none
 
 
-def on_host(at: Recurrent, rows: int, taps: int, drafts: int) -> Step:
+def on_host(at: Recurrent, rows: int, taps: int, drafts: int) -> RecurrentStep:
     """Makes a step's tables on the host. The last sequences may have no rows, and the last rows may be padding. All
     layers have the same numbers of rows."""
     count, length = len(at.query_starts) - 1, 1 + 2 * drafts
@@ -79,7 +79,7 @@ def on_host(at: Recurrent, rows: int, taps: int, drafts: int) -> Step:
         *(source(sequences, end[:, None] + kept, len(kept), taps - 1) for end in ends),
     ]
     marked = torch.where(at.marks > 0, at.marked, -1)
-    return Step(
+    return RecurrentStep(
         torch.cat([part.flatten() for part in parts]),
         torch.cat([(chunk < end[:, None]).flatten() for end in ends]).float(),
         torch.where(written, at.writes, marked),

@@ -30,7 +30,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from umbra.ops.ascend.bridge import Bridge, BridgeError, Job
+from umbra.ops.ascend.bridge import Bridge, BridgeError, BridgeJob
 from umbra.ops.ascend.host_memory import ON_DEVICE, pinned, send
 
 SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
@@ -106,7 +106,9 @@ class ShadowNodes:
         return pinned((self.experts,), torch.int32, what)
 
     def _node(self, x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, sums: Tensor, layer: int) -> Node:
-        job = Job(*(t.data_ptr() for t in (x, ids, weights, places, sums)), *ids.shape, self.hidden, layer, -1, None)
+        job = BridgeJob(
+            *(t.data_ptr() for t in (x, ids, weights, places, sums)), *ids.shape, self.hidden, layer, -1, None
+        )
         payload = self.bridge.payload(job, sums.nbytes)
         return Node(x, ids, weights, places, sums, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
 

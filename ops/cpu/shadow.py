@@ -34,7 +34,7 @@ Piece = tuple[int, int, int]  # offset in the whole block, offset from a base ad
 UNITS = {"w13": 2 * BLOCK, "w2": ROWS}  # rows that stay on one NUMA node
 
 
-class Blocks(Protocol):
+class BlockShape(Protocol):
     """The layout of an expert's block. `slots`: matrices as the slots of another device hold them, in place of those of
     `handles`, which are w13 and w2 of a block at address 0 with rows divided over the teams of a pool."""
 
@@ -157,7 +157,7 @@ class ShadowLayer:
     expert's block address."""
 
     number: int
-    blocks: Blocks
+    blocks: BlockShape
     store: Tensor  # table of the blocks in the shadow store; never changes
     device: Tensor  # table of the resident experts' blocks; 0: not resident; `submit` adds those that have arrived
     counts: Tensor  # (experts) int64: += 1 for each time that a token is routed to the expert
@@ -174,7 +174,7 @@ class ShadowLayer:
 
 
 @dataclass(frozen=True)
-class Job:
+class ShadowMixture:
     """One mixture in flight, between `submit` and `join`."""
 
     pool: ShadowPool
@@ -186,7 +186,7 @@ class Job:
 
 
 @traced
-def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
+def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> ShadowMixture:
     """Makes used experts resident whose copies have arrived, counts the routing of x (T, hidden) to ids (T, k) and
     hands the experts that are not resident to the pool. Returns without waiting for them."""
     job = prepare(pool, layer, x, ids)
@@ -200,7 +200,7 @@ def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
     return job
 
 
-def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
+def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> ShadowMixture:
     """The mixture, with nothing counted and nothing handed to the pool, so that `join` does not wait. The caller may
     point `layer.device` at one set of experts after another and call `resident_rows` after each."""
     (tokens, top_k), blocks, experts = ids.shape, layer.blocks, len(layer.store)
@@ -238,17 +238,17 @@ def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job
     work = native.ShadowWork(
         rows=shadow, layer=layer.number, step=pointer(pool.step, INT), keep=(kept, layer, pool.step)
     )
-    return Job(pool, layer, work, resident, rows, kept)
+    return ShadowMixture(pool, layer, work, resident, rows, kept)
 
 
 @traced
-def resident_rows(job: Job) -> None:
+def resident_rows(job: ShadowMixture) -> None:
     """Computes the rows of the resident experts on the engine's pool."""
     native.moe_rows(rows=job.resident)
 
 
 @traced
-def join(job: Job, weights: Tensor) -> Tensor:
+def join(job: ShadowMixture, weights: Tensor) -> Tensor:
     """Waits for the shadow pool and adds up all rows, weighted by (T, k). -> (T, hidden)"""
     out = torch.empty(len(weights), job.layer.blocks.hidden)
     native.join(
@@ -300,7 +300,7 @@ def pairs_of(layer: ShadowLayer, ids: Tensor) -> Tensor:
     return own[(own >= 0) & (own < experts)].bincount(minlength=experts)
 
 
-class Worker:
+class BridgeWorker:
     """Lets a bridge (ops/ascend/bridge.py) use the pool: computes each job's sums over the experts that are not
     resident, in the model's type (csrc/shadow/worker.h). The bridge takes `submit` and `context`; the worker must
     outlive it."""

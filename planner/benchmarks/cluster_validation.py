@@ -34,7 +34,7 @@ from umbra.planner.benchmarks import cpu_ranks
 from umbra.planner.layouts import spans_of, tokens_by_guesses
 from umbra.planner.machine import read_hardware
 from umbra.planner.times import Placing, Times, step_times
-from umbra.planner.work import Counted
+from umbra.planner.work import CountedRank
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 
 COLUMNS = (
@@ -329,7 +329,7 @@ def predicted(figure: Figure, folder: Path) -> Times:
         (folder / "head" / "config.json").write_text(json.dumps(head_config(figure)))
         settings |= {"draft_config.method": "eagle3", "draft_config.model_path": str(folder / "head")}
     case, tokens = load_case(figure.case, settings=settings), tokens_by_guesses(accepted)
-    work = Counted(case).decode(-(-figure.sequences // case.attn_dp_size), figure.cached, len(tokens) - 1)
+    work = CountedRank(case).decode(-(-figure.sequences // case.attn_dp_size), figure.cached, len(tokens) - 1)
     return step_times(work, Placing(spans_of(world, attn_tp)), hardware).over(tokens[-1])
 
 

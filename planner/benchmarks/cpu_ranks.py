@@ -40,12 +40,12 @@ from umbra.ops.cpu.engine import Tape
 from umbra.ops.cpu.matrix import NativeMatrix
 from umbra.ops.formats import FORMATS
 from umbra.planner.layouts import spans_of
-from umbra.planner.machine import Device, Hardware, Links
+from umbra.planner.machine import DeviceRates, Hardware, Links
 from umbra.planner.plan import parts_of
 from umbra.planner.times import Placing, step_times
-from umbra.planner.work import Counted
+from umbra.planner.work import CountedRank
 from umbra.tools.benchmarks import cpu
-from umbra.tools.benchmarks.machine import Limits, Others, seconds_of, wake_seconds
+from umbra.tools.benchmarks.machine import MachineLimits, Others, seconds_of, wake_seconds
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.tools.benchmarks.umbra_engine import EngineSetup, Umbra
 
@@ -134,7 +134,7 @@ def collectives() -> dict[str, Callable[[], object]]:
     return {"few": lambda: reduce(few), "more": lambda: reduce(more)}
 
 
-def constants(took: dict[str, float], limits: Limits, kernels: Kernels, ranks: int) -> dict[str, float]:
+def constants(took: dict[str, float], limits: MachineLimits, kernels: Kernels, ranks: int) -> dict[str, float]:
     """Returns the rates that the machine reaches, computed from the seconds that each measurement took."""
     read, macs = limits.read_gbps(took["read"]), MATRICES * MANY * ROWS * WIDTH
     found = {
@@ -155,7 +155,7 @@ def constants(took: dict[str, float], limits: Limits, kernels: Kernels, ranks: i
 
 
 def hardware_of(found: dict[str, float]) -> Hardware:
-    device = Device(
+    device = DeviceRates(
         read_gbps=found["read_gbps"],
         read_fraction=found["read_fraction"],
         step_us=found["step_us"],
@@ -172,7 +172,7 @@ def hardware_of(found: dict[str, float]) -> Hardware:
 
 def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of this process's rank, which stands for all."""
-    ranks, clock = args.ranks[0], cpu.Clock()
+    ranks, clock = args.ranks[0], cpu.ReplayClock()
     engine = Umbra(
         EngineSetup(
             args.case,
@@ -187,7 +187,7 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     )
     config = engine.config
     heads = config.num_attention_heads // ranks, config.num_key_value_heads // ranks
-    generator, limits = torch.Generator().manual_seed(0), Limits()
+    generator, limits = torch.Generator().manual_seed(0), MachineLimits()
     kernels = Kernels(args.threads, heads)
     runs = {"read": limits.read, "multiply": limits.multiply, **kernels.runs, **(collectives() if ranks > 1 else {})}
     kinds = list(itertools.product(args.batches, args.contexts))
@@ -208,7 +208,7 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
         runs[name] = partial(step, name, sequences)
     took = in_turn(runs, args.rounds, ranks)
     found = constants(took, limits, kernels, ranks)
-    counted, placing = Counted(engine.runner.case), Placing(spans_of(ranks, ranks))
+    counted, placing = CountedRank(engine.runner.case), Placing(spans_of(ranks, ranks))
     for sequences, cached in kinds:
         name = f"{sequences} {cached}"
         found.setdefault("step_us", statistics.median(outside[name]) * 1e6)

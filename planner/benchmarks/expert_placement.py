@@ -36,7 +36,7 @@ from umbra.planner.layouts import spans_of
 from umbra.planner.machine import Hardware, read_hardware
 from umbra.planner.simulation.experts import uses_of
 from umbra.planner.times import Placing, step_times
-from umbra.planner.work import Counted, Work
+from umbra.planner.work import CountedRank, RankWork
 from umbra.tools.benchmarks.output import Columns, Row, flags, printed, write_rows
 
 CASE, HARDWARE, CACHED = "qwen3_235b_a22b_bf16_tp16", "atlas_a3", 2048
@@ -99,11 +99,11 @@ def published(skew: float) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Model:
+class PlacedStep:
     """A decode step of `rows` rows on each rank, with experts used evenly, and what it takes to make them uneven."""
 
     case: Case
-    work: Work
+    work: RankWork
     placing: Placing
     hardware: Hardware
     slots: int  # of a rank in `work`
@@ -130,12 +130,12 @@ class Model:
             exchanged = one.kind in ("dispatch", "combine")
             return dataclasses.replace(one, nbytes=round(most * one.nbytes)) if exchanged else one
 
-        work = Work(tuple(map(mixture, self.work.done)), tuple(map(message, self.work.messages)))
+        work = RankWork(tuple(map(mixture, self.work.done)), tuple(map(message, self.work.messages)))
         return step_times(work, self.placing, self.hardware).total
 
 
 @cache
-def model_of(ranks: int, rows: int) -> Model:
+def model_of(ranks: int, rows: int) -> PlacedStep:
     """Experts are counted for the fewest slots that a product takes, and even numbers of rows for each."""
     settings: dict[str, object] = {
         "world_size": ranks,
@@ -149,11 +149,11 @@ def model_of(ranks: int, rows: int) -> Model:
     }
     case = load_case(CASE, settings=settings)
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, batch_size=ranks * rows))
-    counted = Counted(case)
+    counted = CountedRank(case)
     slots = case.parallel_config.expert_slots
     each = counted.memory.experts / counted.expert_layers / slots
     placing = Placing(spans_of(ranks, 1))
-    return Model(case, counted.decode(rows, CACHED), placing, read_hardware(HARDWARE), slots, each)
+    return PlacedStep(case, counted.decode(rows, CACHED), placing, read_hardware(HARDWARE), slots, each)
 
 
 def rows_of(ranks: int, rows: int, skew: float, layers: int) -> Iterator[Row]:

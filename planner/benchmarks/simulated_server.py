@@ -50,16 +50,16 @@ from umbra.executor.config.units import GB, MB
 from umbra.executor.engine.memory.arena import expert_frames
 from umbra.executor.plan.shadows import sizes_of
 from umbra.planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
-from umbra.planner.cluster import Cluster, Load, Search, Simulation
+from umbra.planner.cluster import Cluster, Load, Search, SimulationSettings
 from umbra.planner.layouts import Layout, Sizes, case_of
-from umbra.planner.machine import Device, Hardware
-from umbra.planner.simulation.run import Outcome, Simulator
+from umbra.planner.machine import DeviceRates, Hardware
+from umbra.planner.simulation.run import SimulationOutcome, Simulator
 from umbra.planner.simulation.traffic import arrivals, random
-from umbra.planner.work import Counted
+from umbra.planner.work import CountedRank
 from umbra.tools.benchmarks import serving_peers
 from umbra.tools.benchmarks.machine import Others, cpu_seconds
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.tools.benchmarks.serving_client import Answer, Call, Client, random_calls
+from umbra.tools.benchmarks.serving_client import Client, TimedAnswer, TimedCall, random_calls
 from umbra.tools.benchmarks.serving_files import write_tokenizer
 
 ROWS, CHUNK, RESERVE = 8, 512, 16
@@ -181,14 +181,14 @@ def layout_of(case: Path, figures: Figures) -> Layout:
     sizes = Sizes(1, 1, 1, 1, read.quantization.method, 1.0)
     search = Search(most_sequences=ROWS, chunk=CHUNK)
     cluster = Cluster(case=str(case), devices=1, load=Load(prompt_tokens=PROMPT, output_tokens=ANSWER), search=search)
-    counted = Counted(case_of(cluster, sizes))
+    counted = CountedRank(case_of(cluster, sizes))
     memory = counted.memory.rest + counted.memory.experts + (figures.pages + 1.5) * counted.memory.page
-    hardware = Hardware(platform="cpu", device=Device(memory_gb=memory / GB), name="this machine")
+    hardware = Hardware(platform="cpu", device=DeviceRates(memory_gb=memory / GB), name="this machine")
     return Layout(cluster, sizes, hardware, counted)
 
 
-def simulation_of(traffic: Traffic, trace: Path, front_s: float, token_s: float) -> Simulation:
-    return Simulation(
+def simulation_of(traffic: Traffic, trace: Path, front_s: float, token_s: float) -> SimulationSettings:
+    return SimulationSettings(
         trace=str(trace),
         longest=LONGEST + NEW,
         prefixes=traffic.prefixes,
@@ -205,7 +205,7 @@ def write_trace(path: Path, traffic: Traffic, most: float, seconds: float) -> No
     rate = traffic.part * most
     mean = PROMPT + PREFIX_TOKENS * (traffic.prefixes > 0)
     load = Load(rate=rate, prompt_tokens=mean, output_tokens=ANSWER)
-    wanted = Simulation(requests=max(8, round(rate * seconds)), spread=SPREAD, longest=2 * LONGEST)
+    wanted = SimulationSettings(requests=max(8, round(rate * seconds)), spread=SPREAD, longest=2 * LONGEST)
     lines = [
         json.dumps({"at": at, "prompt": prompt, "output": min(answer, NEW)})
         for at, prompt, answer in random(load, wanted)
@@ -213,15 +213,15 @@ def write_trace(path: Path, traffic: Traffic, most: float, seconds: float) -> No
     write_whole(path, lambda file: file.write("\n".join(lines).encode()))
 
 
-def calls_of(simulation: Simulation, vocabulary: int) -> list[Call]:
+def calls_of(simulation: SimulationSettings, vocabulary: int) -> list[TimedCall]:
     """The requests of the simulation's trace, with their tokens in the model's vocabulary."""
     return [
-        Call([16 + id % (vocabulary - 16) for id in arrival.prompt], arrival.output, arrival.at)
+        TimedCall([16 + id % (vocabulary - 16) for id in arrival.prompt], arrival.output, arrival.at)
         for arrival in arrivals(Load(), simulation)
     ]
 
 
-def served(answers: list[Answer], preemptions: int) -> dict[str, float]:
+def served(answers: list[TimedAnswer], preemptions: int) -> dict[str, float]:
     """The figures that the server's clients have seen."""
     if failed := [answer.error for answer in answers if answer.error]:
         raise UserError(f"{len(failed)} requests failed: {failed[0]}")
@@ -236,7 +236,7 @@ def served(answers: list[Answer], preemptions: int) -> dict[str, float]:
     )
 
 
-def simulated(outcome: Outcome) -> dict[str, float]:
+def simulated(outcome: SimulationOutcome) -> dict[str, float]:
     """The figures of the simulation, as `measured` has those of the server."""
     ended = list(outcome.served.values())
     first = np.array([s.first - s.at for s in ended])
@@ -285,7 +285,7 @@ def preemptions(client: Client) -> int:
     return int(float(found[1])) if found else 0
 
 
-def serve(case: Path, traffic: Traffic, trace: Path, step: float) -> tuple[dict[str, float], Simulation]:
+def serve(case: Path, traffic: Traffic, trace: Path, step: float) -> tuple[dict[str, float], SimulationSettings]:
     """Returns the figures that the clients of a fresh server of `case` see for the trace, and the simulation that
     should see the same. `step`: seconds of the prefill of a prompt of ALONE_TOKENS tokens."""
     vocabulary = load_model_config(load_case(str(case))).vocab_size

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.device import ExpertId, ShadowDevice
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
 from umbra.cpu_offload.manager import ShadowExperts, ShadowSettings
@@ -52,16 +52,16 @@ def uses_of(choose: np.random.Generator, skew: float, layers: int, experts: int)
     return np.asarray(uses / uses.sum(axis=1, keepdims=True))
 
 
-class Clock:
+class SimulatedClock:
     now = 0.0
 
 
-class Copies(Device):
+class Copies(ShadowDevice):
     """Copies experts one after another, in the simulation's time."""
 
     alignment = 1
 
-    def __init__(self, clock: Clock, seconds: float):
+    def __init__(self, clock: SimulatedClock, seconds: float):
         self.clock, self.seconds = clock, seconds
         self.ends: deque[float] = deque()  # of copies that are under way, in order
         self.ended = 0  # number of copies that are done
@@ -133,7 +133,7 @@ class SimulatedExperts:
     def __init__(self, sizes: ExpertSizes, slots: int | None, skew: float, seed: int):
         """`slots` is the number of resident experts; None: elastic. `skew`: the standard deviation of the logarithm of
         how often experts are used."""
-        self.sizes, self.clock, self.elastic = sizes, Clock(), slots is None
+        self.sizes, self.clock, self.elastic = sizes, SimulatedClock(), slots is None
         settings = ShadowSettings("elastic" if self.elastic else "fixed", 0, slots or 0, INTERVAL, sizes.most_swaps)
         device = Copies(self.clock, sizes.copy_s)
         self.shadows = ShadowExperts(settings, device, cast(ShadowPool, Steps()))

@@ -47,7 +47,7 @@ class Certain(Drafts[Sequence]):
 
 
 @dataclass
-class Run:
+class StepRun:
     """Equal steps, one after another; several only if all sequences decode."""
 
     step: Step
@@ -57,7 +57,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemorySample:
     """The division of a replica's memory for keys, values and experts, in pages of its first rank."""
 
     at: float
@@ -83,7 +83,7 @@ class Replica:
         long."""
         self.number, self.limits, self.pages, self.times, self.shadowed = number, limits, pages, times, shadowed
         self.pause_s = pause_s
-        self.samples: list[Sample] = []
+        self.samples: list[MemorySample] = []
         self.preemptions = self.steps = self.cached_tokens = 0
         self.busy = 0.0  # seconds of steps so far
         self.now = self._sampled = self._collected = 0.0
@@ -105,7 +105,7 @@ class Replica:
             )
         self.prefill_rate = PrefillRate(self.limits.page_size)
         self.sequences: dict[int, Sequence] = {}
-        self.run: Run | None = None  # the one that is under way
+        self.run: StepRun | None = None  # the one that is under way
         self.chunk_size = self._warm_up() if self.pause_s else None
 
     def _warm_up(self) -> ChunkSize:
@@ -157,7 +157,7 @@ class Replica:
             if self.chunk_size:
                 self.chunk_size.learn(amounts_of(step.sequences), seconds[0])
         ends = list(itertools.accumulate(seconds, initial=now))[1:]
-        self.run = Run(step, now, ends, exposed)
+        self.run = StepRun(step, now, ends, exposed)
         return ends[-1]
 
     def _alike(self, step: Step) -> int:
@@ -243,7 +243,7 @@ class Replica:
         if self.experts:
             arena = self.experts.shadows.arena
             pages, experts = arena.frames, arena.slot_frames
-        self.samples.append(Sample(self.now, held, kept, experts, pages - held - kept - experts))
+        self.samples.append(MemorySample(self.now, held, kept, experts, pages - held - kept - experts))
 
     def lose(self, now: float) -> list[int]:
         """The replica fails: its requests are lost. -> their ids"""

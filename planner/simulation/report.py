@@ -16,7 +16,7 @@ from typing import Any
 
 from umbra.base.errors import UserError
 from umbra.base.files import write_json, write_whole
-from umbra.planner.cluster import Cluster, Simulation
+from umbra.planner.cluster import Cluster, SimulationSettings
 from umbra.planner.layouts import Sizes, make_layout
 from umbra.planner.machine import Hardware
 from umbra.planner.plan import ClusterPlan, make_cluster_plan
@@ -34,7 +34,7 @@ class Variant:
     cluster: Cluster
     sizes: Sizes
     hardware: Hardware
-    simulation: Simulation
+    simulation: SimulationSettings
 
     @property
     def name(self) -> str:

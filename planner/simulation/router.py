@@ -10,7 +10,7 @@ KNOWN = 1 << 20  # beginnings that a router remembers
 GONE = 1 << 40  # is added to the load of a replica that has failed
 
 
-class Router:
+class ReplicaRouter:
     def __init__(self, kind: str, page_size: int, replicas: int):
         """`kind`: least_loaded, or prefix_aware, which prefers the replica that had the same first page last."""
         self.kind, self.page_size, self.alive = kind, page_size, replicas

@@ -10,11 +10,11 @@ import numpy as np
 from umbra.base.errors import UserError
 from umbra.cpu_offload.planner.choices import COPYING, MOST_SWAPS
 from umbra.executor.engine.memory.batch_limits import Limits
-from umbra.planner.cluster import Simulation
+from umbra.planner.cluster import SimulationSettings
 from umbra.planner.layouts import Layout
 from umbra.planner.simulation.experts import INTERVAL, ExpertSizes, SimulatedExperts
 from umbra.planner.simulation.replica import Replica
-from umbra.planner.simulation.router import GONE, Router
+from umbra.planner.simulation.router import GONE, ReplicaRouter
 from umbra.planner.simulation.steps import StepTimes
 from umbra.planner.simulation.traffic import HOUR, Arrival, arrivals
 from umbra.planner.times import GIGA, US
@@ -23,7 +23,7 @@ STEP, FAIL, LOSE_NODE, RETURN = range(4)  # kinds of events; of two at the same 
 
 
 @dataclass(slots=True)
-class Served:
+class RequestRecord:
     """The record of one request; times in seconds."""
 
     at: float  # when it came
@@ -35,15 +35,15 @@ class Served:
 
 
 @dataclass
-class Outcome:
-    served: dict[int, Served] = field(default_factory=dict)
+class SimulationOutcome:
+    served: dict[int, RequestRecord] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
     end: float = 0.0
     failures: int = 0  # of replicas
     refused: int = 0  # requests that can never run
 
 
-def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
+def shadowed(layout: Layout, simulation: SimulationSettings) -> SimulatedExperts:
     """The experts of a replica's first rank, which stands for all."""
     counted, ranks = layout.counted, layout.sizes
     case, config, memory = counted.case, counted.config, counted.memory
@@ -76,7 +76,7 @@ def slot_bytes_of(layout: Layout) -> int:
 
 
 class Simulator:
-    def __init__(self, layout: Layout, simulation: Simulation, times: StepTimes | None = None):
+    def __init__(self, layout: Layout, simulation: SimulationSettings, times: StepTimes | None = None):
         """`times` are the layout's step times, if they are not modelled."""
         sizes, cluster, case = layout.sizes, layout.cluster, layout.counted.case
         self.simulation, self.layout = simulation, layout
@@ -109,8 +109,8 @@ class Simulator:
             made = partial(shadowed, layout, simulation)
         pause_s = 0.0 if simulation.mixed_tokens else case.serve_config.prefill_pause_ms / 1e3
         replicas = [Replica(n, self.limits, pages, times, made, pause_s) for n in range(sizes.replicas)]
-        self.outcome = Outcome(replicas=replicas)
-        self.router = Router(simulation.router, size, sizes.replicas)
+        self.outcome = SimulationOutcome(replicas=replicas)
+        self.router = ReplicaRouter(simulation.router, size, sizes.replicas)
         self.events: list[tuple[float, int, int, int, int]] = []  # (time, kind, order, replica or node, its count)
         self.order = itertools.count()
         self.lives, self.runs = [0] * sizes.replicas, [0] * sizes.replicas  # of each replica: older events do not count
@@ -120,7 +120,7 @@ class Simulator:
         self.open: dict[int, Arrival] = {}  # requests that have not ended
         self.held: list[int] = []  # those of them that wait because no replica is alive
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Serves all requests to their ends."""
         coming = enumerate(arrivals(self.layout.cluster.load, self.simulation))
         arrived = next(coming, None)
@@ -132,7 +132,7 @@ class Simulator:
         while arrived or self.open:
             if arrived and (not self.events or arrived[1].at + front <= self.events[0][0]):
                 id, arrival = arrived
-                self.outcome.served[id] = Served(arrival.at, len(arrival.prompt), arrival.output)
+                self.outcome.served[id] = RequestRecord(arrival.at, len(arrival.prompt), arrival.output)
                 self.open[id] = arrival
                 self._send(id, arrival.at + front)
                 arrived = next(coming, None)

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from umbra.base.errors import UserError
 from umbra.planner.cluster import Targets
-from umbra.planner.simulation.replica import Sample
-from umbra.planner.simulation.run import Outcome, Served
+from umbra.planner.simulation.replica import MemorySample
+from umbra.planner.simulation.run import RequestRecord, SimulationOutcome
 from umbra.planner.simulation.traffic import HOUR
 
 PERCENTILES = (50, 90, 99)
@@ -26,7 +26,7 @@ class Summary:
     memory: Floats  # shares of TENANTS in the memory for keys, values and experts. (BUCKETS, TENANTS)
 
 
-def summary_of(outcome: Outcome, targets: Targets, hour_s: float = HOUR) -> Summary:
+def summary_of(outcome: SimulationOutcome, targets: Targets, hour_s: float = HOUR) -> Summary:
     """`hour_s`: seconds of an hour in the lines."""
     ended = [s for s in outcome.served.values() if s.last]
     if not ended:
@@ -54,14 +54,14 @@ def summary_of(outcome: Outcome, targets: Targets, hour_s: float = HOUR) -> Summ
     return Summary(facts, (edges[:-1] + edges[1:]) / 2 / hour_s, lines, memory_of(samples, edges))
 
 
-def times_of(served: Sequence[Served]) -> tuple[Floats, Floats]:
+def times_of(served: Sequence[RequestRecord]) -> tuple[Floats, Floats]:
     """(TTFT, TPOT) of requests that ended, in seconds."""
     first = np.array([s.first - s.at for s in served])
     each = np.array([(s.last - s.first) / max(s.output - 1, 1) for s in served])
     return first, each
 
 
-def facts_of(outcome: Outcome, ended: Sequence[Served], good: float) -> dict[str, float]:
+def facts_of(outcome: SimulationOutcome, ended: Sequence[RequestRecord], good: float) -> dict[str, float]:
     """Figures of all requests, of which `good` met both targets."""
     replicas = outcome.replicas
     span, prompts = max(outcome.end - ended[0].at, 1e-9), sum(s.prompt for s in ended)
@@ -85,7 +85,7 @@ def facts_of(outcome: Outcome, ended: Sequence[Served], good: float) -> dict[str
     return facts
 
 
-def memory_of(samples: Sequence[Sample], edges: Floats) -> Floats:
+def memory_of(samples: Sequence[MemorySample], edges: Floats) -> Floats:
     """The mean shares in each bucket; where nobody looked, those of the bucket before."""
     found = np.zeros((len(edges) - 1, len(TENANTS)))
     pages = np.array([(s.held, s.kept, s.experts, s.free) for s in samples], np.float64).reshape(-1, len(TENANTS))

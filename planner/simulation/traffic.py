@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from umbra.base.errors import UserError
-from umbra.planner.cluster import Load, Simulation
+from umbra.planner.cluster import Load, SimulationSettings
 
 LARGEST_LINE = 10_000  # characters of a line of a trace
 HOUR, HOURS = 3600.0, 24  # seconds; of a day
@@ -25,7 +25,7 @@ class Arrival:
     output: int  # tokens of the answer
 
 
-def arrivals(load: Load, simulation: Simulation) -> Iterator[Arrival]:
+def arrivals(load: Load, simulation: SimulationSettings) -> Iterator[Arrival]:
     """The simulation's requests in order of time: those of its trace or, without one, random ones."""
     made = trace(Path(simulation.trace)) if simulation.trace else random(load, simulation)
     choose, day = np.random.default_rng([simulation.seed, 1]), simulation.day
@@ -43,7 +43,7 @@ def of_hour(values: Sequence[T], hours: float, otherwise: T) -> T:
     return values[int(hours) % HOURS] if values else otherwise
 
 
-def random(load: Load, simulation: Simulation) -> Iterator[tuple[float, int, int]]:
+def random(load: Load, simulation: SimulationSettings) -> Iterator[tuple[float, int, int]]:
     """Requests that come independently of each other, at the rate of the hour, with lengths whose logarithms have a
     normal distribution around the means of the hour. (seconds, prompt tokens, output tokens)"""
     choose, at, day = np.random.default_rng([simulation.seed, 0]), 0.0, simulation.day

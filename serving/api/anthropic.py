@@ -11,7 +11,7 @@ import msgspec
 
 from umbra.base.errors import UserError
 from umbra.serving.api import openai_chat
-from umbra.serving.api.blocks import Block, Blocks, Change
+from umbra.serving.api.blocks import Change, ContentBlock, ContentBlocks
 from umbra.serving.api.errors import ApiError, invalid, renamed
 from umbra.serving.api.fields import converted, read
 from umbra.serving.api.front import Front, Text
@@ -67,7 +67,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class AnthropicTool(msgspec.Struct, kw_only=True):
     name: str
     type: str | None = None
     description: str | None = None
@@ -85,7 +85,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     messages: list[Turn]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -102,12 +102,12 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 @dataclass
-class Answer:
+class AnthropicAnswer:
     """A request that was read and can run, and its answer so far."""
 
-    chat: openai_chat.Chat
+    chat: openai_chat.ReadChat
     stream: bool
-    blocks: Blocks
+    blocks: ContentBlocks
     id: str
 
     def message(self, content: list[dict[str, Any]], end: Change | None) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Answer:
         }
 
 
-async def prepare(front: Front, data: Any, salt: bytes) -> Answer:
+async def prepare(front: Front, data: Any, salt: bytes) -> AnthropicAnswer:
     """Reads the request `data`. Raises ApiError if it is wrong."""
     _, text = front.check_serving()
     request = converted(MessagesRequest, data, UNSUPPORTED)
@@ -141,7 +141,7 @@ async def prepare(front: Front, data: Any, salt: bytes) -> Answer:
         made = await openai_chat.prepare(front, chat | given, salt)
     except ApiError as error:
         raise renamed(error, names) from None
-    return Answer(made, bool(request.stream), Blocks(made), f"msg_{secrets.token_hex(12)}")
+    return AnthropicAnswer(made, bool(request.stream), ContentBlocks(made), f"msg_{secrets.token_hex(12)}")
 
 
 async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
@@ -165,7 +165,7 @@ async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
     return {"input_tokens": await front.work(counted)}
 
 
-async def whole(answer: Answer) -> dict[str, Any]:
+async def whole(answer: AnthropicAnswer) -> dict[str, Any]:
     """The answer to a request without `stream`."""
     async with aclosing(answer.blocks.changes()) as changes:
         async for change in changes:
@@ -173,7 +173,7 @@ async def whole(answer: Answer) -> dict[str, Any]:
     return answer.message([_block(block) for block in answer.blocks.found], end)
 
 
-async def events(answer: Answer) -> AsyncGenerator[bytes, None]:
+async def events(answer: AnthropicAnswer) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events."""
     begun = False
     async with aclosing(answer.blocks.changes()) as changes:
@@ -221,7 +221,7 @@ def _event(name: str, **data: Any) -> bytes:
     return event({"type": name, **data}, name)
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": UNSIGNED if block.pieces else ""}
     if block.kind == "content":
@@ -229,7 +229,7 @@ def _block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block)}
 
 
-def _input(block: Block) -> dict[str, Any]:
+def _input(block: ContentBlock) -> dict[str, Any]:
     """The arguments of a call; empty for those that the end of the answer has cut off."""
     try:
         found = json.loads(block.text or "{}")
@@ -280,7 +280,7 @@ def translated(request: CountRequest, text: Text) -> tuple[dict[str, Any], dict[
     return chat, names
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise invalid(f"{where}.type", f"{tool.type:.40} is not supported: only tools that the client runs are")
     if tool.input_schema is None:

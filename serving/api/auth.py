@@ -16,13 +16,13 @@ LARGEST = 1 << 20  # bytes of a file of keys
 
 
 @dataclass(frozen=True)
-class Keys:
+class ApiKeys:
     """Digests of all valid keys; without any, everybody may use the server."""
 
     digests: tuple[bytes, ...] = ()
 
     @classmethod
-    def read(cls, file: str) -> "Keys":
+    def read(cls, file: str) -> "ApiKeys":
         """The keys in `file`, one a line; an empty name: none."""
         if not file:
             return cls()
@@ -39,7 +39,7 @@ class Keys:
         return cls.of(keys)
 
     @classmethod
-    def of(cls, keys: Iterable[bytes]) -> "Keys":
+    def of(cls, keys: Iterable[bytes]) -> "ApiKeys":
         return cls(tuple(map(_digest, keys)))
 
     def check(self, headers: Headers) -> bytes:
@@ -56,7 +56,7 @@ class Keys:
         return digest[:16]
 
 
-def check_address(host: str, keys: Keys) -> None:
+def check_address(host: str, keys: ApiKeys) -> None:
     """Refuses to be reachable for others without a key."""
     if not keys.digests and not is_loopback(host):
         raise UserError(
@@ -70,7 +70,7 @@ def is_allowed(origin: str | None, origins: Collection[str]) -> bool:
     return origin is not None and ("*" in origins or origin in origins)
 
 
-def check_origin(headers: Headers, host: str, keys: Keys, origins: Collection[str] = ()) -> None:
+def check_origin(headers: Headers, host: str, keys: ApiKeys, origins: Collection[str] = ()) -> None:
     """Refuses requests that a browser sends for a page of another site, unless its origin is one of `origins`. `host`
     is the address that is listened on.
 

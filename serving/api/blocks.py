@@ -5,12 +5,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from umbra.serving.api.openai_chat import Chat, Delta
+from umbra.serving.api.openai_chat import ChatDelta, ReadChat
 from umbra.serving.api.streams import Token
 
 
 @dataclass
-class Block:
+class ContentBlock:
     """`kind` is reasoning, content, or call; a call has the `name` of a tool, an `id`, and its arguments as text."""
 
     kind: str
@@ -28,23 +28,23 @@ class Change(NamedTuple):
     """A block is opened, gets more text, or is closed; after all of them comes the end, without a block."""
 
     what: Literal["open", "text", "close", "end"]
-    block: Block
+    block: ContentBlock
     text: str = ""  # that is new; of the end, and of a block that it closes: stop, length or tool_calls
     tokens: Sequence[Token] = ()
     stop: str = ""  # of the end: the stop string that ended the answer
 
 
 @dataclass
-class Blocks:
+class ContentBlocks:
     """The blocks of a chat with one answer."""
 
-    chat: Chat
-    found: list[Block] = field(default_factory=list)
+    chat: ReadChat
+    found: list[ContentBlock] = field(default_factory=list)
     reasoning_tokens: int = 0
 
     async def changes(self) -> AsyncGenerator[Change, None]:
         """Raises ApiError if the request must wait too long, or if it fails."""
-        current: Block | None = None
+        current: ContentBlock | None = None
         async with aclosing(self.chat.deltas()) as deltas:
             async for delta in deltas:
                 if delta.kind == "reasoning":
@@ -55,12 +55,12 @@ class Blocks:
                     yield Change("close", current, delta.text if delta.kind == "finish" else "")
                     current = None
                 if delta.kind == "finish":
-                    yield Change("end", Block("", len(self.found)), delta.text, delta.tokens, delta.stop)
+                    yield Change("end", ContentBlock("", len(self.found)), delta.text, delta.tokens, delta.stop)
                     return
                 if not current:
                     kind = "call" if delta.kind in ("call", "arguments") else delta.kind
                     name = delta.text if kind == "call" else ""
-                    current = Block(kind, len(self.found), name, delta.call_id)
+                    current = ContentBlock(kind, len(self.found), name, delta.call_id)
                     self.found.append(current)
                     yield Change("open", current)
                 if delta.kind != "call":
@@ -68,5 +68,5 @@ class Blocks:
                     yield Change("text", current, delta.text, delta.tokens)
 
 
-def _goes_on(block: Block, delta: Delta) -> bool:
+def _goes_on(block: ContentBlock, delta: ChatDelta) -> bool:
     return delta.kind == ("arguments" if block.kind == "call" else block.kind)

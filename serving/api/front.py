@@ -14,14 +14,14 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config, model_folder
 from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.models.tokenizers import tokenizer_in
-from umbra.serving.api.auth import Keys
+from umbra.serving.api.auth import ApiKeys
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError, unavailable
 from umbra.serving.api.limits import Admission, Ticket
 from umbra.serving.api.live import Live
 from umbra.serving.api.metrics import Metrics
 from umbra.serving.ranks.client import EngineClient, EngineGone, RequestRefused
-from umbra.serving.ranks.messages import Message, Ready, Row, Submit
+from umbra.serving.ranks.messages import ChannelMessage, Ready, Row, Submit
 from umbra.serving.ranks.supervisor import Supervisor
 from umbra.text.formats import THINK, Format
 from umbra.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Job:
+class ServedJob:
     """One sequence of the engine: a prompt and how to continue it."""
 
     ids: list[int]
@@ -56,7 +56,7 @@ class Front:
     def __init__(
         self,
         case: Case,
-        keys: Keys,
+        keys: ApiKeys,
         client: EngineClient,
         supervisor: Supervisor | None = None,
         threads: Executor | None = None,
@@ -152,7 +152,7 @@ class Front:
         state = self.client.state
         return self.limits.admit(tokens, sequences, ready, (state and state.prefill_rate) or ready.prefill_rate)
 
-    async def rows(self, job: Job, ticket: Ticket) -> AsyncGenerator[Row, None]:
+    async def rows(self, job: ServedJob, ticket: Ticket) -> AsyncGenerator[Row, None]:
         """The rows of one sequence. Raises ApiError if it cannot run, waits too long, or the ranks end."""
         started = False
         while True:
@@ -205,7 +205,7 @@ class Front:
             await asyncio.sleep(LOOK_S)
         return False
 
-    def take(self, message: Message) -> None:
+    def take(self, message: ChannelMessage) -> None:
         """To be called with each message of the engine that is not a row."""
         self.metrics.take(message)
         self.live.take(message)

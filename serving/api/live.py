@@ -12,10 +12,10 @@ from typing import Any
 from starlette.responses import Response
 
 from umbra.serving.api.errors import ApiError
-from umbra.serving.api.metrics import Metrics, Sample
+from umbra.serving.api.metrics import Metrics, ServerSample
 from umbra.serving.api.sse import event
 from umbra.serving.ranks.client import EngineClient
-from umbra.serving.ranks.messages import Message, Ready, Running, State
+from umbra.serving.ranks.messages import ChannelMessage, Ready, Running, State
 
 PAGE = Path(__file__).with_name("live.html")
 EVERY_S = 0.25  # between two looks at the state
@@ -57,7 +57,7 @@ class Live:
         self._closed = asyncio.Event()
         self._shown: tuple[float, Any, Any, bytes] = (0.0, None, None, b"")  # time, status, state, the event of both
 
-    def take(self, message: Message) -> None:
+    def take(self, message: ChannelMessage) -> None:
         """To be called with each message of the engine that is not a row."""
         if isinstance(message, Ready):  # these ranks do not know yet whether somebody watches
             self.client.watch(self.watchers > 0)
@@ -128,5 +128,5 @@ class Live:
         return [request.id, *sizes, round(now - since, 1)]
 
 
-def _row(sample: Sample) -> list[float]:
+def _row(sample: ServerSample) -> list[float]:
     return [round(sample.at, 2), *sample.memory.values(), round(sample.rate, 1), sample.hits, sample.misses]

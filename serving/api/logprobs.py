@@ -11,7 +11,7 @@ from umbra.serving.ranks.messages import Ready
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
-class Names:
+class TokenTexts:
     """The texts of single tokens."""
 
     def __init__(self, text: Text, ready: Ready):
@@ -32,7 +32,7 @@ def name_of(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokens: Sequence[Token], names: Names) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[Token], names: TokenTexts) -> dict[str, Any]:
     def entry(id: int, logprob: float) -> dict[str, Any]:
         data = names.bytes_of(id)
         return {"token": name_of(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
@@ -46,7 +46,7 @@ def chat_logprobs(tokens: Sequence[Token], names: Names) -> dict[str, Any]:
 class CompletionLogprobs:
     """Collects the four lists of a completion's log-probabilities."""
 
-    def __init__(self, names: Names, wanted: int):
+    def __init__(self, names: TokenTexts, wanted: int):
         self.names, self.wanted = names, wanted
 
     def prompt(self, ids: Sequence[int], found: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:

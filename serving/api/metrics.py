@@ -15,7 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from umbra.serving.ranks.messages import Group, Message, Ready, Row, State
+from umbra.serving.ranks.messages import ChannelMessage, GroupPages, Ready, Row, State
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "umbra:"
@@ -54,7 +54,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ServerSample:
     """The server at one time. Hits and misses are totals since the start."""
 
     at: float
@@ -66,7 +66,7 @@ class Sample:
 
 def memory(state: State) -> dict[str, int]:
     """Returns how the frames of rank 0's arena are divided. The padding page counts as a sequence's."""
-    group = state.groups[0] if state.groups else Group(0, 0, 0)
+    group = state.groups[0] if state.groups else GroupPages(0, 0, 0)
     states = (group.live_states + group.kept_states) * state.set_frames
     prefixes = group.kept - group.kept_states * state.set_frames
     others = prefixes, states, state.expert_frames, state.free_frames
@@ -91,7 +91,7 @@ class Metrics:
         self.disk = disk
         self.registry, self.clock, self._model = CollectorRegistry(), clock, model_name
         self.first_token, self.between_tokens = Window(clock), Window(clock)  # seconds
-        self.past: deque[Sample] = deque(maxlen=PAST)
+        self.past: deque[ServerSample] = deque(maxlen=PAST)
         self.since: dict[int, float] = {}  # id -> when a request that runs or waits was first seen
         self.tokens = self.looked_for = self.cached_tokens = 0  # generated; of prompts; of those in the prefix cache
         self.running = self._gauge("num_requests_running", "Requests in the batch.")
@@ -149,7 +149,7 @@ class Metrics:
         """To be called when a request has been taken."""
         return Timeline(self, prompt_tokens)
 
-    def take(self, message: Message) -> None:
+    def take(self, message: ChannelMessage) -> None:
         """To be called with each message of the engine that is not a row."""
         if isinstance(message, Ready):
             self.starts.inc()
@@ -180,7 +180,7 @@ class Metrics:
         if now - at >= PAST_S:
             self._sampled = now, self.tokens
             rate = (self.tokens - tokens) / (now - at)
-            self.past.append(Sample(now, memory(state), rate, state.expert_hits, state.expert_misses))
+            self.past.append(ServerSample(now, memory(state), rate, state.expert_hits, state.expert_misses))
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._model)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions. Translations of other APIs make a ChatRequest, `prepare` it, and read `Chat.deltas`."""
+"""POST /v1/chat/completions. Translations of other APIs make a ChatRequest, `prepare` it, read `ReadChat.deltas`."""
 
 import re
 import secrets
@@ -14,13 +14,13 @@ from umbra.base.errors import UserError
 from umbra.executor.engine.schedule.request import MOST_LOGPROBS, Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
-from umbra.serving.api.front import Front, Job, Text
-from umbra.serving.api.logprobs import Names, chat_logprobs
+from umbra.serving.api.front import Front, ServedJob, Text
+from umbra.serving.api.logprobs import TokenTexts, chat_logprobs
 from umbra.serving.api.openai_completions import check_grammar, check_length, job_of, nth_choice
 from umbra.serving.api.sse import DONE, event
-from umbra.serving.api.streams import Piece, Stream, Token, Turns, Usage, together
+from umbra.serving.api.streams import Stream, StreamPiece, Token, Turns, Usage, together
 from umbra.serving.api.structured import (
-    Marks,
+    GrammarMarks,
     after_reasoning,
     calls_grammar,
     grammar_field,
@@ -58,7 +58,7 @@ class ChatRequest(Fields, kw_only=True):
     add_special_tokens: Literal[False] | None = None
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChatDelta(msgspec.Struct, frozen=True):
     """The new part of one of the answers. A tool call is one `call`, whose text is the tool's name, then `arguments`,
     pieces of one JSON object, then `end`. The last one of each answer is `finish`: stop, length or tool_calls."""
 
@@ -72,21 +72,21 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Chat:
+class ReadChat:
     """A request that was read and can run."""
 
     front: Front
     request: ChatRequest
     text: Text
     ready: Ready
-    job: Job
+    job: ServedJob
     tools: list[dict[str, Any]]  # that the model may call
     format: Format | None
     usage: Usage
     id: str
     created: int
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
+    async def deltas(self) -> AsyncGenerator[ChatDelta, None]:
         """All answers as they come. Raises ApiError if the request must wait too long, or if it fails."""
         choices, streams = self.request.choices, []
         with self.front.admit(len(self.job.ids), choices) as ticket:
@@ -99,7 +99,7 @@ class Chat:
                 async for delta in deltas:
                     yield delta
 
-    async def _deltas(self, index: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, index: int, pieces: AsyncGenerator[StreamPiece, None]) -> AsyncGenerator[ChatDelta, None]:
         opened = self.text.tokenizer.opens_reasoning(self.job.ids)
         parser = reader(self.format, self.tools, opened, self.text.splits)
         call, call_id = -1, ""
@@ -116,11 +116,11 @@ class Chat:
                     in_call = kind in ("call", "arguments", "end")
                     if in_call and call > 0 and self.request.parallel_tool_calls is False:
                         continue
-                    yield Delta(index, kind, text, call if in_call else -1, call_id if in_call else "", tokens)
+                    yield ChatDelta(index, kind, text, call if in_call else -1, call_id if in_call else "", tokens)
                     tokens = []
                 if piece.finish:
                     reason = "tool_calls" if call >= 0 and piece.finish == "stop" else piece.finish
-                    yield Delta(index, "finish", reason, tokens=tokens, stop=piece.stop)
+                    yield ChatDelta(index, "finish", reason, tokens=tokens, stop=piece.stop)
                     return
 
     def body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -128,16 +128,16 @@ class Chat:
         return {**head, "choices": choices, **more}
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return chat_logprobs(tokens, Names(self.text, self.ready)) if self.request.logprobs else None
+        return chat_logprobs(tokens, TokenTexts(self.text, self.ready)) if self.request.logprobs else None
 
 
-async def prepare(front: Front, data: Any, salt: bytes) -> Chat:
+async def prepare(front: Front, data: Any, salt: bytes) -> ReadChat:
     """Reads the request `data`. Raises ApiError if it is wrong."""
     ready, text = front.check_serving()
     return await front.work(lambda: _read(front, data, salt, ready, text))
 
 
-def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Chat:
+def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> ReadChat:
     """All that takes time for large requests; in a thread."""
     request = read(ChatRequest, data)
     front.check_model(request.model)
@@ -180,10 +180,10 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
     job = job_of(request, ids, sampling, salt, tuple(tokens - dropped for tokens in branches if tokens > dropped))
     made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-    return Chat(front, request, text, ready, job, tools, format, Usage(len(ids)), *made)
+    return ReadChat(front, request, text, ready, job, tools, format, Usage(len(ids)), *made)
 
 
-async def whole(chat: Chat) -> dict[str, Any]:
+async def whole(chat: ReadChat) -> dict[str, Any]:
     """The answer to a request without `stream`."""
     choices = [_Whole() for _ in range(chat.request.choices)]
     async with aclosing(chat.deltas()) as deltas:
@@ -210,7 +210,7 @@ class _Whole:
         self.tokens: list[Token] = []
         self.finish = ""
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: ChatDelta) -> None:
         self.tokens += delta.tokens
         if delta.kind == "finish":
             self.finish = delta.text
@@ -235,7 +235,7 @@ class _Whole:
         return message
 
 
-async def events(chat: Chat) -> AsyncGenerator[bytes, None]:
+async def events(chat: ReadChat) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events."""
     usage: dict[str, Any] = {"usage": None} if chat.request.includes_usage else {}
     continuous = chat.request.continuous_usage
@@ -267,7 +267,7 @@ def _chunk(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
+def _delta(delta: ChatDelta) -> dict[str, Any]:
     if delta.kind == "content":
         return {"content": delta.text}
     if delta.kind == "reasoning":
@@ -423,9 +423,9 @@ def _whole_grammar(
         opened = False
     if forced:
         several = request.tool_choice == "required" and request.parallel_tool_calls is not False
-        return calls_grammar(forced, text.format, several, opened, Marks(text.mark_ids(ready)))
+        return calls_grammar(forced, text.format, several, opened, GrammarMarks(text.mark_ids(ready)))
     if grammar and text.format and text.format.tokens:
-        return in_final_message(grammar, Marks(text.mark_ids(ready)))
+        return in_final_message(grammar, GrammarMarks(text.mark_ids(ready)))
     if grammar and opened is not None:
-        return after_reasoning(grammar, opened, Marks(text.mark_ids(ready)))
+        return after_reasoning(grammar, opened, GrammarMarks(text.mark_ids(ready)))
     return grammar

@@ -13,10 +13,10 @@ from umbra.base.errors import UserError
 from umbra.executor.engine.schedule.request import LARGEST_SEED, Grammar, SamplingParams
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
-from umbra.serving.api.front import Front, Job, Text
-from umbra.serving.api.logprobs import CompletionLogprobs, Names, joined
+from umbra.serving.api.front import Front, ServedJob, Text
+from umbra.serving.api.logprobs import CompletionLogprobs, TokenTexts, joined
 from umbra.serving.api.sse import DONE, event
-from umbra.serving.api.streams import Piece, Stream, Turns, Usage, together
+from umbra.serving.api.streams import Stream, StreamPiece, Turns, Usage, together
 from umbra.serving.api.structured import grammar_field, wanted_grammar
 from umbra.serving.ranks.messages import Ready
 
@@ -31,7 +31,7 @@ class CompletionRequest(Fields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
+class CompletionDelta(msgspec.Struct, frozen=True):
     """The new part of one of the answers."""
 
     index: int
@@ -41,14 +41,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Completion:
+class ReadCompletion:
     """A request that was read and can run."""
 
     front: Front
     request: CompletionRequest
     text: Text
     ready: Ready
-    jobs: list[Job]  # one for each prompt
+    jobs: list[ServedJob]  # one for each prompt
     prompts: list[str]  # their texts, if they are echoed
     usage: Usage
     id: str
@@ -59,7 +59,7 @@ class Completion:
         """Says whether nothing is to be generated, because only the prompt is of interest."""
         return self.request.max_tokens == 0
 
-    async def parts(self) -> AsyncGenerator[Part, None]:
+    async def parts(self) -> AsyncGenerator[CompletionDelta, None]:
         """All answers as they come. Raises ApiError if the request must wait too long."""
         choices, streams = self.request.choices, []
         with self.front.admit(sum(len(job.ids) for job in self.jobs), choices * len(self.jobs)) as ticket:
@@ -75,10 +75,10 @@ class Completion:
                     yield part
 
     async def _parts(
-        self, prompt: int, index: int, stream: Stream, pieces: AsyncGenerator[Piece, None]
-    ) -> AsyncGenerator[Part, None]:
+        self, prompt: int, index: int, stream: Stream, pieces: AsyncGenerator[StreamPiece, None]
+    ) -> AsyncGenerator[CompletionDelta, None]:
         wanted = self.request.logprobs
-        lists = None if wanted is None else CompletionLogprobs(Names(self.text, self.ready), wanted)
+        lists = None if wanted is None else CompletionLogprobs(TokenTexts(self.text, self.ready), wanted)
         echoed = self.prompts[prompt] if self.request.echo else ""
         first = True
         async with aclosing(pieces):
@@ -92,7 +92,7 @@ class Completion:
                     found.append(lists.prompt(stream.job.ids, stream.prompt_logprobs, offsets))
                 if lists:
                     found.append(lists.tokens(tokens, len(echoed)))
-                yield Part(index, (echoed if first else "") + text, finish, joined(found) if found else None)
+                yield CompletionDelta(index, (echoed if first else "") + text, finish, joined(found) if found else None)
                 first = False
                 if finish:
                     if self.silent:
@@ -104,13 +104,13 @@ class Completion:
         return {**head, "choices": choices, **more}
 
 
-async def prepare(front: Front, data: Any, salt: bytes) -> Completion:
+async def prepare(front: Front, data: Any, salt: bytes) -> ReadCompletion:
     """Reads the request `data`. Raises ApiError if it is wrong."""
     ready, text = front.check_serving()
     return await front.work(lambda: _read(front, data, salt, ready, text))
 
 
-def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Completion:
+def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> ReadCompletion:
     """All that takes time for large requests; in a thread."""
     request = read(CompletionRequest, data)
     front.check_model(request.model)
@@ -138,14 +138,14 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Com
         jobs.append(job_of(request, ids, sampling, salt))
     texts = [(p if isinstance(p, str) else text.tokenizer.decode(p)) if request.echo else "" for p in prompts]
     usage = Usage(sum(len(job.ids) for job in jobs))
-    return Completion(
+    return ReadCompletion(
         front, request, text, ready, jobs, texts, usage, f"cmpl-{secrets.token_hex(12)}", int(time.time())
     )
 
 
-async def whole(completion: Completion) -> dict[str, Any]:
+async def whole(completion: ReadCompletion) -> dict[str, Any]:
     """The answer to a request without `stream`."""
-    choices: dict[int, list[Part]] = {}
+    choices: dict[int, list[CompletionDelta]] = {}
     async with aclosing(completion.parts()) as parts:
         async for part in parts:
             choices.setdefault(part.index, []).append(part)
@@ -153,11 +153,11 @@ async def whole(completion: Completion) -> dict[str, Any]:
     for index, found in sorted(choices.items()):
         logprobs = [part.logprobs for part in found if part.logprobs]
         text = "".join(part.text for part in found)
-        body.append(_choice(Part(index, text, found[-1].finish, joined(logprobs) if logprobs else None)))
+        body.append(_choice(CompletionDelta(index, text, found[-1].finish, joined(logprobs) if logprobs else None)))
     return completion.body(body, usage=completion.usage.body())
 
 
-async def events(completion: Completion) -> AsyncGenerator[bytes, None]:
+async def events(completion: ReadCompletion) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events."""
     usage: dict[str, Any] = {"usage": None} if completion.request.includes_usage else {}
     async with aclosing(completion.parts()) as parts:
@@ -169,7 +169,7 @@ async def events(completion: Completion) -> AsyncGenerator[bytes, None]:
     yield DONE
 
 
-def _choice(part: Part) -> dict[str, Any]:
+def _choice(part: CompletionDelta) -> dict[str, Any]:
     return {"index": part.index, "text": part.text, "logprobs": part.logprobs, "finish_reason": part.finish or None}
 
 
@@ -224,12 +224,12 @@ def nth_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 def job_of(
     request: Fields, ids: list[int], sampling: SamplingParams, salt: bytes, branches: tuple[int, ...] = ()
-) -> Job:
+) -> ServedJob:
     """A job of a request. Its prefixes' salt is that of its key, and one of its own that can only share less."""
     if request.cache_salt:
         salt += request.cache_salt.encode(errors="replace")[:256]
     whole = request.skip_special_tokens is False
-    return Job(ids, sampling, tuple(request.stops), request.priority or 0, salt, branches, whole)
+    return ServedJob(ids, sampling, tuple(request.stops), request.priority or 0, salt, branches, whole)
 
 
 def offsets_of(ids: list[int], text: Text) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from umbra.serving.api import fields, openai_chat
-from umbra.serving.api.blocks import Block, Blocks, Change
+from umbra.serving.api.blocks import Change, ContentBlock, ContentBlocks
 from umbra.serving.api.errors import ApiError, invalid, renamed
 from umbra.serving.api.fields import StreamOptions, converted
 from umbra.serving.api.front import Front, Text
@@ -44,7 +44,7 @@ class Reasoning(msgspec.Struct, kw_only=True):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class Format(msgspec.Struct, kw_only=True):
+class TextFormat(msgspec.Struct, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -53,11 +53,11 @@ class Format(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    format: Format | None = None
+    format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class ResponsesTool(msgspec.Struct, kw_only=True):
     type: str
     name: str | None = None
     description: str | None = None
@@ -74,7 +74,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -85,12 +85,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 @dataclass
-class Answer:
+class ResponsesAnswer:
     """A request that was read and can run, and its answer so far."""
 
     request: ResponsesRequest
-    chat: openai_chat.Chat
-    blocks: Blocks
+    chat: openai_chat.ReadChat
+    blocks: ContentBlocks
     key: str = field(default_factory=lambda: secrets.token_hex(12))
     logprobs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by number of their block
     sent: int = 0  # events
@@ -150,7 +150,7 @@ class Answer:
             items[-1]["status"] = status
         return self.response(status, items)
 
-    def item(self, block: Block, status: str) -> dict[str, Any]:
+    def item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         id = self.id(block)
         if block.kind == "call":
             named = {"call_id": block.id, "name": block.name, "arguments": block.text}
@@ -160,16 +160,16 @@ class Answer:
             return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
 
-    def part(self, block: Block) -> dict[str, Any]:
+    def part(self, block: ContentBlock) -> dict[str, Any]:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": block.text}
         logprobs = self.logprobs.get(block.number, [])
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
-    def id(self, block: Block) -> str:
+    def id(self, block: ContentBlock) -> str:
         return f"{ {'reasoning': 'rs', 'content': 'msg', 'call': 'fc'}[block.kind] }_{self.key}{block.number}"
 
-    def take(self, block: Block, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    def take(self, block: ContentBlock, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         """Keeps the log-probabilities of new tokens. -> those, if they are wanted"""
         if block.kind != "content" or not tokens:
             return []
@@ -191,7 +191,7 @@ class Answer:
         return self.event("response.failed", response=self.response("failed", items, shown))
 
 
-async def prepare(front: Front, data: Any, salt: bytes) -> Answer:
+async def prepare(front: Front, data: Any, salt: bytes) -> ResponsesAnswer:
     """Reads the request `data`. Raises ApiError if it is wrong."""
     _, text = front.check_serving()
     if isinstance(data, dict) and data.get("store"):
@@ -202,10 +202,10 @@ async def prepare(front: Front, data: Any, salt: bytes) -> Answer:
         made = await openai_chat.prepare(front, chat, salt)
     except ApiError as error:
         raise renamed(error, names) from None
-    return Answer(request, made, Blocks(made))
+    return ResponsesAnswer(request, made, ContentBlocks(made))
 
 
-async def whole(answer: Answer) -> Any:
+async def whole(answer: ResponsesAnswer) -> Any:
     """The answer to a request without `stream`."""
     async with aclosing(answer.blocks.changes()) as changes:
         async for change in changes:
@@ -213,7 +213,7 @@ async def whole(answer: Answer) -> Any:
     return answer.ended(change)
 
 
-async def events(answer: Answer) -> AsyncGenerator[bytes, None]:
+async def events(answer: ResponsesAnswer) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events."""
     async with aclosing(answer.blocks.changes()) as changes:
         async for change in changes:
@@ -227,7 +227,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes, None]:
                     yield data
 
 
-def _events(answer: Answer, change: Change) -> list[bytes]:
+def _events(answer: ResponsesAnswer, change: Change) -> list[bytes]:
     block = change.block
     at: dict[str, Any] = {"item_id": answer.id(block), "output_index": block.number}
     if block.kind == "call":

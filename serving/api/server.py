@@ -23,12 +23,12 @@ from umbra.executor.config.env import node_env
 from umbra.executor.config.load import load_model_config
 from umbra.executor.launch.preflight import check_ready
 from umbra.serving.api.app import App
-from umbra.serving.api.auth import Keys, check_address
+from umbra.serving.api.auth import ApiKeys, check_address
 from umbra.serving.api.errors import ApiError
 from umbra.serving.api.front import Front
 from umbra.serving.ranks.client import EngineClient
 from umbra.serving.ranks.launcher import keep_ranks, launcher_of
-from umbra.serving.ranks.messages import Message, Ready
+from umbra.serving.ranks.messages import ChannelMessage, Ready
 from umbra.serving.ranks.supervisor import Supervisor
 
 HEADER_S = 10.0  # seconds that a request's headers may take to come
@@ -54,10 +54,10 @@ def serve(case: Case) -> None:
         with tempfile.TemporaryDirectory(prefix="umbra-") as folder:
             sys.exit(keep_ranks(launcher_of(case, Path(folder)), settings.restarts))
     sys.setswitchinterval(SWITCH_S)
-    keys = Keys.read(settings.api_key_file)
+    keys = ApiKeys.read(settings.api_key_file)
     check_address(settings.host, keys)
     with listening(settings.host, settings.port) as listener:
-        status = asyncio.run(Run(case, keys).run(listener))
+        status = asyncio.run(ServerRun(case, keys).run(listener))
     sys.exit(status)
 
 
@@ -79,10 +79,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-class Run:
+class ServerRun:
     """One server from its start to its end."""
 
-    def __init__(self, case: Case, keys: Keys):
+    def __init__(self, case: Case, keys: ApiKeys):
         self.case = case
         self.signals: list[int] = []
         self.asked = asyncio.Event()  # at the first signal
@@ -162,7 +162,7 @@ class Run:
         self.signals.append(number)
         (self.forced if self.asked.is_set() else self.asked).set()
 
-    def _changed(self, message: Message) -> None:
+    def _changed(self, message: ChannelMessage) -> None:
         self.front.take(message)
         if isinstance(message, Ready):
             self._announce()
@@ -246,7 +246,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # `Run` handles them
+        yield  # `ServerRun` handles them
 
 
 def make_server(front: Front) -> uvicorn.Server:

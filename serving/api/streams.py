@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from umbra.executor.engine.schedule.request import TokenLogprob
-from umbra.serving.api.front import Front, Job, Text
+from umbra.serving.api.front import Front, ServedJob, Text
 from umbra.serving.api.limits import Ticket
 from umbra.serving.ranks.messages import Ready
 from umbra.text.stops import Stops
@@ -26,7 +26,7 @@ class Token(NamedTuple):
     start: int  # characters of the answer before it
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     texts: list[str]  # and marks that are tokens
     tokens: list[Token]
     finish: str = ""  # "stop", "length"; empty while it goes on
@@ -63,11 +63,11 @@ class Stream:
     front: Front
     text: Text
     ready: Ready
-    job: Job
+    job: ServedJob
     usage: Usage
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
-    async def pieces(self, ticket: Ticket) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, ticket: Ticket) -> AsyncGenerator[StreamPiece, None]:
         """Yields what is certain, row by row; the last piece has a finish reason."""
         job = self.job
         ends = {*job.sampling.stop_token_ids, *(() if job.sampling.ignore_eos else self.ready.stop_ids)}
@@ -107,7 +107,7 @@ class Stream:
                 tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
                 if texts or tokens or finish:
                     held = held[len(tokens) :]
-                    yield Piece(texts, tokens, finish, stops.stop)
+                    yield StreamPiece(texts, tokens, finish, stops.stop)
                 if finish:
                     return
 
@@ -154,7 +154,9 @@ class Turns:
         self._rows = asyncio.Semaphore(rows)
         self._begun: dict[int, asyncio.Event] = {}
 
-    async def pieces(self, stream: Stream, prompt: int, choice: int, ticket: Ticket) -> AsyncGenerator[Piece, None]:
+    async def pieces(
+        self, stream: Stream, prompt: int, choice: int, ticket: Ticket
+    ) -> AsyncGenerator[StreamPiece, None]:
         """The pieces of `stream`, which is choice number `choice` of prompt number `prompt`."""
         begun = self._begun.setdefault(prompt, asyncio.Event())
         try:

@@ -112,7 +112,7 @@ def _has_properties(schema: dict[str, Any]) -> bool:
     return isinstance(schema.get("properties"), dict)
 
 
-class Marks:
+class GrammarMarks:
     """Writes the marks of an output format as parts of a grammar. `ids` are those of the marks that are special tokens
     for llguidance; the others are plain text."""
 
@@ -147,14 +147,14 @@ class Marks:
         return f"start: ({self.one(CHANNEL)} {text})* {self.one(CHANNEL)} {then}\nsaid: {ANYTHING}"
 
 
-def after_reasoning(grammar: Grammar, opened: bool, marks: Marks) -> Grammar:
+def after_reasoning(grammar: Grammar, opened: bool, marks: GrammarMarks) -> Grammar:
     """`grammar` for the content of an answer that first reasons. A Lark grammar describes the whole answer."""
     if grammar.kind == "lark":
         return grammar
     return Grammar("lark", f"{marks.reasoned('answer', opened)}\nanswer: {_rule(grammar)}\n")
 
 
-def in_final_message(grammar: Grammar, marks: Marks) -> Grammar:
+def in_final_message(grammar: Grammar, marks: GrammarMarks) -> Grammar:
     """`grammar` for the text of harmony's channel `final`, with other messages before it."""
     rules = f'{marks.messages("last")}\nlast: "final" {marks.one(MESSAGE)} answer'
     return Grammar("lark", f"{rules}\nanswer: {_rule(grammar)}\n")
@@ -170,7 +170,7 @@ def _rule(grammar: Grammar) -> str:
 
 
 def calls_grammar(
-    tools: Sequence[Mapping[str, Any]], format: Format | None, several: bool, opened: bool | None, marks: Marks
+    tools: Sequence[Mapping[str, Any]], format: Format | None, several: bool, opened: bool | None, marks: GrammarMarks
 ) -> Grammar:
     """A grammar of calls of `tools`, in the `format` in which the model writes them. `opened` says whether the prompt
     ends within reasoning; None: the model does not reason."""
@@ -228,7 +228,7 @@ def _closed(schema: Any) -> Any:
     return parts
 
 
-def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: Format, marks: Marks) -> list[str]:
+def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: Format, marks: GrammarMarks) -> list[str]:
     """The rules of a call of the tool `name`, of which the first is called `rule`."""
     if format.tokens:
         opening = f'{json.dumps(f"commentary to=functions.{name} ")} {marks.one(CONSTRAIN)} "json" {marks.one(MESSAGE)}'

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from umbra.base.errors import UserError, refusal
-from umbra.serving.ranks.messages import Message, ToEngine
+from umbra.serving.ranks.messages import ChannelMessage, ToEngine
 
 HEADER = struct.Struct("<I")
 LARGEST = 64 << 20  # bytes of a message
@@ -26,7 +26,7 @@ MOST_WAITING = 1000  # messages that wait to be sent; while there are more, the 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def framed(message: Message) -> bytes:
+def framed(message: ChannelMessage) -> bytes:
     """The bytes that stand for `message` on the socket."""
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
@@ -47,7 +47,7 @@ class Channel:
     def __init__(self, connection: socket.socket, leave: Callable[[int], object] = os._exit):
         self._socket, self._leave = connection, leave
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._closed = False
         self._failure: OSError | None = None  # why nothing can be sent to the API server
@@ -65,7 +65,7 @@ class Channel:
             raise UserError(f"{path}: the front that started these ranks does not answer: {error.strerror}") from None
         return cls(connection)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         self._outbox.put(message)
 
     @property

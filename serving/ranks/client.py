@@ -17,8 +17,8 @@ import msgspec
 from umbra.serving.ranks.channel import HEADER, framed, length_of
 from umbra.serving.ranks.messages import (
     Abort,
+    ChannelMessage,
     Fatal,
-    Message,
     Out,
     Ping,
     Pong,
@@ -60,7 +60,7 @@ class EngineClient:
     """Listens on a Unix socket at `path`, to which rank 0 connects. `changed` is called after each message that is not
     a row, with that message."""
 
-    def __init__(self, path: Path, changed: Callable[[Message], None] = lambda message: None):
+    def __init__(self, path: Path, changed: Callable[[ChannelMessage], None] = lambda message: None):
         self.path, self.changed = path, changed
         self.ready: Ready | None = None
         self.progress = Progress("starting", 0.0)
@@ -133,7 +133,7 @@ class EngineClient:
             if not finished:
                 self.send(Abort(id))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         if self._writer:
             self._writer.write(framed(message))
 
@@ -191,7 +191,7 @@ class EngineClient:
                 self.send(Ping(number))
             await asyncio.sleep(PING_S)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: ChannelMessage) -> None:
         if isinstance(message, Out):
             self.heard_at = time.monotonic()
             for row in message.rows:

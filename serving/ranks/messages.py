@@ -12,14 +12,14 @@ from umbra.executor.engine.schedule.request import Request, SamplingParams, Toke
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True):
+class ChannelMessage(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True):
     pass
 
 
 # Front to rank 0.
 
 
-class Submit(Message, frozen=True):
+class Submit(ChannelMessage, frozen=True):
     """A request. `id` is counted by the front and never used again while it runs."""
 
     id: int
@@ -34,31 +34,31 @@ class Submit(Message, frozen=True):
         return Request(tuple(self.ids), self.sampling, self.priority, self.salt, self.branches)
 
 
-class Abort(Message, frozen=True):
+class Abort(ChannelMessage, frozen=True):
     """Ends a request; it gets no further rows. A request that has ended is left alone."""
 
     id: int
 
 
-class Stop(Message, frozen=True):
+class Stop(ChannelMessage, frozen=True):
     """All requests have ended: the ranks leave together."""
 
 
-class Ping(Message, frozen=True):
+class Ping(ChannelMessage, frozen=True):
     number: int
 
 
 # Rank 0 to the front.
 
 
-class Progress(Message, frozen=True):
+class Progress(ChannelMessage, frozen=True):
     """The progress of the start, for those who ask meanwhile."""
 
     stage: str
     share: float  # 0 to 1
 
 
-class Ready(Message, frozen=True):
+class Ready(ChannelMessage, frozen=True):
     """The ranks take requests."""
 
     longest: Count  # most tokens of a prompt and its answer
@@ -86,21 +86,21 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     restored_tokens: int = 0  # of `cached_tokens`, those that were on disk
 
 
-class Out(Message, frozen=True):
+class Out(ChannelMessage, frozen=True):
     """The rows of one step."""
 
     step: int
     rows: list[Row]
 
 
-class Refused(Message, frozen=True):
+class Refused(ChannelMessage, frozen=True):
     """A request that cannot run."""
 
     id: int
     reason: str
 
 
-class Group(msgspec.Struct, frozen=True):
+class GroupPages(msgspec.Struct, frozen=True):
     """The pages of one data-parallel group, with those of its sets of recurrent states."""
 
     held: int  # by sequences
@@ -119,13 +119,13 @@ class Running(msgspec.Struct, frozen=True):
     preemptions: int
 
 
-class State(Message, frozen=True):
+class State(ChannelMessage, frozen=True):
     """A snapshot for metrics and the live page, a few times a second."""
 
     step: int
     waiting: int
     running: list[Running]
-    groups: list[Group]
+    groups: list[GroupPages]
     preemptions: int  # in total
     drafted: int = 0  # tokens, in total
     accepted: int = 0  # of them
@@ -144,7 +144,7 @@ class State(Message, frozen=True):
     step_tokens: list[int] = []  # tokens of each step since the last snapshot
 
 
-class Residency(Message, frozen=True):
+class Residency(ChannelMessage, frozen=True):
     """The experts that are resident on rank 0, and how much they are used; at most once a second, if somebody
     watches."""
 
@@ -154,24 +154,24 @@ class Residency(Message, frozen=True):
     heat: bytes  # one byte for each expert, 255 the most used
 
 
-class Watch(Message, frozen=True):
+class Watch(ChannelMessage, frozen=True):
     """From the front: whether somebody looks at the live page."""
 
     residency: bool
 
 
-class Pong(Message, frozen=True):
+class Pong(ChannelMessage, frozen=True):
     number: int
     step: int
 
 
-class Fatal(Message, frozen=True):
+class Fatal(ChannelMessage, frozen=True):
     """The ranks cannot go on; they end after this."""
 
     reason: str
 
 
-class Tick(Message, frozen=True):
+class Tick(ChannelMessage, frozen=True):
     """From rank 0 to all ranks before each step: everything that comes from a clock, a socket or a measurement, so that
     all ranks decide alike."""
 

@@ -16,7 +16,7 @@ SOCKET = "UMBRA_SERVE_SOCKET"
 
 
 @dataclass(frozen=True)
-class Process:
+class RankProcess:
     pid: int
     rank: int | None  # None: the launcher
 
@@ -26,7 +26,7 @@ class Process:
         return is_halted(self.pid)
 
 
-def processes_of(socket: Path) -> list[Process]:
+def processes_of(socket: Path) -> list[RankProcess]:
     """The processes of this machine, besides this one, that have `socket` in their environment and run."""
     wanted = f"{SOCKET}={socket}".encode()
     found = []
@@ -35,11 +35,11 @@ def processes_of(socket: Path) -> list[Process]:
             with contextlib.suppress(OSError):
                 environment = (entry / "environ").read_bytes().split(b"\0")
                 if wanted in environment and is_running(int(entry.name)):
-                    found.append(Process(int(entry.name), rank_of(int(entry.name))))
+                    found.append(RankProcess(int(entry.name), rank_of(int(entry.name))))
     return found
 
 
-def send(signal_number: int, processes: list[Process]) -> None:
+def send(signal_number: int, processes: list[RankProcess]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal_number)

@@ -16,7 +16,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.env import node_env
 from umbra.executor.launch.processes import is_running
 from umbra.serving.ranks.client import ENDED, EngineClient
-from umbra.serving.ranks.processes import SOCKET, Process, processes_of, send, signal_name
+from umbra.serving.ranks.processes import SOCKET, RankProcess, processes_of, send, signal_name
 
 CHECK_S = 0.5
 END_S = 10.0  # seconds that ranks have to leave before they are killed
@@ -85,10 +85,12 @@ class Supervisor:
                 await asyncio.wait_for(self._process.wait(), wait_s)
         await self._end_all()
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[RankProcess]:
         """The launcher and the ranks that run on this machine."""
         found = processes_of(self.client.path)
-        return [Process(p.pid, 0) for p in found] if self.case.world_size == 1 else found  # it replaces its launcher
+        return (
+            [RankProcess(p.pid, 0) for p in found] if self.case.world_size == 1 else found
+        )  # it replaces its launcher
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -164,7 +166,7 @@ class Supervisor:
             send(signal.SIGKILL, processes)
 
 
-async def _ended(processes: list[Process], within_s: float) -> bool:
+async def _ended(processes: list[RankProcess], within_s: float) -> bool:
     """Waits until all `processes` have ended. -> whether they have"""
     deadline = time.monotonic() + within_s
     while any(is_running(process.pid) for process in processes):

@@ -40,9 +40,9 @@ from umbra.serving.ranks.channel import Channel
 from umbra.serving.ranks.expert_news import ExpertNews
 from umbra.serving.ranks.messages import (
     Abort,
+    ChannelMessage,
     Fatal,
-    Group,
-    Message,
+    GroupPages,
     Out,
     Ping,
     Pong,
@@ -76,7 +76,7 @@ class FrontEnd(Protocol):
     @property
     def behind(self) -> bool: ...
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: ChannelMessage) -> None: ...
 
     def receive(self, wait_s: float) -> ListOf[Any]: ...
 
@@ -350,7 +350,9 @@ class Worker:
         self.forget()
         scheduler, pages = self.loop.scheduler, self.loop.scheduler.pools[0]
         groups = [
-            Group(cache.held, scheduler.committed(g) - cache.held, cache.kept, cache.live_states, cache.kept_states)
+            GroupPages(
+                cache.held, scheduler.committed(g) - cache.held, cache.kept, cache.live_states, cache.kept_states
+            )
             for g, cache in enumerate(scheduler.caches)
         ]
         state = State(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from umbra.planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, Simulation, Trace
+from umbra.planner.streams import CPU, DEVICE, LINK_IN, LINK_OUT, QueueTrace, Simulation
 
 Ranges = list[tuple[int, int]]  # first byte, end
 
@@ -23,7 +23,7 @@ class Rates:
     launch: float  # seconds of the host for a call
 
 
-def timed(given: list[str], rates: Rates, cpu: Callable[[int], float]) -> Trace:
+def timed(given: list[str], rates: Rates, cpu: Callable[[int], float]) -> QueueTrace:
     """`cpu`: the seconds of the n-th host function."""
     simulation, events, functions = Simulation(), dict[str, int](), 0
     for stream, text, memory in map(_parts, given):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
-from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.device import ShadowDevice
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.ascend.exchange import most_rows
@@ -33,7 +33,7 @@ class OnCpu(Platform):
     def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
         raise NotImplementedError
 
-    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+    def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
         raise NotImplementedError
 
     def peak_memory_bytes(self) -> int:
@@ -69,7 +69,7 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
             )
             return cast(Exchange, exchange)
 
-        def shadow_device(self, top_k: int, choices: Choices) -> Device:
+        def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
             most = self.settings.decode_rows + 3 * self.settings.sizes.attn_dp  # padded below
             longest = self.settings.prefill_tokens
             return AscendDevice(self.ops, self.device, top_k, most, longest, choices.costs, timeout_s=10, cann=None)

@@ -29,7 +29,7 @@ from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.run.memory_report import show_plan
 from umbra.models.layers.base import layers_of
 from umbra.ops.ascend import vector_core
-from umbra.ops.ascend.bridge import BridgeError, Job
+from umbra.ops.ascend.bridge import BridgeError, BridgeJob
 from umbra.ops.ascend.ops import AscendOps
 from umbra.planner.streams import CPU
 
@@ -228,7 +228,7 @@ def test_a_copy_is_used_by_the_layers_whose_turn_comes_after_its_end(
         shadows.evict((layer, 0))
     said = list[tuple[int, bool]]()
 
-    def watch(job: Job) -> None:
+    def watch(job: BridgeJob) -> None:
         said.append((job.layer, bool(array(job.places, ctypes.c_int32, 8)[0] >= 0)))
         if said == [(0, False)]:
             gate.open()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.ascend.log import forget_streams, ran
-from umbra.ops.ascend.bridge import DONE, SUBMIT, Job
+from umbra.ops.ascend.bridge import DONE, SUBMIT, BridgeJob
 from umbra.ops.ascend.shadow import ShadowNodes
-from umbra.ops.cpu.shadow import ShadowPool, Worker
+from umbra.ops.cpu.shadow import BridgeWorker, ShadowPool
 
 T, K, H, E, LAYERS = 3, 2, 8, 4, 2
 FAKE = ctypes.CDLL("libfake_cann.so")
@@ -83,10 +83,10 @@ class Gate:
         self.thread.join()
 
 
-class WatchedWorker(Worker):
+class WatchedWorker(BridgeWorker):
     """Calls `watch` with each job that is submitted."""
 
-    watch: ClassVar[Callable[[Job], None]]
+    watch: ClassVar[Callable[[BridgeJob], None]]
 
     def __init__(self, pool: ShadowPool):
         super().__init__(pool)

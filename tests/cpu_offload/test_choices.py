@@ -12,7 +12,7 @@ from umbra.cpu_offload.planner.choices import (
     COPYING,
     GAIN,
     MOST_SWAPS,
-    Choice,
+    ExplainedChoice,
     Split,
     choose_slots,
     choose_streaming,
@@ -54,7 +54,7 @@ def test_a_cheap_copy_streams_earlier() -> None:
 def test_nothing_is_streamed_where_nothing_is_missing_or_the_cpu_is_as_fast() -> None:
     assert choose_streaming(planner(copy=0.0), 1.0, 4, 4096).value == 0
     assert choose_streaming(planner(copy=0.01, shadow=Line(0, 1e-4, 1e-5)), 0.5, 4, 4096).value == 0
-    assert choose_streaming(planner(copy=0.0), 0.5, 8, 8) == Choice(0, "no prefill has more than 8 tokens")
+    assert choose_streaming(planner(copy=0.0), 0.5, 8, 8) == ExplainedChoice(0, "no prefill has more than 8 tokens")
     assert choose_streaming(planner(copy=0.0), 0.5, 8, 9).value == 9
 
 
@@ -88,7 +88,7 @@ def test_threads_go_where_the_longer_side_is(
     assert chosen.value == wanted
     assert f"{tried[wanted].step_ms(1, hit):.3f} ms a step" in chosen.why
     assert chosen.why.count(" + ") == 3
-    assert choose_threads({(3, 2): planner()}, 1, hit) == Choice((3, 2), "no other was tried")
+    assert choose_threads({(3, 2): planner()}, 1, hit) == ExplainedChoice((3, 2), "no other was tried")
 
 
 SPLIT = Split(frames=200, extent_frames=4, extent_slots=8, longest=20, sequences=8, experts=640)

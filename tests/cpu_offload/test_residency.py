@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.variants import thorough_but
-from umbra.cpu_offload.policy.residency import Residency, ResidencySettings, Swap
+from umbra.cpu_offload.policy.residency import ResidencyPolicy, ResidencySettings, Swap
 from umbra.tools.benchmarks import offload_policy
-from umbra.tools.benchmarks.cache_policies import Run, by_prompt, lfu, lru, lru_by_layer, optimum, residency, static
+from umbra.tools.benchmarks.cache_policies import (
+    PolicyRun,
+    by_prompt,
+    lfu,
+    lru,
+    lru_by_layer,
+    optimum,
+    residency,
+    static,
+)
 from umbra.tools.benchmarks.published_traces import MODELS, statistics_of, trace_of
 from umbra.tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up
 
@@ -36,7 +45,7 @@ def demo(steps: int) -> Trace:
     return Trace("demo", trace.ids[:steps], trace.experts, trace.tokens[:steps])
 
 
-def late(run: Run) -> tuple[float, float]:
+def late(run: PolicyRun) -> tuple[float, float]:
     """Hit rate and copies a step in the second half."""
     half = len(run.uses) // 2
     return run.hits[half:].sum() / run.uses[half:].sum(), float(run.copies[half:].mean())
@@ -48,7 +57,7 @@ def test_rules_of_every_swap(data: st.DataObject) -> None:
     chosen = ResidencySettings(data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 0.02, 0.2, 1.0])))
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     slots = data.draw(st.integers(0, layers * experts))
-    policy, twin = (Residency(layers, experts, chosen) for _ in range(2))
+    policy, twin = (ResidencyPolicy(layers, experts, chosen) for _ in range(2))
     resident = np.zeros((layers, experts), bool)
     popular = random.random((layers, experts)) * 3
     believing = data.draw(st.booleans())  # so that many swaps are done at once
@@ -116,7 +125,7 @@ def test_trust_returns_when_there_is_something_to_gain() -> None:
 
 
 def test_free_slots_take_the_most_used_first_and_the_coldest_leave_first() -> None:
-    policy, counts = Residency(2, 4, ResidencySettings(max_swaps=3)), np.array([[5, 1, 0, 0], [0, 9, 2, 0]])
+    policy, counts = ResidencyPolicy(2, 4, ResidencySettings(max_swaps=3)), np.array([[5, 1, 0, 0], [0, 9, 2, 0]])
     policy.observe(counts)
     policy.observe(counts)
     nobody = np.zeros((2, 4), bool)
@@ -133,9 +142,9 @@ class Known:
         self.coming, self.lasting, self.decoded = np.array(coming), np.array(lasting), 0
 
 
-def known(trust: float, max_swaps: int = 2) -> Residency:
+def known(trust: float, max_swaps: int = 2) -> ResidencyPolicy:
     """Four experts worth 4, 3, 1 and 0.5 misses in the two intervals of the horizon."""
-    policy = Residency(2, 2, ResidencySettings(max_swaps, swap_cost=0.1))
+    policy = ResidencyPolicy(2, 2, ResidencySettings(max_swaps, swap_cost=0.1))
     policy.forecast = Known([3, 2, 1, 0], [1, 1, 0, 0.5])  # type: ignore[assignment]
     policy.trust = trust
     return policy

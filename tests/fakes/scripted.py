@@ -4,7 +4,7 @@ from typing import Any
 
 from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.executor.model_runner import ModelRunner
-from umbra.serving.ranks.messages import Abort, Message, Out, Row, Stop, Submit
+from umbra.serving.ranks.messages import Abort, ChannelMessage, Out, Row, Stop, Submit
 from umbra.serving.ranks.worker import Worker
 
 
@@ -15,16 +15,16 @@ class Script:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
-        self.sent: list[Message] = []
+        self.sent: list[ChannelMessage] = []
 
     def receive(self, wait_s: float) -> list[Any]:
         messages, self.messages = self.messages, []
         return messages
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         self.sent.append(message)
 
-    def of(self, kind: type[Message]) -> list[Any]:
+    def of(self, kind: type[ChannelMessage]) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def rows(self, id: int) -> list[Row]:

@@ -12,8 +12,8 @@ import msgspec
 from umbra.executor.engine.schedule.request import TokenLogprob
 from umbra.serving.ranks.messages import (
     Abort,
+    ChannelMessage,
     Fatal,
-    Message,
     Out,
     Ping,
     Pong,
@@ -92,7 +92,7 @@ class FakeEngine:
         )
         self._tasks.append(asyncio.create_task(self._steps()))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         body = msgspec.msgpack.encode(message)
         self._writer.write(HEADER.pack(len(body)) + body)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from umbra.cpu_offload.costs import Line
-from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.device import ShadowDevice
 from umbra.cpu_offload.history import StepRecord
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.cpu_offload.policy.residency import Swap
@@ -80,6 +80,6 @@ class CopyingPlatform(CpuPlatform):
 
     device_class: ClassVar[type[CpuDevice]] = CpuDevice
 
-    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+    def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
         costs = dataclasses.replace(choices.costs, whole=None, copy=0.0, device=Line(0.0, 0.0, 0.0))
         return self.device_class(self.decode_rows, top_k, choices.stream_tokens.value, costs)

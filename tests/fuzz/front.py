@@ -19,12 +19,12 @@ from tests.text.checkpoints import write_tokenizer
 from umbra.base.errors import LONGEST
 from umbra.executor.config.load import load_case
 from umbra.models.tokenizers import tokenizer_in
-from umbra.serving.api.auth import Keys
+from umbra.serving.api.auth import ApiKeys
 from umbra.serving.api.front import Front, Text
 from umbra.serving.api.server import make_server
 from umbra.serving.ranks.channel import framed
 from umbra.serving.ranks.client import EngineClient
-from umbra.serving.ranks.messages import Message, Ready, Row, Submit, ToEngine
+from umbra.serving.ranks.messages import ChannelMessage, Ready, Row, Submit, ToEngine
 
 ROUNDS = 200  # of the event loop, after which a request that has come is answered
 
@@ -50,7 +50,7 @@ class Engine(EngineClient):
                 return
             of_prompt = ()
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: ChannelMessage) -> None: ...
 
     @property
     def serving(self) -> bool:
@@ -105,7 +105,7 @@ class Api:
         size = write_tokenizer(model, family)
         tokenizer = tokenizer_in(model, size)
         case = load_case("demo_chat")
-        self.front = Front(case, Keys(), Engine(folder, size, tokenizer.hf.eos_token_id), threads=AtOnce())
+        self.front = Front(case, ApiKeys(), Engine(folder, size, tokenizer.hf.eos_token_id), threads=AtOnce())
         self.front.text = Text(case, tokenizer)
         self.config = make_server(self.front).config
         self.config.load()

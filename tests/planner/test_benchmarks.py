@@ -13,7 +13,7 @@ from umbra.executor.engine.schedule.scheduler import Step
 from umbra.planner.benchmarks import server_steps, simulated_server
 from umbra.planner.benchmarks.expert_placement import published
 from umbra.planner.benchmarks.server_steps import Kind, MeasuredTimes, kind_of
-from umbra.planner.cluster import Simulation
+from umbra.planner.cluster import SimulationSettings
 from umbra.planner.simulation.run import Simulator
 
 
@@ -53,7 +53,7 @@ def test_measured_steps_of_a_tiny_server_are_simulated(tmp_path: Path, monkeypat
         monkeypatch.setattr(simulated_server, name, value)
     path = write_case(tmp_path / "tiny.yaml", tmp_path / "model", exe_mode="graph", **settings)
     layout = simulated_server.layout_of(path, figures)
-    simulation = Simulation(trace=str(trace), longest=64, reserve=16, mixed_tokens=0, front_ms=7.0)
+    simulation = SimulationSettings(trace=str(trace), longest=64, reserve=16, mixed_tokens=0, front_ms=7.0)
     simulator = Simulator(layout, simulation, MeasuredTimes(layout, 64, figures))
     (replica,) = simulator.outcome.replicas
     assert replica.pages == figures.pages

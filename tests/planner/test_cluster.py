@@ -18,10 +18,10 @@ from umbra.executor.platform.ascend.plan.memory import make_plan
 from umbra.ops.counted import Done, Message
 from umbra.planner.cluster import Cluster, Guesses, Load, Search, Targets, read_cluster
 from umbra.planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of, tokens_by_guesses
-from umbra.planner.machine import Device, Hardware, Host, Links, read_hardware
+from umbra.planner.machine import DeviceRates, Hardware, HostRates, Links, read_hardware
 from umbra.planner.plan import make_cluster_plan, row_of, show_cluster_plan
 from umbra.planner.times import GIGA, PARTS, Placing, collective_seconds, step_times
-from umbra.planner.work import Counted, Work
+from umbra.planner.work import CountedRank, RankWork
 
 CASES: list[tuple[str, tuple[str, ...]]] = [
     ("qwen3_235b_a22b_bf16_tp16", ()),
@@ -43,7 +43,7 @@ HARDWARE = Hardware(
     node=LINKS,
     pod=Links(devices=64, gbps=50.0, collective_us=20.0, peer_us=2.0, exchange_us=40.0),
     network=Links(gbps=10.0, collective_us=60.0, peer_us=3.0, exchange_us=40.0),
-    device=Device(
+    device=DeviceRates(
         memory_gb=64,
         read_gbps=1000.0,
         read_fraction=0.5,
@@ -56,7 +56,7 @@ HARDWARE = Hardware(
         attention_us=10.0,
         step_us=100.0,
     ),
-    host=Host(devices=8, memory_gb=1000.0, read_gbps=100.0, tflops=1.0, handover_us=10.0, copy_gbps=20.0),
+    host=HostRates(devices=8, memory_gb=1000.0, read_gbps=100.0, tflops=1.0, handover_us=10.0, copy_gbps=20.0),
     name="made",
 )
 
@@ -65,7 +65,7 @@ HARDWARE = Hardware(
 def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]) -> None:
     """Layers of a kind are built once and multiplied."""
     case = load_case(name, overrides)
-    sketch, found = sketch_of(case), Counted(case)
+    sketch, found = sketch_of(case), CountedRank(case)
     memory = found.memory
     assert found.limits == sketch.limits
     sizes = {part.name: part.nbytes for part in weights_of(sketch.model)}
@@ -79,7 +79,7 @@ def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]
 def test_a_decode_step_reads_what_the_memory_plan_says(name: str, overrides: tuple[str, ...]) -> None:
     case = load_case(name, overrides)
     plan, own = make_plan(case), case.data_config.batch_size // case.attn_dp_size
-    work = Counted(case).decode(own, case.max_sequence_length - 1)
+    work = CountedRank(case).decode(own, case.max_sequence_length - 1)
     rest, experts, cached = (part.nbytes for part in plan.decode)
     norms = sum(part.nbytes for part in plan.sections["weights"] if part.name == "norms")  # counted as activations
     biases = rest - norms - work.total("weights") + experts
@@ -90,11 +90,13 @@ def test_a_decode_step_reads_what_the_memory_plan_says(name: str, overrides: tup
 def test_tensor_parallelism_does_not_divide_latents() -> None:
     """A token's latents have 1,152 bytes in each of 61 layers. With 128 heads a die multiplies longer than it reads."""
     dp = ("attn_tp_size=4", "batch_size=64", "aiv_group=none")
-    tp, dp4 = (Counted(load_case("deepseek_r1_w8a8_tp16", overrides)) for overrides in ((), dp))
+    tp, dp4 = (CountedRank(load_case("deepseek_r1_w8a8_tp16", overrides)) for overrides in ((), dp))
     assert tp.page_bytes == dp4.page_bytes == 61 * 1152 * 128
     reads = [counted.decode(16, 4095).total("cached") for counted in (tp, dp4)]
     assert reads == [16 * 4096 * 61 * 1152] * 2
-    whole = Counted(load_case("deepseek_v3_w4a16_offload", ("offload_config.mode=none", "offload_config.arena_mb=0")))
+    whole = CountedRank(
+        load_case("deepseek_v3_w4a16_offload", ("offload_config.mode=none", "offload_config.arena_mb=0"))
+    )
     [attention] = {(one.cached, one.macs) for one in whole.decode(1, 8191).done if one.name == "latent_attention"}
     assert attention == (8192 * 1152, 8192 * 128 * 1088)
 
@@ -102,7 +104,7 @@ def test_tensor_parallelism_does_not_divide_latents() -> None:
 def test_kernels_and_collectives_of_a_layer() -> None:
     """As the lists of tests/ascend/test_eager.py have them."""
     layers = 94
-    tp, ep = (Counted(load_case(name, overrides)).decode(2, 100) for name, overrides in CASES[:2])
+    tp, ep = (CountedRank(load_case(name, overrides)).decode(2, 100) for name, overrides in CASES[:2])
     outside = 3 + 2  # embedding and two tables of angles; final norm and head
     assert tp.total("kernels") == ep.total("kernels") - layers == 13 * layers + outside  # an exchange has one more
     assert [(m.kind, m.group, m.ranks, m.times) for m in tp.messages if m.times > 1] == [
@@ -111,7 +113,7 @@ def test_kernels_and_collectives_of_a_layer() -> None:
     ]
     assert {(m.kind, m.group) for m in ep.messages} == {("dispatch", "world"), ("combine", "world")}
     assert all(m.nbytes == 8 * 2 * 4096 * 2 for m in ep.messages)  # eight experts for each of two rows
-    m2, oss = (Counted(load_case(name)).decode(1, 100) for name in (CASES[2][0], "gpt_oss_120b_bf16_tp8"))
+    m2, oss = (CountedRank(load_case(name)).decode(1, 100) for name in (CASES[2][0], "gpt_oss_120b_bf16_tp8"))
     assert [{one.few for one in work.done if one.mixture} for work in (m2, oss)] == [{True}, {False}]
     assert sum(m.times for m in m2.messages if m.kind == "all_reduce") == 3 * 62 + 1  # a third one for split norms
 
@@ -136,7 +138,7 @@ def test_the_formulas_of_collectives() -> None:
 
 def test_the_formulas_of_kernels() -> None:
     def times(*done: Done, resident: float = 1.0, sharing: int = 8) -> dict[str, float]:
-        found = step_times(Work(done, ()), Placing(spans(1), resident, sharing), HARDWARE).parts
+        found = step_times(RankWork(done, ()), Placing(spans(1), resident, sharing), HARDWARE).parts
         return {part: seconds for part, seconds in found.items() if seconds and part != "host"}
 
     read = 0.5 * 1000 * GIGA
@@ -194,7 +196,7 @@ def test_layouts_are_refused_with_the_rule() -> None:
 
 def test_guesses_take_rows_and_passes_of_their_layer() -> None:
     """Rows read the union of their experts; hosts hold none of the layer's own. What does not pay is left out."""
-    counted = Counted(load_case("deepseek_r1_w8a8_tp16", ["draft_config.method=mtp"]))
+    counted = CountedRank(load_case("deepseek_r1_w8a8_tp16", ["draft_config.method=mtp"]))
     plain, drafted = counted.decode(1, 100), counted.decode(1, 100, 2)
     experts = [sum(one.weights * one.times for one in work.done if one.mixture) for work in (plain, drafted)]
     share = 8 / 256

@@ -9,11 +9,11 @@ import pytest
 
 from tests.planner.test_cluster import CLUSTER, HARDWARE, write
 from umbra.base.errors import UserError
-from umbra.planner.cluster import Load, Simulation
+from umbra.planner.cluster import Load, SimulationSettings
 from umbra.planner.layouts import Layout, Sizes, make_layout
 from umbra.planner.simulation.report import show_simulation
-from umbra.planner.simulation.router import Router
-from umbra.planner.simulation.run import Outcome, Simulator
+from umbra.planner.simulation.router import ReplicaRouter
+from umbra.planner.simulation.run import SimulationOutcome, Simulator
 from umbra.planner.simulation.traffic import LARGEST_LINE, trace
 
 
@@ -23,11 +23,11 @@ def layout() -> Layout:
     return make_layout(cluster, Sizes(2, 4, 2, 4, "none", 1.0), HARDWARE)
 
 
-def simulate(layout: Layout, **settings: Any) -> Outcome:
-    return Simulator(layout, Simulation(**{"requests": 200, "longest": 2048, "spread": 0.5} | settings)).run()
+def simulate(layout: Layout, **settings: Any) -> SimulationOutcome:
+    return Simulator(layout, SimulationSettings(**{"requests": 200, "longest": 2048, "spread": 0.5} | settings)).run()
 
 
-def times(outcome: Outcome) -> list[tuple[float, float, float]]:
+def times(outcome: SimulationOutcome) -> list[tuple[float, float, float]]:
     return [(s.at, s.first, s.last) for s in outcome.served.values()]
 
 
@@ -141,7 +141,7 @@ def test_lines_that_no_traffic_has(tmp_path: Path, line: str) -> None:
 
 
 def test_a_replica_may_have_a_quarter_more_than_the_least_loaded() -> None:
-    near, prompt = Router("prefix_aware", 4, 2), array("q", range(9))
+    near, prompt = ReplicaRouter("prefix_aware", 4, 2), array("q", range(9))
     assert near.choose(prompt) == 0
     for load, chosen in ((11, 0), (12, 1)):  # 1.25 times eight and one
         near.homes = dict.fromkeys(near.homes, 0)

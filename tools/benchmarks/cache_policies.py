@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from umbra.cpu_offload.policy.residency import Residency, ResidencySettings
+from umbra.cpu_offload.policy.residency import ResidencyPolicy, ResidencySettings
 from umbra.tools.benchmarks.routing_traces import Trace, pairs
 
 Bools = npt.NDArray[np.bool_]
@@ -24,7 +24,7 @@ LEARNING = 10  # the first 1 / LEARNING of a trace: `static` learns from it, and
 
 
 @dataclass(frozen=True)
-class Run:
+class PolicyRun:
     """The hits and copies of each step. (steps)"""
 
     uses: npt.NDArray[np.int64]
@@ -38,14 +38,14 @@ class Run:
         return hits / uses, copies, hits - copies
 
 
-Policy = Callable[[Trace, int], Run]
+Policy = Callable[[Trace, int], PolicyRun]
 
 
-def by_step(trace: Trace, hits: Bools, copies: Bools) -> Run:
+def by_step(trace: Trace, hits: Bools, copies: Bools) -> PolicyRun:
     """Sums up each step from what happened at each use."""
     keys, starts = trace.uses()
     sums = [np.add.reduceat(a.astype(np.int64), starts) for a in (hits, copies)]
-    return Run(np.diff(np.r_[starts, len(keys)]), *sums)
+    return PolicyRun(np.diff(np.r_[starts, len(keys)]), *sums)
 
 
 def with_prompts(trace: Trace) -> tuple[list[int], npt.NDArray[np.bool_]]:
@@ -62,7 +62,7 @@ def with_prompts(trace: Trace) -> tuple[list[int], npt.NDArray[np.bool_]]:
     )
 
 
-def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
+def lru(trace: Trace, slots: int, pools: int = 1) -> PolicyRun:
     """Least recently used. `pools` is 1, or the number of layers, each with an equal share of the slots."""
     most, each = slots // pools, trace.size // pools
     kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(pools)]
@@ -79,11 +79,11 @@ def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
     return by_step(trace, counted, ~counted)
 
 
-def lru_by_layer(trace: Trace, slots: int) -> Run:
+def lru_by_layer(trace: Trace, slots: int) -> PolicyRun:
     return lru(trace, slots, trace.layers)
 
 
-def lfu(trace: Trace, slots: int) -> Run:
+def lfu(trace: Trace, slots: int) -> PolicyRun:
     """Counts all uses since the start. Every miss replaces the least used resident, of several the oldest."""
     times = [0] * trace.size
     kept: dict[int, tuple[int, int]] = {}  # key: (uses, last use)
@@ -105,7 +105,7 @@ def lfu(trace: Trace, slots: int) -> Run:
     return by_step(trace, counted, ~counted)
 
 
-def static(trace: Trace, slots: int) -> Run:
+def static(trace: Trace, slots: int) -> PolicyRun:
     """Keeps the experts that were used most in the learning part."""
     keys, starts = trace.uses()
     counts = np.bincount(keys[: starts[len(starts) // LEARNING]], minlength=trace.size)
@@ -114,7 +114,7 @@ def static(trace: Trace, slots: int) -> Run:
     return by_step(trace, kept[keys], np.zeros(len(keys), bool))
 
 
-def by_prompt(trace: Trace, slots: int, last: int = 0) -> Run:
+def by_prompt(trace: Trace, slots: int, last: int = 0) -> PolicyRun:
     """The rule of cann-recipes-infer: each prompt of at least `STREAMED` tokens chooses the same number of experts in
     each layer, those most used by its `last` tokens or, if 0, by all; decoding changes nothing. At first these are the
     first experts."""
@@ -135,23 +135,23 @@ def by_prompt(trace: Trace, slots: int, last: int = 0) -> Run:
             counts = np.bincount(counted, minlength=trace.size).reshape(kept.shape)
             kept = np.zeros_like(kept)
             np.put_along_axis(kept, np.argsort(-counts, axis=1, kind="stable")[:, :each], True, axis=1)
-    return Run(np.array(uses), np.array(hits), np.array(copies))
+    return PolicyRun(np.array(uses), np.array(hits), np.array(copies))
 
 
-def by_tail(trace: Trace, slots: int) -> Run:
+def by_tail(trace: Trace, slots: int) -> PolicyRun:
     return by_prompt(trace, slots, TAIL)
 
 
-def known(trace: Trace, slots: int) -> Run:
+def known(trace: Trace, slots: int) -> PolicyRun:
     """Knows the probability of every expert in the next step, but not what is drawn. No policy that does not know the
     future can do better on a trace whose draws are independent."""
     here = slots // trace.layers
     hits = trace.ranks < here if trace.ranks is not None else np.zeros_like(trace.ids, bool)
     by_step = hits.reshape(len(hits), -1).sum(axis=1)
-    return Run(np.full(len(hits), hits[0].size), by_step, np.zeros_like(by_step))
+    return PolicyRun(np.full(len(hits), hits[0].size), by_step, np.zeros_like(by_step))
 
 
-def optimum(trace: Trace, slots: int) -> Run:
+def optimum(trace: Trace, slots: int) -> PolicyRun:
     """Belady's optimum: keeps the experts that are used soonest. A missing expert is not copied if all residents are
     used sooner."""
     keys = trace.uses()[0]
@@ -185,8 +185,8 @@ def residency(settings: ResidencySettings, link: float = math.inf, warm: bool = 
     them in the time of a step. A use is a hit if the copy is complete at the layer's turn; turns are evenly spread over
     the step. Not `warm`: the policy does not learn from prompts."""
 
-    def run(trace: Trace, slots: int) -> Run:
-        policy = Residency(trace.layers, trace.experts, settings)
+    def run(trace: Trace, slots: int) -> PolicyRun:
+        policy = ResidencyPolicy(trace.layers, trace.experts, settings)
         here = np.zeros(trace.size, bool)
         arrival = np.zeros(trace.size)  # of those here: when the copy is complete, in steps
         turns = np.repeat((np.arange(trace.layers) + 0.5) / trace.layers, trace.experts)  # of the layers, in a step
@@ -218,6 +218,6 @@ def residency(settings: ResidencySettings, link: float = math.inf, warm: bool = 
             hits.append(np.count_nonzero(counts[here & (arrival <= step + turns)]))
             policy.observe(counts.reshape(trace.layers, trace.experts), trace.tokens_of(step + 1))
             copies.append(decide(step + 1))
-        return Run(np.array(uses), np.array(hits), np.array(copies))
+        return PolicyRun(np.array(uses), np.array(hits), np.array(copies))
 
     return run

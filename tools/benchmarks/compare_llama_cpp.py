@@ -48,7 +48,7 @@ from umbra.tools.benchmarks.gguf_file import write_gguf
 from umbra.tools.benchmarks.gguf_mix import MIXES, write_mix
 from umbra.tools.benchmarks.ik_llama_engine import IkLlama
 from umbra.tools.benchmarks.llama_cpp_engine import LlamaCpp, library
-from umbra.tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
+from umbra.tools.benchmarks.machine import MachineLimits, ratios, seconds_of, take_turns
 from umbra.tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from umbra.tools.benchmarks.peer_engine import Peer
 from umbra.tools.benchmarks.peer_process import PeerDied, PeerProcess
@@ -192,7 +192,7 @@ def compare(
 ) -> Iterator[Row]:
     """The rows for each (batch, context) of `decodes` and each length of `prompts`, each measured for `seconds`."""
     generator = torch.Generator().manual_seed(2)
-    limits = Limits()
+    limits = MachineLimits()
 
     def row(
         phase: str,

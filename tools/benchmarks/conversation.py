@@ -75,7 +75,7 @@ Message = dict[str, Any]
 
 
 @dataclass
-class Reply:
+class ServerReply:
     """The answer of a server; times are in seconds."""
 
     ttft: float = 0.0
@@ -121,11 +121,11 @@ class Server:
         self.name, self._at = name, (parts.hostname, parts.port or 80)
         self._folder = parts.path.rstrip("/").removesuffix("/v1")
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Message], most: int) -> Reply:
+    def ask(self, messages: Sequence[Message], tools: Sequence[Message], most: int) -> ServerReply:
         """An answer of at most `most` tokens."""
         body = {"messages": messages, "max_tokens": most, "temperature": 0, "stream": True, "cache_prompt": True}
         body |= {"stream_options": {"include_usage": True}} | ({"tools": tools} if tools else {})
-        reply, start = Reply(), time.perf_counter()
+        reply, start = ServerReply(), time.perf_counter()
         with self._post("/v1/chat/completions", body) as response:
             if response.status != 200:
                 raise UserError(f"{self.name}: status {response.status}: {response.read(300).decode(errors='replace')}")
@@ -154,7 +154,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversationPlan:
     """The sizes of the conversation in tokens, as far as words have them."""
 
     turns: int
@@ -170,7 +170,7 @@ class Plan:
 class Conversation:
     """The client's part of it, and what it has sent and got so far. `tokens_per_word` makes words of tokens."""
 
-    def __init__(self, plan: Plan, tokens_per_word: float, branch: int):
+    def __init__(self, plan: ConversationPlan, tokens_per_word: float, branch: int):
         self._random, self._rate = random.Random(plan.seed), tokens_per_word
         self._history: list[tuple[int, Message]] = [(0, {"role": "system", "content": self._text(plan.system)})]
         self._random.seed(f"{plan.seed} {branch}")
@@ -183,7 +183,7 @@ class Conversation:
         self._turn += 1
         self._history.append((self._turn, {"role": "user", "content": self._text(tokens)}))
 
-    def answered(self, reply: Reply, call: bool) -> None:
+    def answered(self, reply: ServerReply, call: bool) -> None:
         """The assistant's message; with a `call` that the client makes up, since a small model makes none."""
         reasoning, content = reply.said["reasoning_content"], reply.said["content"]
         if not reasoning and THINK_END in content:  # some servers tell reasoning apart only in whole answers
@@ -216,7 +216,7 @@ def text(choose: random.Random, words: int) -> str:
     return " ".join(choose.choice(WORDS) for _ in range(words))
 
 
-def tokens_per_word(server: Server, plan: Plan) -> float:
+def tokens_per_word(server: Server, plan: ConversationPlan) -> float:
     message = {"role": "user", "content": text(random.Random(f"probe {plan.seed}"), PROBED)}
     return server.ask([message], [], 1).prompt / PROBED
 
@@ -231,7 +231,7 @@ def accepted_tools(server: Server) -> Sequence[Message]:
     return TOOLS
 
 
-def held(server: Server, plan: Plan, rate: float) -> Iterator[Row]:
+def held(server: Server, plan: ConversationPlan, rate: float) -> Iterator[Row]:
     """Rows of the conversation's requests."""
     conversations, tools = [Conversation(plan, rate, i) for i in range(plan.branches)], accepted_tools(server)
     earlier: list[tuple[list[int], int]] = []  # prompts, and the number of tokens of their answers
@@ -346,7 +346,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--answer", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="default: one that no cache knows")
     args = parser.parse_args(argv)
-    plan = Plan(args.turns, args.branches, args.calls, args.system, args.question, args.result, args.answer, args.seed)
+    plan = ConversationPlan(
+        args.turns, args.branches, args.calls, args.system, args.question, args.result, args.answer, args.seed
+    )
     rows: list[Row] = []
     rate = 0.0
     settings = [f"threads={args.threads}", f"instruction_set={args.instruction_set}", *args.set]

@@ -32,7 +32,7 @@ from umbra.ops.cpu import engine
 from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix
 from umbra.ops.formats import FORMATS
 from umbra.ops.interface import Paged
-from umbra.tools.benchmarks.machine import Limits, alternate
+from umbra.tools.benchmarks.machine import MachineLimits, alternate
 from umbra.tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from umbra.tools.benchmarks.umbra_engine import (
     HELP_OF_FORMAT,
@@ -61,7 +61,7 @@ DECODE_COLUMNS = (
 
 
 def decode_rows(
-    umbra: Umbra, limits: Limits, decodes: Sequence[tuple[int, int]], prompts: Sequence[int], seconds: float
+    umbra: Umbra, limits: MachineLimits, decodes: Sequence[tuple[int, int]], prompts: Sequence[int], seconds: float
 ) -> Iterator[Row]:
     """The rows for each (context, batch) of `decodes` and each length of `prompts`."""
     generator = torch.Generator().manual_seed(0)
@@ -175,7 +175,7 @@ def decode(argv: list[str]) -> None:
         )
     )
     decodes = list(itertools.product(args.contexts, args.batches))
-    rows = printed(decode_rows(umbra, Limits(), decodes, args.prompts, args.seconds), DECODE_COLUMNS)
+    rows = printed(decode_rows(umbra, MachineLimits(), decodes, args.prompts, args.seconds), DECODE_COLUMNS)
     settings = {key: getattr(args, key) for key in ("case", "format", "kv_dtype", "threads", "instruction_set")}
     write_rows(args.json, rows, layers=umbra.config.num_hidden_layers, **settings)
     plot(args.plot, decode_panels(rows), "fraction of the machine's limit")
@@ -216,7 +216,7 @@ def moe_inputs(tokens: int) -> tuple[list[MoeInputs], float]:
     return inputs, sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
 
 
-def moe_rows(format: str, limits: Limits) -> Iterator[Row]:
+def moe_rows(format: str, limits: MachineLimits) -> Iterator[Row]:
     """A row for each number of tokens."""
     cpu = load_ops("cpu")
     experts = filled_experts(format)
@@ -267,7 +267,7 @@ def moe(argv: list[str]) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     chosen = engine.start(args.threads, args.instruction_set)
-    limits = Limits()
+    limits = MachineLimits()
     print(f"{chosen}, {args.threads} threads")
     rows = printed((row for format in ("q4", "q8") for row in moe_rows(format, limits)), MOE_COLUMNS)
     write_rows(args.json, rows, threads=args.threads, instruction_set=chosen)
@@ -326,7 +326,7 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Call, int
     return (q, keys, values, paged), keys.nbytes + values.nbytes
 
 
-def attention_rows(dtype: torch.dtype, limits: Limits, seconds: float) -> Iterator[Row]:
+def attention_rows(dtype: torch.dtype, limits: MachineLimits, seconds: float) -> Iterator[Row]:
     """A row for each case."""
     cpu = load_ops("cpu")
     for case in CASES:
@@ -381,7 +381,7 @@ def attention(argv: list[str]) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     print(f"{engine.start(args.threads, args.instruction_set)}, {engine.placement()}")
-    limits = Limits()
+    limits = MachineLimits()
     rows = printed((row for dtype in TYPES for row in attention_rows(dtype, limits, args.seconds)), ATTENTION_COLUMNS)
     write_rows(args.json, rows, threads=args.threads, instruction_set=args.instruction_set)
     plot(args.plot, attention_panels(rows), "fraction of the machine's limit")
@@ -446,7 +446,7 @@ STEP_COLUMNS = (
 )
 
 
-class Clock:
+class ReplayClock:
     """Seconds of the replays of captured graphs."""
 
     def __init__(self) -> None:
@@ -463,7 +463,7 @@ class Clock:
         DecodeGraph.replay = timed  # type: ignore[method-assign, assignment]
 
 
-def step_rows(loop: Loop, clock: Clock, batch: int, steps: int) -> Iterator[Row]:
+def step_rows(loop: Loop, clock: ReplayClock, batch: int, steps: int) -> Iterator[Row]:
     """Rounds of steps of all kinds, until each has `steps`. A round first prefills, and its second step may capture."""
     vocabulary, longest = loop.engine.config.vocab_size, loop.engine.case.max_sequence_length
     generator = torch.Generator().manual_seed(batch)
@@ -506,7 +506,7 @@ def steps(argv: list[str]) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--steps", type=int, default=400, help="of each row, at least")
     args = parser.parse_args(argv)
-    clock, rows = Clock(), []
+    clock, rows = ReplayClock(), []
 
     def rows_of(batch: int) -> Iterator[Row]:
         changes = [f"data_config.batch_size={batch}", f"threads={args.threads}", "input_max_len=64", "warm_up=false"]

@@ -29,7 +29,7 @@ from umbra.executor.config.env import rank_env
 from umbra.executor.config.load import load_case
 from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.executor.model_runner import make_runner
-from umbra.serving.ranks.messages import Message, Out, Submit
+from umbra.serving.ranks.messages import ChannelMessage, Out, Submit
 from umbra.serving.ranks.worker import Worker
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.tools.benchmarks.umbra_engine import with_experts
@@ -57,7 +57,7 @@ class Asker:
         self.worker.open_disk()
         self.flush()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         self.first = self.first or isinstance(message, Out)
 
     def receive(self, wait_s: float) -> list[Any]:

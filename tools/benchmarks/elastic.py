@@ -68,13 +68,13 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class WaveRequest:
     ids: list[int]
     new_tokens: int
 
 
 def serve(
-    runner: ModelRunner, waves: ListOf[ListOf[Request]], each: Callable[[], object] = lambda: None
+    runner: ModelRunner, waves: ListOf[ListOf[WaveRequest]], each: Callable[[], object] = lambda: None
 ) -> list[Sequence]:
     """Runs all requests to their ends, one wave after the other, and calls `each` after every step."""
     coming, sequences = list(waves), list[Sequence]()
@@ -124,12 +124,12 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
     )
 
 
-def requests(case: Case) -> list[list[Request]]:
+def requests(case: Case) -> list[list[WaveRequest]]:
     """Requests with different pieces of the held-out text."""
     folder, choose = model_folder(case), random.Random(0)
     ids = tokenizer_in(folder).encode((folder / "held_out.txt").read_text(encoding="utf-8"), chat=False)
     starts = [choose.randrange(len(ids) - PROMPT[1]) for _ in range(sum(WAVES))]
-    all_of_them = iter([Request(ids[s : s + choose.randint(*PROMPT)], choose.randint(*NEW)) for s in starts])
+    all_of_them = iter([WaveRequest(ids[s : s + choose.randint(*PROMPT)], choose.randint(*NEW)) for s in starts])
     return [[next(all_of_them) for _ in range(size)] for size in WAVES]
 
 
@@ -151,7 +151,7 @@ class Placement:
             raise ValueError("a case without shadows")
         return self.runner.engine.shadows.history
 
-    def round(self, waves: list[list[Request]]) -> list[list[int]]:
+    def round(self, waves: list[list[WaveRequest]]) -> list[list[int]]:
         """Runs all waves once. -> the tokens of each sequence"""
         if self.runner.engine.shadows:
             self.runner.engine.shadows.forget()

@@ -16,7 +16,7 @@ from umbra.executor.platform.ascend.slot_store import npu_blocks
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.engine import native, shadow_teams
 from umbra.ops.cpu.memory import allocate
-from umbra.ops.cpu.shadow import Blocks, ExpertBlocks, Job, ShadowLayer, ShadowPool, prepare
+from umbra.ops.cpu.shadow import BlockShape, ExpertBlocks, ShadowLayer, ShadowMixture, ShadowPool, prepare
 from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import SILU_EXPERTS
 from umbra.tools.benchmarks.machine import take_turns
@@ -40,7 +40,7 @@ COLUMNS = (
 )
 
 
-def jobs_of(pool: ShadowPool, blocks: Blocks, routing: torch.Tensor, count: int) -> list[Job]:
+def jobs_of(pool: ShadowPool, blocks: BlockShape, routing: torch.Tensor, count: int) -> list[ShadowMixture]:
     """A mixture for each of `routing`, (calls, tokens, top k), of `count` experts with small weights."""
     buffer = allocate(count * blocks.block_bytes, 0)
     memory = torch.frombuffer(buffer, dtype=torch.uint8).fill_(0x3C)  # scales of 0.01 to 1

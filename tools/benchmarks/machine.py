@@ -105,7 +105,7 @@ def wake_seconds(cpu: int, other: int, rounds: int = 1000) -> float:
     return statistics.median(times)
 
 
-class Limits:
+class MachineLimits:
     """Plain reads of memory that no cache holds, and int8 multiply-adds on registers, on all threads of the pool."""
 
     READ_BYTES = 256 << 20

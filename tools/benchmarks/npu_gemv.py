@@ -57,7 +57,7 @@ def main(argv: list[str], extension: Path = vector_core.EXTENSION) -> None:
         raise UserError(f"no NPU can be used: {error}") from None
     npu_layers.start(extension)
     sizes = args.hidden, args.inner, args.experts, args.top_k, args.group, args.layers
-    shape = npu_layers.Shape(*sizes, args.dtype, args.float_sums)
+    shape = npu_layers.LayerShape(*sizes, args.dtype, args.float_sums)
     rows = npu_layers.measure(shape, args.batches, args.rounds, args.read_mb << 20)
     if not npu_layers.computes():
         for _ in rows:

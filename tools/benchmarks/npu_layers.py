@@ -25,7 +25,7 @@ NIBBLE = 4.6  # root mean square of -8 .. 7
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     hidden: int
     inner: int
     experts: int
@@ -37,7 +37,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerInputs:
     experts: AscendExperts  # in planes
     plain: AscendExperts  # other experts of the same shape, as npu_grouped_matmul takes them
     x: Tensor  # (batch, hidden)
@@ -69,7 +69,7 @@ def computes() -> bool:
     return (torch.ones(3).to("npu") * 2).tolist() == [2, 2, 2]
 
 
-def random_experts(shape: Shape, device: torch.device, in_planes: bool) -> AscendExperts:
+def random_experts(shape: LayerShape, device: torch.device, in_planes: bool) -> AscendExperts:
     """Experts in which all nibbles are equally frequent, with results of about the size of x."""
     format, dtype = Format("q4", shape.group), getattr(torch, shape.dtype)
     experts = AscendExperts(shape.experts, shape.inner, shape.hidden, format, dtype, device, in_planes=in_planes)
@@ -86,16 +86,18 @@ def random_experts(shape: Shape, device: torch.device, in_planes: bool) -> Ascen
     return experts
 
 
-def layer(experts: AscendExperts, plain: AscendExperts, shape: Shape, batch: int, device: torch.device) -> Layer:
+def layer(
+    experts: AscendExperts, plain: AscendExperts, shape: LayerShape, batch: int, device: torch.device
+) -> LayerInputs:
     """A layer with tokens that choose their experts evenly, each expert at most once."""
     ids = torch.rand(batch, shape.experts).topk(shape.top_k).indices.int()
     weights = torch.rand(batch, shape.top_k).softmax(-1)
     x = torch.randn(batch, shape.hidden).to(getattr(torch, shape.dtype))
     nbytes = experts.nbytes / experts.count * len(ids.unique())
-    return Layer(experts, plain, x.to(device), ids.to(device), weights.to(x).to(device), nbytes, shape.float_sums)
+    return LayerInputs(experts, plain, x.to(device), ids.to(device), weights.to(x).to(device), nbytes, shape.float_sums)
 
 
-def check(layers: Sequence[Layer]) -> None:
+def check(layers: Sequence[LayerInputs]) -> None:
     for number, each in enumerate(layers):
         custom, reference = each.custom().float(), each.unpacked().float()
         error = ((custom - reference).norm() / reference.norm()).item()
@@ -129,7 +131,7 @@ def alternate(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
     return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
-def measure(shape: Shape, batches: Sequence[int], rounds: int, read_bytes: int) -> Iterator[Row]:
+def measure(shape: LayerShape, batches: Sequence[int], rounds: int, read_bytes: int) -> Iterator[Row]:
     """Yields a row for each batch, or none on a device that computes nothing."""
     torch.manual_seed(0)
     device = torch.device("npu", torch_npu.npu.current_device())

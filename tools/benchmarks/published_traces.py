@@ -24,7 +24,7 @@ NEAR = 32
 
 
 @dataclass(frozen=True)
-class Model:
+class TracedModel:
     name: str
     experts: int
     k: int
@@ -36,8 +36,10 @@ class Model:
 
 
 MODELS = (
-    Model("V4-Flash", 256, 6, 0.08, 0.79, 1.3, 0.07, (("prompt", 12.5, 0.285), ("lru", 15, 0.50), ("lru", 45, 0.81))),
-    Model(
+    TracedModel(
+        "V4-Flash", 256, 6, 0.08, 0.79, 1.3, 0.07, (("prompt", 12.5, 0.285), ("lru", 15, 0.50), ("lru", 45, 0.81))
+    ),
+    TracedModel(
         "GLM-5.2",
         256,
         8,
@@ -47,7 +49,7 @@ MODELS = (
         0.05,
         (("lru", 5, 0.24), ("lru", 7.4, 0.40), ("lru", 9.8, 0.46), ("lru", 12.3, 0.51), ("lru", 18.4, 0.60)),
     ),
-    Model(
+    TracedModel(
         "Qwen3-30B-A3B",
         128,
         8,
@@ -57,7 +59,7 @@ MODELS = (
         0.05,
         (("lru", 40, 0.925), ("static", 40, 0.705), ("request", 40, 0.92), ("repeat", 0, 0.45)),
     ),
-    Model(
+    TracedModel(
         "Qwen3.8-Flash-Next",
         512,
         10,
@@ -67,7 +69,7 @@ MODELS = (
         0.24,
         (("lru", 18, 0.435), ("lru", 36, 0.62), ("lru", 54, 0.72), ("lru", 73, 0.79), ("static", 6, 0.10)),
     ),
-    Model(
+    TracedModel(
         "Qwen3-Next",
         512,
         10,
@@ -85,11 +87,11 @@ MODELS = (
             ("lru", 40, 0.65),
         ),
     ),
-    Model("gpt-oss-120b", 128, 4, 0.94, 0.97, 0.56, 0.01, (("lru", 3.2, 0.085), ("repeat", 0, 0.18))),
+    TracedModel("gpt-oss-120b", 128, 4, 0.94, 0.97, 0.56, 0.01, (("lru", 3.2, 0.085), ("repeat", 0, 0.18))),
 )
 
 
-def trace_of(model: Model, seed: int = 0, requests: int = REQUESTS) -> Trace:
+def trace_of(model: TracedModel, seed: int = 0, requests: int = REQUESTS) -> Trace:
     """Requests one after another, each a prompt and an answer."""
     random, shape, k = np.random.default_rng(seed), (LAYERS, model.experts), model.k
     keep, rows = 0.5 ** (1 / NEAR), np.arange(LAYERS)[:, None]
@@ -114,7 +116,7 @@ def trace_of(model: Model, seed: int = 0, requests: int = REQUESTS) -> Trace:
     return Trace(model.name, ids, model.experts, prompts=tuple(prompts), ranks=known)
 
 
-def statistics_of(model: Model, trace: Trace) -> Iterator[tuple[str, float, float, float]]:
+def statistics_of(model: TracedModel, trace: Trace) -> Iterator[tuple[str, float, float, float]]:
     """Yields the published figures of the model beside those of the trace: (policy, percent, published, here)."""
     for policy, percent, value in model.published:
         yield policy, percent, value, STATISTICS[policy](trace, int(trace.size * percent / 100))

@@ -38,8 +38,16 @@ from umbra.base.errors import UserError, run_main
 from umbra.executor.config.load import load_case
 from umbra.tools.benchmarks import serving_peers
 from umbra.tools.benchmarks.output import Row, flags, printed, write_rows
-from umbra.tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls, share
-from umbra.tools.benchmarks.serving_peers import Peer, started
+from umbra.tools.benchmarks.serving_client import (
+    Client,
+    TimedAnswer,
+    TimedCall,
+    figures,
+    looked_at,
+    random_calls,
+    share,
+)
+from umbra.tools.benchmarks.serving_peers import ServerPeer, started
 from umbra.tools.benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, draw_rates, draw_wave, goals
 
 CASE = "bench_30b_shape_cpu"
@@ -58,7 +66,7 @@ ENGINE = "seconds of the engine's own loop: "
 SCENARIOS = ("streams", "long", "pause", "prefix", "http", "rates", "wave")
 
 
-class Plan:
+class ServingPlan:
     """The amount of work in each measurement; with `short` it only shows that everything works."""
 
     def __init__(self, short: bool):
@@ -72,18 +80,18 @@ class Plan:
         self.splits = SPLITS[1:2] if short else SPLITS
 
 
-def streams(client: Client, plan: Plan, seed: str) -> Row:
+def streams(client: Client, plan: ServingPlan, seed: str) -> Row:
     calls = random_calls(f"streams {seed}", plan.calls, 128, plan.tokens, VOCABULARY)
     return figures(asyncio.run(client.streams(calls, STREAMS)))
 
 
-def long_prompts(client: Client, plan: Plan, seed: str, prompt: int = 1024) -> Row:
+def long_prompts(client: Client, plan: ServingPlan, seed: str, prompt: int = 1024) -> Row:
     """Gaps of running streams that lie, in part, in the time from a long prompt's sending to its first token."""
     calls = random_calls(f"running {prompt} {seed}", STREAMS - 1, 128, NEW, VOCABULARY)
     longs = random_calls(f"long {prompt} {seed}", plan.longs, prompt, 4, VOCABULARY)
-    running = [Answer(0.0) for _ in calls]
+    running = [TimedAnswer(0.0) for _ in calls]
 
-    async def measure() -> list[Answer]:
+    async def measure() -> list[TimedAnswer]:
         tasks = [asyncio.create_task(client.ask(call, answer)) for call, answer in zip(calls, running, strict=True)]
         await begun(running)
         await asyncio.sleep(PAUSE_S)
@@ -110,17 +118,17 @@ def long_prompts(client: Client, plan: Plan, seed: str, prompt: int = 1024) -> R
     }
 
 
-async def begun(answers: Sequence[Answer]) -> None:
+async def begun(answers: Sequence[TimedAnswer]) -> None:
     """Returns when a piece of each of `answers` has come."""
     while not all(answer.pieces or answer.error for answer in answers):
         await asyncio.sleep(0.005)
 
 
-def pause(client: Client, plan: Plan, seed: str) -> Row:
+def pause(client: Client, plan: ServingPlan, seed: str) -> Row:
     return long_prompts(client, plan, seed, 2000)
 
 
-def prefixes(client: Client, plan: Plan, seed: str) -> Row:
+def prefixes(client: Client, plan: ServingPlan, seed: str) -> Row:
     """Times to the first token of prompts that are new, and of the same ones again."""
     calls = random_calls(f"prefix {seed}", plan.prompts, 1000, 4, VOCABULARY)
     new = asyncio.run(client.streams(calls, 1))
@@ -130,11 +138,11 @@ def prefixes(client: Client, plan: Plan, seed: str) -> Row:
     return {"ttft_new": first, "ttft_again": second, "ratio": first / second, "found": cached}
 
 
-def http(client: Client, plan: Plan, seed: str) -> Row:
+def http(client: Client, plan: ServingPlan, seed: str) -> Row:
     """8 requests; 7 of them are sent when the first has its first token, so that the steps do not depend on which of
     them come a moment earlier. The engine's own loop runs the same ones: see `engine_loop`."""
     calls = equal_calls(plan.http_tokens, seed)
-    answers = [Answer(0.0) for _ in calls]
+    answers = [TimedAnswer(0.0) for _ in calls]
 
     async def measure() -> None:
         first = asyncio.create_task(client.ask(calls[0], answers[0]))
@@ -145,7 +153,7 @@ def http(client: Client, plan: Plan, seed: str) -> Row:
     return {"seconds": figures(looked_at(answers))["seconds"]}
 
 
-def equal_calls(tokens: int, seed: str) -> list[Call]:
+def equal_calls(tokens: int, seed: str) -> list[TimedCall]:
     return random_calls(f"http {seed}", STREAMS, 128, tokens, VOCABULARY)
 
 
@@ -176,7 +184,7 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     print(f"{ENGINE}{time.perf_counter() - start}")
 
 
-def in_the_engine(settings: Sequence[str], plan: Plan, seed: str) -> Row:
+def in_the_engine(settings: Sequence[str], plan: ServingPlan, seed: str) -> Row:
     flags = ["--engine-loop", str(plan.http_tokens), seed, *settings]
     done = subprocess.run(
         [sys.executable, "-m", "umbra.tools.benchmarks.serving", *flags], capture_output=True, text=True
@@ -186,14 +194,14 @@ def in_the_engine(settings: Sequence[str], plan: Plan, seed: str) -> Row:
     return {"seconds": float(done.stdout.rpartition(ENGINE)[2])}
 
 
-def rates(client: Client, plan: Plan) -> Iterator[Row]:
+def rates(client: Client, plan: ServingPlan) -> Iterator[Row]:
     for rate in plan.rates:
         count = max(4, round(rate * plan.seconds))
         calls = random_calls(f"rate {rate}", count, 128, plan.tokens, VOCABULARY, rate)
         yield {"rate": rate} | figures(asyncio.run(client.arrivals(calls)))
 
 
-def wave_peers(plan: Plan) -> Iterator[Peer]:
+def wave_peers(plan: ServingPlan) -> Iterator[ServerPeer]:
     """The demo, elastic and with every split of the arena, with one thread as the device and one for the shadows."""
     from umbra.executor.config.env import rank_env
     from umbra.executor.model_runner import make_runner
@@ -229,10 +237,10 @@ def most_requests(client: Client) -> float:
     return float(len(calls) / figures(asyncio.run(client.streams(calls, WAVE_STREAMS)))["seconds"])
 
 
-def wave(client: Client, plan: Plan, most: float) -> tuple[list[Row], list[Row]]:
+def wave(client: Client, plan: ServingPlan, most: float) -> tuple[list[Row], list[Row]]:
     """The phases follow each other without a pause; a request counts in the phase in which it is sent.
     -> a row for each phase, and samples of the memory"""
-    calls: list[Call] = []
+    calls: list[TimedCall] = []
     phases: list[str] = []
     for number, (phase, part) in enumerate(PHASES):
         rate = part * most
@@ -250,7 +258,7 @@ def wave(client: Client, plan: Plan, most: float) -> tuple[list[Row], list[Row]]
             memory.append(row | {tenant: float(value) for tenant, value in frames.items()})
             await asyncio.sleep(SAMPLE_S)
 
-    async def measure() -> list[Answer]:
+    async def measure() -> list[TimedAnswer]:
         watching = asyncio.create_task(watch(time.perf_counter()))
         answers = await client.arrivals(calls)
         watching.cancel()
@@ -266,7 +274,7 @@ def wave(client: Client, plan: Plan, most: float) -> tuple[list[Row], list[Row]]
     return rows, memory
 
 
-EACH: dict[str, Callable[[Client, Plan, str], Row]] = {
+EACH: dict[str, Callable[[Client, ServingPlan, str], Row]] = {
     "streams": streams,
     "long": long_prompts,
     "pause": pause,
@@ -283,7 +291,9 @@ def show(rows: Iterable[Row], scenario: str) -> list[Row]:
     return printed(({"scenario": scenario} | row for row in rows), columns)
 
 
-def one_round(peer: Peer, plan: Plan, number: int, wanted: Sequence[str], settings: Sequence[str]) -> Iterator[Row]:
+def one_round(
+    peer: ServerPeer, plan: ServingPlan, number: int, wanted: Sequence[str], settings: Sequence[str]
+) -> Iterator[Row]:
     """All scenarios of a round with one server."""
     with started(peer) as client:
         asyncio.run(client.streams(random_calls("warm", STREAMS, 128, 4, VOCABULARY), STREAMS))
@@ -300,7 +310,7 @@ def one_round(peer: Peer, plan: Plan, number: int, wanted: Sequence[str], settin
 
 
 def measured(
-    peers: Sequence[Peer], plan: Plan, rounds: int, wanted: Sequence[str], settings: Sequence[str]
+    peers: Sequence[ServerPeer], plan: ServingPlan, rounds: int, wanted: Sequence[str], settings: Sequence[str]
 ) -> list[Row]:
     rows: list[Row] = []
     for number in range(rounds if {*EACH, "http"} & {*wanted} else 0):
@@ -316,7 +326,7 @@ def measured(
     return rows
 
 
-def waves(plan: Plan, rounds: int) -> list[Row]:
+def waves(plan: ServingPlan, rounds: int) -> list[Row]:
     """The rows of all splits of the arena, and of elastic the samples of its memory in the last round."""
     rows: list[Row] = []
     samples: list[Row] = []
@@ -366,7 +376,7 @@ def main(argv: list[str]) -> None:
         gguf = folder / "model.gguf"
         peers.append(serving_peers.llama_server(args.llama_server, gguf, args.threads, STREAMS, LONGEST + NEW))
     start = time.perf_counter()
-    rows = measured(peers, Plan(args.short), args.rounds, args.only, settings)
+    rows = measured(peers, ServingPlan(args.short), args.rounds, args.only, settings)
     reached = goals(rows, load_case(CASE).serve_config.prefill_pause_ms)
     for row in reached:
         print(f"{row['goal']:>55}: wanted {row['wanted']}, found {row['found']:.2f}")

@@ -21,7 +21,7 @@ PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """A request; `at` is when it is sent, in seconds after the first, where that is fixed."""
 
     ids: list[int]
@@ -30,7 +30,7 @@ class Call:
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """Times are in seconds of time.perf_counter."""
 
     sent: float
@@ -100,16 +100,16 @@ class Client:
         except (OSError, IndexError):
             return 0, ""
 
-    async def ask(self, call: Call, answer: Answer | None = None) -> Answer:
+    async def ask(self, call: TimedCall, answer: TimedAnswer | None = None) -> TimedAnswer:
         """Fills `answer`, if there is one to look at meanwhile."""
-        answer = answer or Answer(time.perf_counter())
+        answer = answer or TimedAnswer(time.perf_counter())
         try:
             await asyncio.wait_for(self._ask(call, answer), PATIENCE_S)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         return answer
 
-    async def _ask(self, call: Call, answer: Answer) -> None:
+    async def _ask(self, call: TimedCall, answer: TimedAnswer) -> None:
         body = {"prompt": call.ids, "max_tokens": call.tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
         head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
@@ -127,9 +127,9 @@ class Client:
         finally:
             writer.close()
 
-    async def streams(self, calls: Sequence[Call], streams: int) -> list[Answer]:
+    async def streams(self, calls: Sequence[TimedCall], streams: int) -> list[TimedAnswer]:
         """A closed loop: `streams` requests at a time."""
-        waiting, answers = iter(calls), list[Answer]()
+        waiting, answers = iter(calls), list[TimedAnswer]()
 
         async def stream() -> None:
             for call in waiting:
@@ -138,29 +138,31 @@ class Client:
         await asyncio.gather(*(stream() for _ in range(streams)))
         return looked_at(answers)
 
-    async def arrivals(self, calls: Iterable[Call]) -> list[Answer]:
+    async def arrivals(self, calls: Iterable[TimedCall]) -> list[TimedAnswer]:
         """An open loop: each request is sent at its time, whatever has become of the others."""
         start = time.perf_counter()
 
-        async def arrive(call: Call) -> Answer:
+        async def arrive(call: TimedCall) -> TimedAnswer:
             await asyncio.sleep(start + call.at - time.perf_counter())
             return await self.ask(call)
 
         return looked_at(await asyncio.gather(*(arrive(call) for call in calls)))
 
 
-def looked_at(answers: list[Answer]) -> list[Answer]:
+def looked_at(answers: list[TimedAnswer]) -> list[TimedAnswer]:
     for answer in answers:
         answer.read()
     return answers
 
 
-def random_calls(seed: str, count: int, prompt: int, tokens: int, vocabulary: int, rate: float = 0.0) -> list[Call]:
+def random_calls(
+    seed: str, count: int, prompt: int, tokens: int, vocabulary: int, rate: float = 0.0
+) -> list[TimedCall]:
     """`count` requests of random token ids; with a `rate`, at Poisson times."""
     choose, at = random.Random(seed), 0.0
     calls = []
     for _ in range(count):
-        calls.append(Call([choose.randrange(16, vocabulary) for _ in range(prompt)], tokens, at))
+        calls.append(TimedCall([choose.randrange(16, vocabulary) for _ in range(prompt)], tokens, at))
         at += choose.expovariate(rate) if rate else 0.0
     return calls
 
@@ -171,7 +173,7 @@ def share(values: Iterable[float], part: float) -> float:
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else math.nan
 
 
-def figures(answers: Sequence[Answer]) -> Row:
+def figures(answers: Sequence[TimedAnswer]) -> Row:
     """Times in ms; rates over the time from the first request to the last token."""
     good = [answer for answer in answers if not answer.error]
     for error, count in Counter(answer.error[:200] for answer in answers if answer.error).most_common(3):

@@ -21,7 +21,7 @@ END_S = 60.0
 
 
 @dataclass(frozen=True)
-class Peer:
+class ServerPeer:
     """A server to start by `command`, in which PORT stands for the port; the route `ready` answers 200 when it
     serves."""
 
@@ -30,12 +30,12 @@ class Peer:
     ready: str
 
 
-def umbra(name: str, case: str, settings: Sequence[str]) -> Peer:
+def umbra(name: str, case: str, settings: Sequence[str]) -> ServerPeer:
     command = (sys.executable, "-m", "umbra", "serve", case, "--set", "port=PORT", *settings)
-    return Peer(name, command, "/health/ready")
+    return ServerPeer(name, command, "/health/ready")
 
 
-def llama_server(program: Path, gguf: Path, threads: int, slots: int, longest: int) -> Peer:
+def llama_server(program: Path, gguf: Path, threads: int, slots: int, longest: int) -> ServerPeer:
     """llama-server with the reference's settings: a batch of 2,048, micro-batches of 512, no prompt cache."""
     options = {
         "-m": gguf,
@@ -50,11 +50,11 @@ def llama_server(program: Path, gguf: Path, threads: int, slots: int, longest: i
         "--port": "PORT",
     }
     flags = [str(word) for option in options.items() for word in option]
-    return Peer("llama-server", (str(program), *flags, "--no-ui", "--no-cache-prompt"), "/health")
+    return ServerPeer("llama-server", (str(program), *flags, "--no-ui", "--no-cache-prompt"), "/health")
 
 
 @contextmanager
-def started(peer: Peer) -> Iterator[Client]:
+def started(peer: ServerPeer) -> Iterator[Client]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

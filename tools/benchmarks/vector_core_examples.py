@@ -47,7 +47,7 @@ class Example:
         return middle(self.predict(low), self.predict(high)) / self.measured - 1
 
 
-class Work:
+class PhaseWork:
     """Counts of one core's phase, with the twin's keys, written down instruction by instruction."""
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class Work:
         self.phase: dict[str, Any] = {"mte2": moves, "mte3": {**moves, "by_move": {}}, "instructions": {}}
         self.phase |= {"repeats": {}, "conflicts": {}, "barriers": {"V": 0}, "scalar_ub": 0, "ahead": 0}
 
-    def vector(self, op: str, repeats: int, times: int = 1, conflicts: int = 0, barriers: int = 1) -> Work:
+    def vector(self, op: str, repeats: int, times: int = 1, conflicts: int = 0, barriers: int = 1) -> PhaseWork:
         for key, value in (("instructions", 1), ("repeats", repeats), ("conflicts", conflicts)):
             self.phase[key][op] = self.phase[key].get(op, 0) + times * value
         self.phase["barriers"]["V"] += times * barriers
         return self
 
-    def move(self, way: str, size: int, times: int = 1, pieces: int = 1) -> Work:
+    def move(self, way: str, size: int, times: int = 1, pieces: int = 1) -> PhaseWork:
         moves = self.phase[way]
         moves["count"] += times
         moves["bytes"] += times * size
@@ -69,7 +69,7 @@ class Work:
         moves["by_move"][size] = moves["by_move"].get(size, 0) + times
         return self
 
-    def scalar_reads(self, times: int) -> Work:
+    def scalar_reads(self, times: int) -> PhaseWork:
         self.phase["scalar_ub"] += times
         return self
 
@@ -79,7 +79,7 @@ class Work:
 
 def repeated(op: str, repeats: int) -> Callable[[Machine], float]:
     """Cycles of one of 1000 equal instructions that do not depend on each other."""
-    work = Work().vector(op, repeats, barriers=0)
+    work = PhaseWork().vector(op, repeats, barriers=0)
     return lambda machine: vector_cycles(work.phase, machine)
 
 
@@ -90,7 +90,7 @@ def added(scenario: int) -> Phase:
     library = build(PROBES / "banks.cpp", tiling, "ProbeTiling", optimise="-O0")
     counts = run(library, f"add_{scenario}", {}, {}, b"", cores=1)[1].cores[0][0]
     conflicts = counts["conflicts"].get("Add<float>", 0)
-    return Work().vector("Add<float>", counts["repeats"]["Add<float>"], conflicts=conflicts).phase
+    return PhaseWork().vector("Add<float>", counts["repeats"]["Add<float>"], conflicts=conflicts).phase
 
 
 def ticks(scenario: int) -> Callable[[Machine], float]:
@@ -108,7 +108,7 @@ ADDED, COPIED = 8192 * 8192 * 2, 12288 * 12288 * 2  # bytes of a matrix
 def add_vector(length: int, cores: int, conflicts: bool) -> Callable[[Machine], float]:
     """Microseconds of the vector pipe. Each Add waits for its loads, so that the pipe is empty before it."""
     repeats, times = length // 128, ADDED / 2 / length / cores
-    work = Work().vector("Add<half>", repeats, conflicts=repeats * conflicts)
+    work = PhaseWork().vector("Add<half>", repeats, conflicts=repeats * conflicts)
     return lambda machine: times * pipes(work.phase, machine)["vector"] / 1e3
 
 
@@ -131,7 +131,7 @@ def loaded_alone(size: int) -> Callable[[Machine], float]:
 def copied(rows: int, columns: int, cores: int = 48) -> Callable[[Machine], float]:
     """Microseconds of MTE2 for moves of `rows` pieces of `columns` halves, many at a time."""
     times = COPIED // 2 // rows // columns // cores
-    work = Work().move("mte2", rows * columns * 2, times, rows)
+    work = PhaseWork().move("mte2", rows * columns * 2, times, rows)
 
     return lambda machine: max(pipes(work.phase, machine)["mte2"], machine.memory_time(COPIED, 0)) / 1e3
 
@@ -139,7 +139,7 @@ def copied(rows: int, columns: int, cores: int = 48) -> Callable[[Machine], floa
 # The seed's kernels: columns in lanes, Axpy with x as the scalar into half sums of 32 rows, then float
 
 
-def seed_rows(work: Work, columns: int, batch: int = 1) -> None:
+def seed_rows(work: PhaseWork, columns: int, batch: int = 1) -> None:
     """32 rows of K, one group: the nibbles are widened in four blocks, which each of `batch` rows of x then multiplies.
     In the sums' addresses lie 256 bytes between the Axpy's operands: no conflict."""
     for _ in range(4):
@@ -148,7 +148,7 @@ def seed_rows(work: Work, columns: int, batch: int = 1) -> None:
     work.scalar_reads(8 * batch)
 
 
-def seed_scale(work: Work, columns: int, batch: int = 1) -> None:
+def seed_scale(work: PhaseWork, columns: int, batch: int = 1) -> None:
     """Half sums times bfloat16 scales, added to the float sums; the sources are multiples of 512 bytes apart."""
     repeats = columns // 64
     work.vector("Cast<float,bfloat16_t>", repeats)
@@ -156,13 +156,13 @@ def seed_scale(work: Work, columns: int, batch: int = 1) -> None:
     work.vector("MulAddDst<float,float>", repeats, batch, conflicts=repeats)
 
 
-def seed_x(work: Work, values: int) -> None:
+def seed_x(work: PhaseWork, values: int) -> None:
     work.vector("Cast<float,bfloat16_t>", ceil(values / 64)).vector("Cast<half,float>", ceil(values / 64))
 
 
 def seed_product(blocks: int, columns: int, k: int, weighted: bool) -> Phase:
     """A core's blocks of 128 rows, one after another through the rows of h or x, each added to memory at its end."""
-    work = Work()
+    work = PhaseWork()
     for _ in range(blocks):
         work.move("mte2", 256).move("mte2", 32 * columns // 2, 4, 32).move("mte2", 4 * columns * 2, 1, 4)
         seed_x(work, 128)
@@ -176,16 +176,22 @@ def seed_product(blocks: int, columns: int, k: int, weighted: bool) -> Phase:
 
 
 def seed_zeros(words: int, cores: int) -> Phase:
-    return Work().vector("Duplicate<int32_t>", 32).move("mte3", 8192, ceil(words / 2048 / cores)).phase
+    return PhaseWork().vector("Duplicate<int32_t>", 32).move("mte3", 8192, ceil(words / 2048 / cores)).phase
 
 
 def seed_output(values: int, cores: int) -> Phase:
     times = ceil(values / 2048 / cores)
-    return Work().move("mte2", 8192, times).vector("Cast<bfloat16_t,float>", 32, times).move("mte3", 4096, times).phase
+    return (
+        PhaseWork()
+        .move("mte2", 8192, times)
+        .vector("Cast<bfloat16_t,float>", 32, times)
+        .move("mte3", 4096, times)
+        .phase
+    )
 
 
 def seed_swiglu(rows: int) -> Phase:
-    work = Work().move("mte2", 2 * 768 * 4, rows, 2).move("mte3", 768 * 2, rows)
+    work = PhaseWork().move("mte2", 2 * 768 * 4, rows, 2).move("mte3", 768 * 2, rows)
     for op in ("Muls", "Exp", "Adds", "Div", "Mul", "Cast"):
         work.vector(f"{op}<float>", 12, rows)
     return work.phase
@@ -205,7 +211,7 @@ def seed_fused(batch: int, cores: int = 40) -> list[Phase]:
 
 def seed_linear(batch: int, cores: int = 40) -> list[Phase]:
     """Phases of the busiest core: 8192 x 8192, groups of 32 rows; tiles of 2048 columns, K cut into cores / 4 parts."""
-    work = Work()
+    work = PhaseWork()
     for _ in range(ceil(256 / (cores // 4))):
         work.move("mte2", 32 * 1024, 1, 32).move("mte2", 4096).move("mte2", 64 * batch, 1, batch)
         seed_x(work, 32 * batch)

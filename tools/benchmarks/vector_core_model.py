@@ -34,7 +34,7 @@ SHOWN = ("memory", "mte2", "vector", "repeats", "conflicts", "barriers", "scalar
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     name: str
     hidden: int
     inner: int  # of one rank
@@ -65,7 +65,7 @@ def bank(planes: Planes, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def fused(shape: Shape, routed: bool = False, float_sums: bool = False) -> Counts:
+def fused(shape: ModelShape, routed: bool = False, float_sums: bool = False) -> Counts:
     experts, ids = shape.experts(routed)
     w13, s13 = bank(planes_of(shape.hidden, shape.group), experts, 2 * shape.inner)
     w2, s2 = bank(planes_of(shape.inner, shape.group, ordered=True), experts, shape.hidden)
@@ -86,7 +86,7 @@ def gemv(tokens: int, rows: int, columns: int) -> Counts:
     return count("gemv", dict(x=x, w=w, scales=scales, zeros=None), (32, False))
 
 
-def chosen(shape: Shape, scored: int, sigmoid: bool) -> Counts:
+def chosen(shape: ModelShape, scored: int, sigmoid: bool) -> Counts:
     """The mixture of `fused`, which chooses the same experts from scores."""
     experts, ids = shape.experts(False)
     w13, s13 = bank(planes_of(shape.hidden, shape.group), experts, 2 * shape.inner)
@@ -133,7 +133,7 @@ def print_model(float_sums: bool) -> None:
         head = ("cores' time", "with launch", "GB/s", "of 1.6 TB/s", "seed *", "seed", "grouped mm")
         print("batch      MB " + " ".join(f"{name:>13}" for name in (head[:4] if routed else head)))
         for batch, measured in SEED_US.items():
-            counts = fused(Shape("", 2048, 768, batch, cores=cores), routed, float_sums)
+            counts = fused(ModelShape("", 2048, 768, batch, cores=cores), routed, float_sums)
             low, high = (microseconds(counts.cores, machine) for machine in (LOW, HIGH))
             size = weight_bytes(counts)
             slow, fast = size / high / 1e3, size / low / 1e3
@@ -147,7 +147,7 @@ def print_model(float_sums: bool) -> None:
     print("\nfused_moe_w4a16, 48 cores, all experts different: the slowest core's pipes by phase")
     print("batch phase cores   " + "  ".join(f"{name:>11}" for name in (*SHOWN, "bound")))
     for batch in SEED_US:
-        counts = fused(Shape("", 2048, 768, batch), False, float_sums)
+        counts = fused(ModelShape("", 2048, 768, batch), False, float_sums)
         for number, (low, high) in enumerate(zip(*(predict(counts.cores, m) for m in (LOW, HIGH)), strict=True)):
             columns = [between(low.busy[pipe] / 1e3, high.busy[pipe] / 1e3) for pipe in SHOWN]
             bound = low.bound if low.bound == high.bound else f"{low.bound}, {high.bound}"
@@ -164,7 +164,7 @@ def print_choice() -> None:
         name = f"{model}{part}, {scored} experts, {'sigmoid' if sigmoid else 'softmax'}"
         print(f"\n{name}\nbatch " + " ".join(f"{cell:>13}" for cell in ("given", "added", "vector", "scalar")))
         for batch in SEED_US:
-            shape = Shape(name, hidden, inner, batch)
+            shape = ModelShape(name, hidden, inner, batch)
             given, ours = fused(shape).cores, chosen(shape, scored, sigmoid).cores
             cells = [[microseconds(given, machine) for machine in (LOW, HIGH)]]
             cells += [[microseconds(ours, machine) - us for machine, us in zip((LOW, HIGH), cells[0], strict=True)]]
@@ -186,7 +186,7 @@ def print_traffic() -> None:
     for name, (_, hidden, inner, *_) in shapes().items():
         for over in (1, 8):
             for batch in (1, 8):
-                shape = Shape(name + (" / 8" if over == 8 else ""), hidden, inner // over, batch)
+                shape = ModelShape(name + (" / 8" if over == 8 else ""), hidden, inner // over, batch)
                 print_bytes(shape, fused(shape))
 
 
@@ -207,7 +207,7 @@ def print_unpacked() -> None:
         print(f"{name:28} {size / 1e6:8.1f} " + " ".join(f"{cell:>15}" for cell in cells))
 
 
-def print_bytes(shape: Shape, counts: Counts) -> None:
+def print_bytes(shape: ModelShape, counts: Counts) -> None:
     rows = 2 * shape.batch * shape.hidden * 2  # bytes of x and y, once
     moved = {name: sum(both.values()) for name, both in counts.buffers.items()}
     nibbles = sum(moved.get(name, 0) for name in NIBBLES)

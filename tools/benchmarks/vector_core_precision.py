@@ -80,7 +80,7 @@ def in_runs(x: Tensor, nibbles: Tensor, planes: Planes) -> Tensor:
 
 
 @dataclass
-class Matrix:
+class SampleMatrix:
     """A matrix (rows, columns) as floats and, if it has 4 bits, as nibbles, scales and the values that they mean."""
 
     rows: int
@@ -93,7 +93,7 @@ class Matrix:
     values: Tensor
 
     @classmethod
-    def of(cls, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
+    def of(cls, rows: int, columns: int, format: Format, device: torch.device) -> SampleMatrix:
         whole, groups = torch.zeros(rows, columns), torch.zeros(rows, columns // GROUP)
         return cls(rows, columns, format, whole, whole.clone(), groups, groups.clone(), whole.clone())
 
@@ -115,15 +115,15 @@ class Matrix:
             self.values[at] = each * self.scales[at].repeat_interleave(GROUP, 1)
 
 
-class Experts:
+class SampleExperts:
     def __init__(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device, kind: ExpertKind = SILU_EXPERTS
     ):
         if kind != SILU_EXPERTS:
             raise NotImplementedError("the kernels of the vector cores know no other experts")
         self.count, self.inner = count, inner
-        self.w13 = [Matrix.of(2 * inner, hidden, format, device) for _ in range(count)]
-        self.w2 = [Matrix.of(hidden, inner, format, device) for _ in range(count)]
+        self.w13 = [SampleMatrix.of(2 * inner, hidden, format, device) for _ in range(count)]
+        self.w2 = [SampleMatrix.of(hidden, inner, format, device) for _ in range(count)]
         self.storages = [matrix.data for matrix in (*self.w13, *self.w2)]
         self.nbytes = sum(tensor.nbytes for tensor in self.storages)
 
@@ -142,16 +142,16 @@ class Emulated:
         self.plain: ModuleType = load_ops("reference")  # type: ignore[assignment]
         self.sums = sums
         self.errors: dict[str, list[float]] = {}
-        self.matrix, self.expert_matrices = Matrix.of, Experts
+        self.matrix, self.expert_matrices = SampleMatrix.of, SampleExperts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
 
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: SampleMatrix, bias: Tensor | None) -> Tensor:
         y = self.product(x, weight, f"{weight.columns} -> {weight.rows}")
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
-    def product(self, x: Tensor, weight: Matrix, kind: str) -> Tensor:
+    def product(self, x: Tensor, weight: SampleMatrix, kind: str) -> Tensor:
         if not weight.format.quantised:
             return x.float() @ weight.data.T
         if self.sums == torch.float64:
@@ -167,7 +167,7 @@ class Emulated:
         squares[1] += float((exact - x.float() @ weight.data.T).square().sum())
         return y
 
-    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, first_expert: int | None) -> Tensor:
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: SampleExperts, first_expert: int | None) -> Tensor:
         y = torch.zeros(x.shape)
         for expert in ids.unique().tolist():
             rows, places = (ids == expert).nonzero(as_tuple=True)

@@ -32,7 +32,7 @@ Chapter = list[str]  # paragraphs
 
 
 @dataclass(frozen=True)
-class Text:
+class DemoText:
     """The corpus as token ids: running text, dialogues, and the held-out chapters' running text."""
 
     tokenizer: Tokenizer
@@ -49,7 +49,7 @@ def rows(data: torch.Tensor, count: int, random: np.random.Generator) -> list[to
     return [data[s : s + CONTEXT] for s in random.integers(0, len(data) - CONTEXT, count)]
 
 
-def read_text(corpus: Path) -> Text:
+def read_text(corpus: Path) -> DemoText:
     """Read every novel in a folder; the last chapters of each are held out, from the tokenizer too."""
     novels = [read_novel(path) for path in sorted(corpus.glob("*.txt"))]
     train_chapters = [c for novel in novels for c in novel[:-HELD_OUT_CHAPTERS]]
@@ -64,7 +64,7 @@ def read_text(corpus: Path) -> Text:
         f"{chars_per_token:.2f} characters a token",
         flush=True,
     )
-    return Text(tokenizer, prose, chat, valid, chars_per_token)
+    return DemoText(tokenizer, prose, chat, valid, chars_per_token)
 
 
 def read_novel(path: Path) -> list[Chapter]:

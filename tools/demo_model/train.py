@@ -24,7 +24,7 @@ from umbra.tools.demo_model.qwen3_moe import Qwen3Moe
 from umbra.tools.demo_model.text import CONTEXT, read_text, save_tokenizer
 
 
-class Family(Protocol):
+class DemoFamily(Protocol):
     """The parts of training in which the demo models differ."""
 
     model: PreTrainedModel
@@ -39,7 +39,7 @@ class Family(Protocol):
         """Write the weights and config.json as the family's published checkpoints have them."""
 
 
-FAMILIES: dict[str, type[Family]] = {"qwen3_moe": Qwen3Moe, "minimax_m2": MiniMaxM2, "qwen3_5_moe": Qwen35Moe}
+FAMILIES: dict[str, type[DemoFamily]] = {"qwen3_moe": Qwen3Moe, "minimax_m2": MiniMaxM2, "qwen3_5_moe": Qwen35Moe}
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from umbra.tools.npu_check.outcome import FAIL, PASS, Outcome
 from umbra.tools.npu_check.ranks import rank_process
 from umbra.tools.npu_check.session import run_stage
 from umbra.tools.npu_check.stage import STAGES, Stage, find
-from umbra.tools.npu_check.state import State, facts
+from umbra.tools.npu_check.state import StageResults, facts
 from umbra.tools.npu_check.worker import stage_process
 
 REPORT = ROOT / "results" / "npu_check" / "report.md"
@@ -67,7 +67,7 @@ def check(selected: list[Stage] | None, path: Path) -> int:
     logs = path.with_suffix(".logs")
     logs.mkdir(parents=True, exist_ok=True)
     now = facts()
-    state, fake = State(logs / "state.json", now), is_fake()
+    state, fake = StageResults(logs / "state.json", now), is_fake()
     if fake:
         print(report.FAKE)
     if state.changed:

@@ -29,7 +29,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-class State:
+class StageResults:
     """The outcomes of finished stages, in a file."""
 
     def __init__(self, path: Path, now: dict[str, Any]):

@@ -41,7 +41,7 @@ FIRST_WEIGHT = 4  # of a sequence: what is known of all others counts as much as
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of rows of steps with drafts
 
 
-class Matcher(Protocol):
+class DraftMatcher(Protocol):
     def followed(self, draft: ListOf[int]) -> int:
         """Returns how many of a draft's first tokens follow a grammar."""
         ...
@@ -60,7 +60,7 @@ class Drafted(Protocol):
     def ngrams(self) -> NgramIndex: ...
 
     @property
-    def matcher(self) -> Matcher | None: ...
+    def matcher(self) -> DraftMatcher | None: ...
 
 
 class Guessed(NamedTuple):

@@ -75,7 +75,7 @@ class CompileCache:
         self.facts = dict(layout=LAYOUT) | facts | dict(rank=rank, world_size=world_size)
         self.patience_s = patience_s  # bounded, since ranks of two jobs could wait for each other for ever
 
-    def open(self, step: str, shapes: Json) -> "Entry":
+    def open(self, step: str, shapes: Json) -> "CacheEntry":
         """The entry for a step, whose name has its size, and inputs of these shapes and types. The caller seals it once
         the graph is compiled, and closes it in any case. Waits while another process has the entry open."""
         parent = self.root
@@ -84,13 +84,13 @@ class CompileCache:
             _make_own(parent := parent / part)
         lock = _lock(parent / f"{step}.lock", self.patience_s)
         try:
-            return Entry(parent / step, self.facts | dict(shapes=shapes), lock)
+            return CacheEntry(parent / step, self.facts | dict(shapes=shapes), lock)
         except BaseException:
             os.close(lock)
             raise
 
 
-class Entry:
+class CacheEntry:
     """One compiled graph. If `hit`, torchair loads it from `folder`; otherwise torchair compiles it into `folder`, and
     `reason` says why."""
 
@@ -137,7 +137,7 @@ class Entry:
             os.close(self.lock)
             self.lock = -1
 
-    def __enter__(self) -> "Entry":
+    def __enter__(self) -> "CacheEntry":
         return self
 
     def __exit__(

@@ -13,7 +13,7 @@ from torch import nn
 from torch_npu.npu.utils import get_cann_version
 
 from umbra.base.errors import REFUSALS, UserError
-from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.device import ShadowDevice
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.ascend.environment import cann_home
@@ -139,7 +139,7 @@ class AscendPlatform(Platform):
             times.append(1e3 * (time.perf_counter() - start))
         return min(times)
 
-    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+    def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
         from umbra.executor.platform.ascend.shadow_device import AscendDevice
 
         settings = self.settings

@@ -31,7 +31,7 @@ from umbra.ops.ascend.moe import check_ids, products, resident
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.shadow import ShadowNodes, happened
 from umbra.ops.ascend.slots import ArenaSlots, SlotBank
-from umbra.ops.cpu.shadow import Worker
+from umbra.ops.cpu.shadow import BridgeWorker
 
 Ints = npt.NDArray[np.integer]
 
@@ -106,7 +106,7 @@ class LongSteps:
         places: Tensor,
         slots: ArenaSlots,
         nodes: ShadowNodes,
-        worker: Worker,
+        worker: BridgeWorker,
         most: int,
         longest: int,
         costs: Costs,

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from umbra.cpu_offload.costs import Costs
-from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.device import ExpertId, ShadowDevice
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
 from umbra.executor.platform.ascend.long_steps import HostExperts, LongSteps
@@ -43,7 +43,7 @@ from umbra.ops.ascend.slots import ArenaSlots
 from umbra.ops.ascend.vector_core import calls
 from umbra.ops.ascend.vector_core.blocks import PLACE, parts_of
 from umbra.ops.ascend.weights import Stored
-from umbra.ops.cpu.shadow import ShadowPool, Worker
+from umbra.ops.cpu.shadow import BridgeWorker, ShadowPool
 from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind, fixed
 
@@ -118,7 +118,7 @@ class NpuExperts(HostExperts):
         return reduce(torch.add, map(of, self.parts))
 
 
-class AscendDevice(Device):
+class AscendDevice(ShadowDevice):
     """In steps of at most `most` tokens the CPU computes the experts that are not resident; in longer steps some of
     these are copied to the device, as `costs` say. A data-parallel group has at most `longest` tokens in a step."""
 
@@ -163,7 +163,7 @@ class AscendDevice(Device):
         self.on_device = torch.empty(shape, dtype=torch.int32, device=self.device)
         self.places = [fixed(from_dlpack(row)) for row in self.on_device]
         self.changed = True
-        self.worker = Worker(self.pool)
+        self.worker = BridgeWorker(self.pool)
         numbers = [layer.number for layer in self.layers]
         self.nodes = ShadowNodes(
             self.worker.submit,

@@ -26,7 +26,7 @@ class Versions:
 
 
 @dataclass(frozen=True)
-class Row:
+class TorchNpuRelease:
     """One release of torch_npu, which needs torch of the same number. Its .postN releases count as the release."""
 
     release: str
@@ -35,13 +35,15 @@ class Row:
 
 
 ROWS = (
-    Row("2.14.0", (), "claimed"),
-    Row("2.13.0", (), "tested"),  # the real wheels over stand-in CANN libraries; nothing here ran on an NPU
-    Row("2.12.0", ("9.1",), "claimed"),
-    Row("2.11.0", ("9.1",), "claimed"),
-    Row("2.10.0", ("9.1", "9.0"), "claimed"),
-    Row("2.9.0", ("9.1", "9.0", "8.5"), "claimed"),
-    Row("2.8.0", ("9.0", "8.5"), "claimed"),  # 8.3 is published for it as well, but refuses the routing of 30B
+    TorchNpuRelease("2.14.0", (), "claimed"),
+    TorchNpuRelease("2.13.0", (), "tested"),  # the real wheels over stand-in CANN libraries; nothing here ran on an NPU
+    TorchNpuRelease("2.12.0", ("9.1",), "claimed"),
+    TorchNpuRelease("2.11.0", ("9.1",), "claimed"),
+    TorchNpuRelease("2.10.0", ("9.1", "9.0"), "claimed"),
+    TorchNpuRelease("2.9.0", ("9.1", "9.0", "8.5"), "claimed"),
+    TorchNpuRelease(
+        "2.8.0", ("9.0", "8.5"), "claimed"
+    ),  # 8.3 is published for it as well, but refuses the routing of 30B
 )
 OLDEST_DRIVER = {"9.1": "25.2", "9.0": "25.0", "8.5": "25.0"}  # for a series of CANN
 
@@ -71,7 +73,7 @@ def check_versions(found: Versions, strict: bool) -> list[str]:
     return warnings
 
 
-def _row(found: Versions) -> Row | None:
+def _row(found: Versions) -> TorchNpuRelease | None:
     """The row of the torch_npu found. Refuses a torch_npu without a row, and a torch that does not belong to it."""
     if not found.torch_npu:
         return None
@@ -89,7 +91,7 @@ def _row(found: Versions) -> Row | None:
     return row
 
 
-def _check_cann(cann: str, row: Row) -> list[str]:
+def _check_cann(cann: str, row: TorchNpuRelease) -> list[str]:
     if not row.cann:
         return [f"no version of CANN is published for torch_npu {row.release} yet, so CANN {cann} is not checked"]
     if not any(_belongs(cann, series) for series in row.cann):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from umbra.base.errors import UserError
-from umbra.cpu_offload.device import Device
+from umbra.cpu_offload.device import ShadowDevice
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.base import Platform, Step
@@ -71,7 +71,7 @@ class CpuPlatform(Platform):
     def exchange(self, config: ModelConfig) -> Exchange | None:
         return CpuExchange(self.ops) if self.placed else None
 
-    def shadow_device(self, top_k: int, choices: Choices) -> Device:
+    def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
         return CpuDevice(self.decode_rows, top_k, choices.stream_tokens.value, choices.costs)
 
     def peak_memory_bytes(self) -> int:

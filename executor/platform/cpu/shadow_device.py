@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from umbra.cpu_offload.costs import Costs
-from umbra.cpu_offload.device import Device, ExpertId
+from umbra.cpu_offload.device import ExpertId, ShadowDevice
 from umbra.cpu_offload.expert_ring import ExpertRing
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
@@ -107,7 +107,7 @@ class CpuExperts(ShadowedExperts):
         return out
 
 
-class CpuDevice(Device):
+class CpuDevice(ShadowDevice):
     alignment: ClassVar[int] = ALIGNMENT
     narrows: ClassVar[bool] = True
 

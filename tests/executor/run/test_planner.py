@@ -10,12 +10,12 @@ import pytest
 
 from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
 from umbra.cpu_offload.costs import Costs, Line
-from umbra.cpu_offload.planner.model import Planner, Sample, Shape, fit
+from umbra.cpu_offload.planner.model import ExpertsShape, LayerSample, Planner, fit
 from umbra.executor.config.case import Case
 from umbra.executor.model_runner import make_runner
 from umbra.executor.run.memory_report import show_plan
 
-SHAPE = Shape(layers=10, experts=64, top_k=8)
+SHAPE = ExpertsShape(layers=10, experts=64, top_k=8)
 COSTS = Costs(
     base=0.01,
     device=Line(0.002, 0.001, 0.0002),
@@ -30,7 +30,9 @@ COSTS = Costs(
 
 def test_fit_finds_the_coefficients() -> None:
     wanted = Line(0.5, 0.25, 0.0625)
-    found = fit([Sample(e, p, wanted.ms(e, p)) for e, p in [(1, 1), (2, 2), (8, 8), (1, 4), (2, 8), (8, 32), (30, 32)]])
+    found = fit(
+        [LayerSample(e, p, wanted.ms(e, p)) for e, p in [(1, 1), (2, 2), (8, 8), (1, 4), (2, 8), (8, 32), (30, 32)]]
+    )
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(wanted))
 
 
@@ -134,7 +136,7 @@ def test_a_run_values_copies_and_compares(model: Path, tmp_path: Path, capsys: p
     plan = json.loads(json.dumps(report["offload"]["plan"]))
     measured = plan["costs"]
     sides = {side: Line(**measured[side]) for side in ("device", "shadow", "whole")}
-    planner = Planner(Shape(2, 8, 3), Costs(**measured | sides))
+    planner = Planner(ExpertsShape(2, 8, 3), Costs(**measured | sides))
     assert runner.engine.shadows.residency.settings.swap_cost == planner.swap_cost
     assert runner.engine.shadows.residency.settings.max_swaps == plan["choices"]["max_swaps"]
     assert plan["ratio"] == pytest.approx(plan["predicted_ms"] / plan["measured_ms"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.cpu.test_shadow import KINDS, MANY, Model, cpu, heavy, routing, teams
-from umbra.ops.ascend.bridge import DONE, SUBMIT, Job
+from umbra.ops.ascend.bridge import DONE, SUBMIT, BridgeJob
 from umbra.ops.cpu import engine, shadow
 from umbra.ops.formats import FORMATS
 
@@ -35,7 +35,7 @@ def pool(request: pytest.FixtureRequest) -> shadow.ShadowPool:
 class Caller:
     """One payload of a bridge: its buffers and its job."""
 
-    def __init__(self, worker: shadow.Worker, model: Model, tokens: int, top_k: int, dtype: torch.dtype):
+    def __init__(self, worker: shadow.BridgeWorker, model: Model, tokens: int, top_k: int, dtype: torch.dtype):
         self.worker, self.model, hidden = worker, model, model.blocks.hidden
         worker.layer(model.layer, tokens, top_k, dtype)
         self.x, self.sums = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, hidden, dtype=dtype)
@@ -45,7 +45,7 @@ class Caller:
         self.done = DONE(lambda _, failed: self.told.put(failed))
         buffers = self.x, self.ids, self.weights, self.places, self.sums
         done = ctypes.cast(self.done, ctypes.c_void_p)
-        self.job = Job(*(t.data_ptr() for t in buffers), tokens, top_k, hidden, model.layer.number, 0, done)
+        self.job = BridgeJob(*(t.data_ptr() for t in buffers), tokens, top_k, hidden, model.layer.number, 0, done)
 
     def fill(self, seed: int) -> None:
         random = torch.manual_seed(seed)
@@ -109,8 +109,8 @@ def models(format: Any, first: int) -> list[Model]:
 
 
 @functools.cache
-def lasting() -> shadow.Worker:
-    return shadow.Worker(shadow.ShadowPool(teams(2, 1)))
+def lasting() -> shadow.BridgeWorker:
+    return shadow.BridgeWorker(shadow.ShadowPool(teams(2, 1)))
 
 
 @given(
@@ -148,7 +148,7 @@ def test_any_job(
 
 def test_where_nothing_is_missing_the_pool_is_not_asked(pool: shadow.ShadowPool) -> None:
     """So not even a stopped one is an error."""
-    caller = Caller(shadow.Worker(pool), models(FORMATS["q4"], 2)[0], 5, 3, torch.bfloat16)
+    caller = Caller(shadow.BridgeWorker(pool), models(FORMATS["q4"], 2)[0], 5, 3, torch.bfloat16)
     caller.fill(0)
     caller.place(list(range(8)))
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_a_stopped_pool_fails_each_job_once() -> None:
     """The pool ends the job that it has begun, although the stop comes meanwhile."""
     model = heavy()[0]
     pool = shadow.ShadowPool(teams(1))
-    worker = shadow.Worker(pool)
+    worker = shadow.BridgeWorker(pool)
     caller = Caller(worker, model, MANY // 2, 8, torch.bfloat16)
     caller.fill(0)
     assert caller.submit() == 0
@@ -182,7 +182,7 @@ def test_a_stopped_pool_fails_each_job_once() -> None:
 def test_an_expert_that_is_nowhere_fails(pool: shadow.ShadowPool) -> None:
     model = Model(FORMATS["q8"])
     model.layer.store[5] = 0
-    caller = Caller(shadow.Worker(pool), model, 1, 2, torch.float16)
+    caller = Caller(shadow.BridgeWorker(pool), model, 1, 2, torch.float16)
     caller.ids.copy_(torch.tensor([[5, 2]]))
     assert caller.run() == 1
     caller.place([5])
@@ -190,7 +190,7 @@ def test_an_expert_that_is_nowhere_fails(pool: shadow.ShadowPool) -> None:
 
 
 def test_jobs_of_another_shape_are_refused(pool: shadow.ShadowPool) -> None:
-    caller = Caller(shadow.Worker(pool), models(FORMATS["q8"], 0)[0], 4, 2, torch.float32)
+    caller = Caller(shadow.BridgeWorker(pool), models(FORMATS["q8"], 0)[0], 4, 2, torch.float32)
     for name, wrong in {"tokens": 3, "top_k": 1, "hidden": 64, "layer": 9}.items():
         right = getattr(caller.job, name)
         setattr(caller.job, name, wrong)

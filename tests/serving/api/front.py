@@ -15,7 +15,7 @@ from tests.fakes.serving_engine import FakeEngine
 from tests.text.checkpoints import write_tokenizer
 from umbra.executor.config.load import load_case
 from umbra.models.tokenizers import tokenizer_in
-from umbra.serving.api.auth import Keys
+from umbra.serving.api.auth import ApiKeys
 from umbra.serving.api.front import Front, Text
 from umbra.serving.api.server import listening, make_server
 from umbra.serving.ranks.client import EngineClient
@@ -162,7 +162,7 @@ async def serving(
     answer: str | Callable[[Submit], Sequence[int] | str] = "Hello!",
     family: str = "qwen3",
     ready: bool = True,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Server]:
@@ -180,7 +180,7 @@ async def serving(
         size = tokenizer.backend.get_vocab_size()
         options = {"vocabulary": size, "stop_ids": ends} | (engine or {})
         fake = FakeEngine(client.path, ids, **options)
-        front = Front(case, keys or Keys(), client)
+        front = Front(case, keys or ApiKeys(), client)
         front.text = Text(case, tokenizer)
         client.changed = front.take
         server = make_server(front)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.serving.api.front import Reply, Server, run
 from tests.serving.api.test_chat import TOOL as CHAT_TOOL
-from umbra.serving.api.auth import Keys
+from umbra.serving.api.auth import ApiKeys
 
 PATH = "/v1/messages"
 TOWN = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
@@ -209,4 +209,4 @@ def test_errors_are_in_the_shape_of_the_path() -> None:
         assert "out of memory" in last["error"]["message"]
         assert refused(await server.ask(PATH, ASKED, **key))[:2] == (503, "overloaded_error")
 
-    run(scenario, "Hello!" * 30, keys=Keys.of([b"secret"]), engine={"step_s": 0.01})
+    run(scenario, "Hello!" * 30, keys=ApiKeys.of([b"secret"]), engine={"step_s": 0.01})

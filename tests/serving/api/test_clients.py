@@ -17,7 +17,7 @@ from tests.serving.api import test_anthropic as messages
 from tests.serving.api.front import Server, run
 from tests.serving.api.test_anthropic import CALL, THINKS, told
 from tests.serving.api.test_chat import TOOL
-from umbra.serving.api.auth import Keys
+from umbra.serving.api.auth import ApiKeys
 
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[Any] = [TOOL]
@@ -186,5 +186,5 @@ def test_errors_are_the_clients_classes() -> None:
         with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
             await client.messages.create(model="demo_chat", messages=ASKED, max_tokens=9, stop_sequences=[""])
 
-    openais(chats, "word " * 200, keys=Keys.of([b"key"]), engine={"step_s": 0.01})
+    openais(chats, "word " * 200, keys=ApiKeys.of([b"key"]), engine={"step_s": 0.01})
     anthropics(turns)

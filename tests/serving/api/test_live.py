@@ -13,8 +13,8 @@ import pytest
 
 from tests.serving.api.front import Connection, Reply, Server, run, until
 from umbra.serving.api import live
-from umbra.serving.api.auth import Keys
-from umbra.serving.ranks.messages import Group, Residency, Running, State
+from umbra.serving.api.auth import ApiKeys
+from umbra.serving.ranks.messages import GroupPages, Residency, Running, State
 
 TEXT = live.PAGE.read_text()
 SCRIPT = re.findall(r"<script.*?>(.*)</script>", TEXT, re.DOTALL)[0]
@@ -23,7 +23,7 @@ STATE = State(
     step=9,
     waiting=3,
     running=[Running(i, 900, 901, 1, 1000, 0) for i in range(64)],
-    groups=[Group(10, 2, 30, 2, 3)],
+    groups=[GroupPages(10, 2, 30, 2, 3)],
     preemptions=1,
     queue=[Running(i, 900, 0, 0, 1000, 1) for i in range(64, 80)],
     experts_resident=5,
@@ -73,7 +73,7 @@ def test_the_page_runs_its_own_script_only() -> None:
     async def scenario(server: Server) -> list[Reply]:
         return [await server.get("/"), await server.get("/")]
 
-    pages = run(scenario, keys=Keys((b"x" * 32,)))  # the page itself needs no key
+    pages = run(scenario, keys=ApiKeys((b"x" * 32,)))  # the page itself needs no key
     nonces = set()
     for page in pages:
         assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -124,7 +124,7 @@ def test_the_stream_needs_a_key_and_takes_few_watchers(monkeypatch: pytest.Monke
     async def closed(server: Server) -> list[int]:
         return [(await server.get(path)).status for path in ("/live", "/v1/models", "/health", "/health/ready")]
 
-    assert run(closed, keys=Keys((b"x" * 32,))) == [401, 401, 200, 200]
+    assert run(closed, keys=ApiKeys((b"x" * 32,))) == [401, 401, 200, 200]
     monkeypatch.setattr(live, "MOST_WATCHERS", 1)
 
     async def full(server: Server) -> int:

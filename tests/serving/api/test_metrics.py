@@ -11,13 +11,13 @@ from tests.serving.api.front import Reply, Server, family_tokenizer, run, until
 from umbra.base.files import ROOT
 from umbra.serving.api import metrics as module
 from umbra.serving.api.metrics import Metrics, memory
-from umbra.serving.ranks.messages import Group, Ready, Row, Running, State, Submit
+from umbra.serving.ranks.messages import GroupPages, Ready, Row, Running, State, Submit
 
 STATE = State(
     step=9,
     waiting=2,
     running=[Running(5, 40, 60, 20, 140, 0)],
-    groups=[Group(10, 2, 30, 2, 3)],
+    groups=[GroupPages(10, 2, 30, 2, 3)],
     preemptions=1,
     drafted=8,
     accepted=5,

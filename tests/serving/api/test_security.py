@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from tests.serving.api.front import Connection, Server, run
 from umbra.base.errors import UserError
 from umbra.serving.api import auth, server
-from umbra.serving.api.auth import Keys, check_address, check_origin
+from umbra.serving.api.auth import ApiKeys, check_address, check_origin
 from umbra.serving.api.body import LARGEST_BODY
 from umbra.serving.api.errors import ApiError
 
@@ -18,14 +18,14 @@ from umbra.serving.api.errors import ApiError
 def test_keys_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b" first \n\n\tsecond\r\n")
-    assert Keys.read(str(file)) == Keys.of([b"first", b"second"])
-    assert Keys.read("") == Keys()
+    assert ApiKeys.read(str(file)) == ApiKeys.of([b"first", b"second"])
+    assert ApiKeys.read("") == ApiKeys()
     for content, said in ((b" \n", "has no key: write one a line"), (b"x" * (auth.LARGEST + 1), "is larger than 1 MB")):
         file.write_bytes(content)
         with pytest.raises(UserError, match=said):
-            Keys.read(str(file))
+            ApiKeys.read(str(file))
     with pytest.raises(UserError, match="cannot be read: No such file"):
-        Keys.read(str(tmp_path / "nothing"))
+        ApiKeys.read(str(tmp_path / "nothing"))
 
 
 def test_keys_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,16 +53,16 @@ def test_keys_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
             refused = await server.ask("/v1/completions", {"prompt": "Hi"}, headers=wrong)
             assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
 
-    run(scenario, keys=Keys.of([b"first", b"second"]))
+    run(scenario, keys=ApiKeys.of([b"first", b"second"]))
 
 
 def test_only_this_machine_needs_no_key() -> None:
     for host in ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"):
-        check_address(host, Keys())
+        check_address(host, ApiKeys())
     for host in ("0.0.0.0", "10.0.0.1", "example.com", "", "::"):
-        check_address(host, Keys.of([b"a"]))
+        check_address(host, ApiKeys.of([b"a"]))
         with pytest.raises(UserError, match="api_key_file"):
-            check_address(host, Keys())
+            check_address(host, ApiKeys())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_only_this_machine_needs_no_key() -> None:
 def test_pages_of_other_sites_are_told_by_their_headers(host: str, origin: str, code: str) -> None:
     """A foreign page does not know the key, so a name of its own does not matter where one is wanted."""
     headers = Headers({"host": host} | ({"origin": origin} if origin else {}))
-    for keys, wanted in ((Keys(), code), (Keys.of([b"a"]), code.removeprefix("wrong_host"))):
+    for keys, wanted in ((ApiKeys(), code), (ApiKeys.of([b"a"]), code.removeprefix("wrong_host"))):
         if wanted:
             with pytest.raises(ApiError) as refused:
                 check_origin(headers, "a", keys)
@@ -103,7 +103,7 @@ def test_pages_of_allowed_origins() -> None:
         assert (other.status, "access-control-allow-origin" in other.headers) == (403, False)
         assert "serve_config.cors_origins" in other.error["message"]
 
-    run(scenario, keys=Keys.of([b"a"]), cors_origins=["http://localhost:3000"])
+    run(scenario, keys=ApiKeys.of([b"a"]), cors_origins=["http://localhost:3000"])
 
 
 def test_a_body_that_is_too_large_is_not_read() -> None:

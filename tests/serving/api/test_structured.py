@@ -36,11 +36,11 @@ def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
     return matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
-def marks(family: str) -> structured.Marks:
+def marks(family: str) -> structured.GrammarMarks:
     """Returns the marks that llguidance takes for special tokens: all that the tokenizer of the family has."""
     backend = family_tokenizer(family).backend
     names = (*conventions().tags, *conventions().formats["harmony"].tokens)
-    return structured.Marks({mark: id for mark in names if (id := backend.token_to_id(mark)) is not None})
+    return structured.GrammarMarks({mark: id for mark in names if (id := backend.token_to_id(mark)) is not None})
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

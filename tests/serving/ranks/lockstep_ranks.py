@@ -26,7 +26,7 @@ from umbra.executor.engine.step.loop import Loop
 from umbra.executor.engine.step.speculation import Speculation
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import make_runner
-from umbra.serving.ranks.messages import Abort, Message, Out, Refused, Row, Stop, Submit, Tick
+from umbra.serving.ranks.messages import Abort, ChannelMessage, Out, Refused, Row, Stop, Submit, Tick
 from umbra.serving.ranks.worker import Worker
 
 VOCABULARY = 96
@@ -67,11 +67,11 @@ class Traffic:
         self.refused = 0
         self.aborted = 0
 
-    def receive(self, wait_s: float) -> list[Message]:
+    def receive(self, wait_s: float) -> list[ChannelMessage]:
         self.steps -= 1
         if self.steps <= 0:
             return [Stop()]
-        messages: list[Message] = []
+        messages: list[ChannelMessage] = []
         crowd = self.steps // CROWD % 2  # in between, experts come back
         while self.random.random() < (0.6 if crowd else 0.03):
             messages.append(self.request())
@@ -104,7 +104,7 @@ class Traffic:
         self.submitted.append(submit)
         return submit
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         if isinstance(message, Out):
             for row in message.rows:
                 self.rows.setdefault(row.id, []).append(row)

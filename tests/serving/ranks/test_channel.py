@@ -16,7 +16,7 @@ from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.serving.ranks import channel
 from umbra.serving.ranks.channel import HEADER, Channel, framed
 from umbra.serving.ranks.client import ENDED, EngineClient
-from umbra.serving.ranks.messages import Abort, Message, Out, Ping, Pong, Progress, Ready, Row, Stop, Submit
+from umbra.serving.ranks.messages import Abort, ChannelMessage, Out, Ping, Pong, Progress, Ready, Row, Stop, Submit
 
 READY = Ready(416, 4, 96, 16, 50, 2, [0], 100.0)
 COLD = msgspec.msgpack.encode({"type": "Submit", "id": 1, "ids": [2], "sampling": {"temperature": -1.0}})
@@ -112,7 +112,7 @@ def test_a_front_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def test_the_front_s_end_of_the_socket(tmp_path: Path) -> None:
     """It has one rank 0 at a time, and keeps what that says until it has left."""
-    told: list[Message] = []
+    told: list[ChannelMessage] = []
     client = EngineClient(tmp_path / "engine", told.append)
 
     async def run() -> None:

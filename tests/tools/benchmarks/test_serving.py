@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.serving.api.front import serving
 from umbra.tools.benchmarks import conversation
-from umbra.tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls
+from umbra.tools.benchmarks.serving_client import Client, TimedAnswer, TimedCall, figures, looked_at, random_calls
 
 
 def test_a_closed_and_an_open_loop() -> None:
@@ -18,10 +18,10 @@ def test_a_closed_and_an_open_loop() -> None:
             answers = await client.streams(random_calls("a", 6, 5, 12, 90), 3)
             assert [(a.error, a.tokens, len(a.times), a.cached_tokens) for a in answers] == [("", 12, 12, 7)] * 6
             assert all(a.ttft > 0 and len(a.gaps) == 11 and min(a.gaps) >= 0 for a in answers)
-            calls = [Call([65], 4, at) for at in (0.0, 0.3)]
+            calls = [TimedCall([65], 4, at) for at in (0.0, 0.3)]
             first, second = await client.arrivals(calls)
             assert second.sent > first.sent
-            wrong = await client.arrivals([Call([], 4)])
+            wrong = await client.arrivals([TimedCall([], 4)])
             assert "400" in wrong[0].error
             row = figures([*answers, *looked_at(wrong)])
             assert (row["sent"], row["failed"], row["tokens_per_chunk"]) == (7, 1, 1.0)
@@ -31,7 +31,7 @@ def test_a_closed_and_an_open_loop() -> None:
 
 
 def test_an_answer_that_comes_in_odd_pieces() -> None:
-    answer = Answer(1.0, [(2.0, b'data: {"choices": [{"te')])
+    answer = TimedAnswer(1.0, [(2.0, b'data: {"choices": [{"te')])
     answer.pieces.append((3.0, b'xt": "a"}]}\n\n: ping\n\ndata: {"choices": [{"text"'))
     answer.pieces.append((5.0, b': "b"}], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'))
     answer.read()

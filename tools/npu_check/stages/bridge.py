@@ -31,7 +31,7 @@ def checks(logs: Path) -> list[Check]:
     return [Check("eager", eager), Check("captured and replayed", captured), Check("a late host", late)]
 
 
-class Host:
+class HostThread:
     """Takes the place of the shadow pool: a thread gives each token x times the sum of its weights, plus its ids and
     all places."""
 
@@ -71,7 +71,7 @@ class BridgeStep:
     """LAYERS layers with the same inputs; each gives its own sums and, in `out`, these plus x."""
 
     def __init__(self, timeout_s: float):
-        self.host = Host()
+        self.host = HostThread()
         cann = read_versions(cann_home(), get_cann_version() or None).cann
         self.nodes = ShadowNodes(
             self.host.submit, 0, range(LAYERS), EXPERTS, HIDDEN, TOP_K, torch.float32, timeout_s, cann

@@ -77,7 +77,7 @@ def times() -> Passed:
     """Each way in one captured graph of layers with different weights; before that, both must agree."""
     npu_layers.start(vector_core.EXTENSION)
     sizes = WHOLE.hidden, WHOLE.inner, WHOLE.experts, WHOLE.top_k
-    shape = npu_layers.Shape(*sizes, group=32, layers=LAYERS, dtype="bfloat16")
+    shape = npu_layers.LayerShape(*sizes, group=32, layers=LAYERS, dtype="bfloat16")
     rows = list(npu_layers.measure(shape, BATCHES, ROUNDS, READ_BYTES))
     text = ", ".join(f"{row['batch']}: {row['custom_us']:.1f} us ({row['speed_up']:.2f} x)" for row in rows)
     return Passed(f"batch {text}; reads {max(row['limit_gbps'] for row in rows):.0f} GB/s", {"kernel_rows": rows})
@@ -93,7 +93,7 @@ def gemv(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor,
 
 
 def experts_of(size: Size, zeros: bool) -> AscendExperts:
-    shape = npu_layers.Shape(size.hidden, size.inner, size.experts, size.top_k, 32, 1, "bfloat16")
+    shape = npu_layers.LayerShape(size.hidden, size.inner, size.experts, size.top_k, 32, 1, "bfloat16")
     experts = npu_layers.random_experts(shape, NPU, in_planes=True)
     if zeros:
         for plane in (experts.w13, experts.w2):

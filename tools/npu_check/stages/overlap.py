@@ -50,7 +50,7 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     npu_layers.start(vector_core.EXTENSION)
     group = init_parallel(case, own, platform).world
     torch.manual_seed(own.rank)
-    shape = npu_layers.Shape(EIGHTH.hidden, EIGHTH.inner, EIGHTH.experts, EIGHTH.top_k, 32, 1, "bfloat16")
+    shape = npu_layers.LayerShape(EIGHTH.hidden, EIGHTH.inner, EIGHTH.experts, EIGHTH.top_k, 32, 1, "bfloat16")
     experts = npu_layers.random_experts(shape, platform.device, in_planes=True)
     layer = npu_layers.layer(experts, experts, shape, 8, platform.device)
     x, y = torch.ones(COUNT, device=platform.device), torch.empty(COUNT, device=platform.device)

@@ -26,7 +26,7 @@ from umbra.commands.quantize.layer import CalibratedLayer
 from umbra.commands.quantize.search import Fold, fold, search_layer
 from umbra.commands.quantize.source import Source
 from umbra.commands.quantize.target import Target
-from umbra.commands.quantize.workers import Each, Progress, workers
+from umbra.commands.quantize.workers import Each, LayerProgress, workers
 from umbra.models.tokenizers import tokenizer_in
 
 STATE = "quantize_state.json"
@@ -59,7 +59,7 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
     missing = [index for index, path in enumerate(layers) if not path.is_file()]
     hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
     count = missing[-1] + 1 if missing else 0
-    with Progress(count) as progress, workers(progress) as each:
+    with LayerProgress(count) as progress, workers(progress) as each:
         for index in range(count):
             folds: list[Fold] = []
             if hidden is not None and source.parts[index] != source.mtp:

@@ -23,7 +23,7 @@ class Each(Protocol):
     def __call__(self, function: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
 
 
-class Progress:
+class LayerProgress:
     """Layers done: a bar if stderr is a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, layers: int):
@@ -47,7 +47,7 @@ class Progress:
         self.done += 1
         self._bar.update()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "LayerProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,7 +55,7 @@ class Progress:
 
 
 @contextmanager
-def workers(progress: Progress) -> Iterator[Each]:
+def workers(progress: LayerProgress) -> Iterator[Each]:
     """A thread for each core. No product is split between threads and results are combined in order, so that they do
     not depend on the number of cores.
 
@@ -88,7 +88,7 @@ def workers(progress: Progress) -> Iterator[Each]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _result(future: "Future[R]", progress: Progress) -> R:
+def _result(future: "Future[R]", progress: LayerProgress) -> R:
     result = future.result()
     progress.tick()
     return result

@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from umbra.executor.model_runner import ModelRunner
-from umbra.tools.benchmarks.elastic import Request, serve, swings
+from umbra.tools.benchmarks.elastic import WaveRequest, serve, swings
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +42,11 @@ def runner_of(model: Path, **offload: object) -> ModelRunner:
     return make_runner(case, model.parent)
 
 
-def requests() -> list[list[Request]]:
+def requests() -> list[list[WaveRequest]]:
     choose = random.Random(4)
 
-    def request() -> Request:
-        return Request([choose.randrange(96) for _ in range(choose.randint(*PROMPT))], choose.randint(*NEW))
+    def request() -> WaveRequest:
+        return WaveRequest([choose.randrange(96) for _ in range(choose.randint(*PROMPT))], choose.randint(*NEW))
 
     return [[request() for _ in range(size)] for size in WAVES]
 
