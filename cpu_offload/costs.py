@@ -19,8 +19,8 @@ class Line:
 
     def ms(self, experts: Ms, pairs: Ms, any_used: Ms | float = 1.0) -> Ms:
         """Milliseconds for `experts` experts and `pairs` pairs; `any_used` is the probability that there are any."""
-        found: Ms = self.fixed * any_used + self.expert * experts + self.pair * pairs
-        return found
+        milliseconds: Ms = self.fixed * any_used + self.expert * experts + self.pair * pairs
+        return milliseconds
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,5 @@ class Costs:
     def layer_ms(self, device: Ms, shadow: Ms, link: Ms) -> Ms:
         """The time of a layer whose sides take so long each: the longest, and what it does not hide of the others."""
         longest: Any = np.maximum(np.maximum(device, shadow), link)
-        found: Ms = self.base + longest + self.slip * (device + shadow + link - longest)
-        return found
+        milliseconds: Ms = self.base + longest + self.slip * (device + shadow + link - longest)
+        return milliseconds

@@ -134,13 +134,13 @@ class ExpertRing:
         begun = [expert for held in self._held.values() if held.layer == layer for expert in held.experts]
         here = self.resident[layer].copy()
         here[begun] = True
-        found = split(pairs, here, self.costs, self.link.each, int(self.copied[layer]), self.lead)
+        parts = split(pairs, here, self.costs, self.link.each, int(self.copied[layer]), self.lead)
         # Where later layers hold every group, no group will be free before this layer ends.
         reached = bool(begun or self._empty)
         self._wanted = {of: experts for of, experts in self._wanted.items() if of > layer}
-        self._wanted[layer] = found.copied if reached else []
+        self._wanted[layer] = parts.copied if reached else []
         self._copy()
-        return found.computed if reached else found.copied + found.computed
+        return parts.computed if reached else parts.copied + parts.computed
 
     def order(self, layer: int) -> tuple[list[list[int]], int]:
         """After `plan`: the experts of the groups that `groups` is going to yield, and how many of the first of these

@@ -93,5 +93,5 @@ def read_hardware(name: str) -> Hardware:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.yaml")))
         raise UserError(f"hardware: {name}: no such file; there are {known}, or give a path ending in .yaml")
-    found = read(Hardware, read_yaml(path, "hardware"), path.name, "docs/cluster_keys.md")
-    return dataclasses.replace(found, name=path.stem)
+    hardware = read(Hardware, read_yaml(path, "hardware"), path.name, "docs/cluster_keys.md")
+    return dataclasses.replace(hardware, name=path.stem)

@@ -86,7 +86,7 @@ def show_cluster_plan(path: Path, overrides: Sequence[str], json: Path | None, p
         raise UserError(f"{path.name}: no layout is possible; the first: {plan.refused[0][0]}: {plan.refused[0][1]}")
     print("\n".join(lines_of(plan)))
     if json:
-        write_json(json, {"rows": [row_of(found) for found in plan.found]})
+        write_json(json, {"rows": [row_of(rated) for rated in plan.found]})
     if plot:
         draw(plan, plot)
 
@@ -102,8 +102,8 @@ def lines_of(plan: ClusterPlan) -> list[str]:
     ]
     for aim, best in (("latency", plan.quickest), ("cost", plan.cheapest)):
         lines += ["", f"best for {aim}" if best else f"best for {aim}: no layout meets both targets at this load"]
-        for found in best:
-            lines += ["", *lines_of_layout(found)]
+        for rated in best:
+            lines += ["", *lines_of_layout(rated)]
     return [*lines, "", *why_not(plan), "", *winners(plan)]
 
 
@@ -128,8 +128,8 @@ def winners(plan: ClusterPlan) -> list[str]:
     ]
 
 
-def lines_of_layout(found: RatedLayout) -> list[str]:
-    layout, load, most = found.layout, found.load, found.most
+def lines_of_layout(rated: RatedLayout) -> list[str]:
+    layout, load, most = rated.layout, rated.load, rated.most
     at_most = f"{most.rate:.2f} requests/s, {most.tokens_per_device:.1f} tokens/s a device" if most else "none"
     lines = [
         f"  {layout.sizes}",
@@ -162,30 +162,30 @@ def why_not(plan: ClusterPlan) -> list[str]:
     if not best:
         return lines
     first = best[0]
-    chosen = {id(found) for found in (*plan.quickest, *plan.cheapest)}
-    in_time = {id(found) for found in plan.in_time}
+    chosen = {id(rated) for rated in (*plan.quickest, *plan.cheapest)}
+    in_time = {id(rated) for rated in plan.in_time}
     lines.append(f"others, compared with {first.layout.sizes}:")
-    for found in sorted(plan.found, key=lambda f: f.load.tpot):
-        if id(found) not in chosen:
-            late = "" if id(found) in in_time else ", too late"
+    for rated in sorted(plan.found, key=lambda f: f.load.tpot):
+        if id(rated) not in chosen:
+            late = "" if id(rated) in in_time else ", too late"
             lines.append(
-                f"  {found.layout.sizes}: {found.load.tpot * 1e3:.2f} ms a token, first after "
-                f"{found.load.ttft * 1e3:.0f} ms{late}: {slower_in(found, first)}"
+                f"  {rated.layout.sizes}: {rated.load.tpot * 1e3:.2f} ms a token, first after "
+                f"{rated.load.ttft * 1e3:.0f} ms{late}: {slower_in(rated, first)}"
             )
     return lines
 
 
-def slower_in(found: RatedLayout, best: RatedLayout) -> str:
-    """Returns what takes longest in a step of `found`, compared with the same of `best`."""
-    mine, its = found.layout.decode(found.load.sequences), best.layout.decode(best.load.sequences)
+def slower_in(rated: RatedLayout, best: RatedLayout) -> str:
+    """Returns what takes longest in a step of `rated`, compared with the same of `best`."""
+    mine, its = rated.layout.decode(rated.load.sequences), best.layout.decode(best.load.sequences)
     part = max(PARTS, key=lambda part: mine.parts[part] - its.parts[part])
     if mine.parts[part] > its.parts[part]:
         return f"{part} {mine.parts[part] * 1e3:.2f} ms for {its.parts[part] * 1e3:.2f}"
-    return f"prefill {found.layout.prefill.total * 1e3:.0f} ms for {best.layout.prefill.total * 1e3:.0f}"
+    return f"prefill {rated.layout.prefill.total * 1e3:.0f} ms for {best.layout.prefill.total * 1e3:.0f}"
 
 
-def row_of(found: RatedLayout) -> dict[str, object]:
-    sizes, times = found.layout.sizes, found.layout.decode(found.load.sequences)
+def row_of(rated: RatedLayout) -> dict[str, object]:
+    sizes, times = rated.layout.sizes, rated.layout.decode(rated.load.sequences)
     return {
         "replicas": sizes.replicas,
         "world": sizes.world,
@@ -195,12 +195,12 @@ def row_of(found: RatedLayout) -> dict[str, object]:
         "moe_ep": sizes.moe_ep,
         "method": sizes.method,
         "resident": sizes.resident,
-        "sequences": found.load.sequences,
-        "most_sequences": found.layout.most_sequences,
-        "tpot_ms": found.load.tpot * 1e3,
-        "ttft_ms": found.load.ttft * 1e3,
-        "most_rate": found.most.rate if found.most else 0.0,
-        "tokens_per_device": found.most.tokens_per_device if found.most else 0.0,
+        "sequences": rated.load.sequences,
+        "most_sequences": rated.layout.most_sequences,
+        "tpot_ms": rated.load.tpot * 1e3,
+        "ttft_ms": rated.load.ttft * 1e3,
+        "most_rate": rated.most.rate if rated.most else 0.0,
+        "tokens_per_device": rated.most.tokens_per_device if rated.most else 0.0,
         "parts_ms": {part: seconds * 1e3 for part, seconds in times.parts.items()},
     }
 
@@ -213,8 +213,8 @@ def draw(plan: ClusterPlan, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    layouts = [found.layout for found in plan.found] + plan.slow
-    shown = {id(found.layout) for found in (*plan.quickest, *plan.cheapest)}
+    layouts = [rated.layout for rated in plan.found] + plan.slow
+    shown = {id(rated.layout) for rated in (*plan.quickest, *plan.cheapest)}
     curves = [(layout, points(layout)) for layout in layouts]
     for layout, curve in curves:
         best = id(layout) in shown
@@ -230,10 +230,10 @@ def draw(plan: ClusterPlan, path: Path) -> None:
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120, bbox_inches="tight"))
 
 
-def frontier(found: Sequence[Point]) -> list[Point]:
+def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other one passes in both time and throughput, in order of time."""
     edge: list[Point] = []
-    for p in sorted(found, key=lambda p: (p.tpot, -p.tokens_per_device)):
+    for p in sorted(points, key=lambda p: (p.tpot, -p.tokens_per_device)):
         if not edge or p.tokens_per_device > edge[-1].tokens_per_device:
             edge.append(p)
     return edge

@@ -63,8 +63,8 @@ def within_targets(layout: Layout) -> Point | None:
     """The most traffic at which both targets hold; None: they hold at none."""
     targets = layout.cluster.targets
 
-    def holds(found: Point) -> bool:
-        return found.tpot * 1e3 <= targets.tpot_ms and found.ttft * 1e3 <= targets.ttft_ms
+    def holds(point: Point) -> bool:
+        return point.tpot * 1e3 <= targets.tpot_ms and point.ttft * 1e3 <= targets.ttft_ms
 
     if not holds(point(layout, 1)):
         return None

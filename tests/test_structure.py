@@ -260,3 +260,12 @@ def test_records_agree() -> None:
         for name in ("formats", "splits", "classes"):
             first, second = getattr(one.text, name), getattr(other.text, name)
             assert all(first[key] == second[key] for key in first.keys() & second.keys())
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in SOURCES.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}

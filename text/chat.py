@@ -13,7 +13,7 @@ Message = Mapping[str, Any]  # role, content; of an assistant also reasoning_con
 CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # with its number in the conversation
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """The form in which a chat template takes a message with tool calls."""
 
     text: bool = False  # arguments are JSON text, no mappings
@@ -38,13 +38,13 @@ class Chat:
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise UserError(f'tools[{i}]: {tool!r:.60} must be {{"type": "function", "function": {{"name": ...}}}}')
 
-    def for_template(self, shape: Shape) -> list[dict[str, Any]]:
+    def for_template(self, shape: CallShape) -> list[dict[str, Any]]:
         """The messages as templates read them: content is a text but for `shape`, which says what calls are like."""
         made = [_for_template(message, f"messages[{i}]", shape) for i, message in enumerate(self.messages)]
         return [part for message in made for part in _parted(message, shape)]
 
 
-def _for_template(message: Message, where: str, shape: Shape) -> dict[str, Any]:
+def _for_template(message: Message, where: str, shape: CallShape) -> dict[str, Any]:
     changed = {**message, "content": "" if message.get("content") is None else message["content"]}
     calls = message.get("tool_calls")
     if not calls:  # an empty list makes some templates open a block of calls
@@ -56,7 +56,7 @@ def _for_template(message: Message, where: str, shape: Shape) -> dict[str, Any]:
     return changed
 
 
-def _parted(message: dict[str, Any], shape: Shape) -> list[dict[str, Any]]:
+def _parted(message: dict[str, Any], shape: CallShape) -> list[dict[str, Any]]:
     calls, empty = message.get("tool_calls"), None if shape.none else ""
     if calls and not message["content"]:
         return [{**message, "content": empty}]
@@ -66,7 +66,7 @@ def _parted(message: dict[str, Any], shape: Shape) -> list[dict[str, Any]]:
     return [message]
 
 
-def _call(call: Mapping[str, Any], where: str, shape: Shape) -> dict[str, Any]:
+def _call(call: Mapping[str, Any], where: str, shape: CallShape) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: {call!r:.60} must have a function with a name")

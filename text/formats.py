@@ -18,7 +18,7 @@ class Mark(str):
 
 
 @dataclass(frozen=True)
-class Format:
+class OutputMarks:
     """The marks of one format. A block holds calls, and a call holds parameters; the name of either follows its mark,
     up to `>`. Without a mark for calls, a block is one call: its name, then parameters; or, without a mark for
     parameters too, JSON, {"name": ..., "arguments": {...}}. With a mark for calls but none for parameters, a call is
@@ -67,9 +67,9 @@ class Format:
         return tuple(filter(None, (self.block_end, self.other_block_end)))
 
 
-HARMONY = Format(
+HARMONY = OutputMarks(
     signs=(CHANNEL, MESSAGE),
     tokens=(START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN),
     ends=(RETURN, CALL, "<|endoftext|>"),
 )
-JSON_CALLS = Format(signs=("<tool_call>", "arguments"), block="<tool_call>", block_end="</tool_call>")
+JSON_CALLS = OutputMarks(signs=("<tool_call>", "arguments"), block="<tool_call>", block_end="</tool_call>")

@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from umbra.text.formats import Format
+from umbra.text.formats import OutputMarks
 from umbra.text.tool_arguments import read_json_text, to_json
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
@@ -18,7 +18,7 @@ class Call(NamedTuple):
     id: str = ""  # as the model has written it
 
 
-def read_call(text: str, format: Format) -> Call | None:
+def read_call(text: str, format: OutputMarks) -> Call | None:
     """The call that is `text`; None if it is none. Arguments may be absent, or an object written as a string."""
     if format.call_is_json:
         found = _named(text, format)
@@ -33,7 +33,7 @@ def read_call(text: str, format: Format) -> Call | None:
     return Call(call["name"], to_json(arguments)) if isinstance(arguments, dict) else None
 
 
-def cut_call(text: str, format: Format) -> Call | None:
+def cut_call(text: str, format: OutputMarks) -> Call | None:
     """The call that begins with `text`, which was cut off; without a name if that is not whole. None: it is no call."""
     if format.call_is_json:
         call, begun = _named(text, format), len(text) <= 2 * LONGEST_NAME and "{" not in text
@@ -46,7 +46,7 @@ def cut_call(text: str, format: Format) -> Call | None:
     return call or (Call("", "") if begun else None)
 
 
-def _named(text: str, format: Format) -> Call | None:
+def _named(text: str, format: OutputMarks) -> Call | None:
     found = _head(format).match(text.strip())
     if not found:
         return None
@@ -55,7 +55,7 @@ def _named(text: str, format: Format) -> Call | None:
 
 
 @lru_cache
-def _head(format: Format) -> re.Pattern[str]:
+def _head(format: OutputMarks) -> re.Pattern[str]:
     """The id, the name, the number and what follows the mark of the arguments."""
     before, after = re.escape(format.before_name), re.escape(format.before_arguments.strip())
     number = r"(:\d{1,9})?" if format.numbered else "()"

@@ -16,7 +16,7 @@ from io import StringIO
 from typing import Any
 
 from umbra.text.answer import Part, Reader
-from umbra.text.formats import THINK, THINK_END, Format
+from umbra.text.formats import THINK, THINK_END, OutputMarks
 from umbra.text.harmony import Harmony
 from umbra.text.json_calls import LONGEST_NAME, Call, cut_call, read_call
 from umbra.text.tool_arguments import Tool, to_json, tools_by_name
@@ -25,7 +25,7 @@ from umbra.text.values import LONGEST_VALUE, Value
 TOOL_NAME = re.compile(r"\s*([\w.-]*)\s*")
 
 
-class State(Enum):
+class ParserState(Enum):
     REASONING = auto()
     CONTENT = auto()
     OPEN = auto()  # after the mark of a block, of which only white space and a call make a block
@@ -54,22 +54,24 @@ class Marks:
 
 
 @lru_cache
-def _marks(format: Format, tools: bool, split: bool) -> dict[State, Marks]:
+def _marks(format: OutputMarks, tools: bool, split: bool) -> dict[ParserState, Marks]:
     blocks = format.blocks if tools else ()
     calls = (*blocks, *format.block_ends, format.call) if tools and format.call else blocks
     around = (*format.blocks, *format.block_ends)
     inner = (format.parameter, format.call, format.call_end, format.block, format.block_end)
     title = (*format.marks, THINK, THINK_END) if format.block_is_call else (">", "<", "\n")
     return {
-        State.REASONING: Marks((THINK, THINK_END, *blocks)),
-        State.CONTENT: Marks((*((THINK_END,) if split else ()), *calls)),
-        State.OPEN: Marks((*around, format.call or "{")),
-        State.BLOCK: Marks((format.call, format.block_end)),
-        State.NAME: Marks(title),
-        State.CALL: Marks(inner),
-        State.VALUE: Marks((format.parameter_end, format.value, *inner)),
-        State.JSON: Marks((*around, format.call, format.call_end, THINK_END, '"')),
-        State.STRING: Marks(("\\\\", '\\"', '"', "\n")),  # JSON has no line break in a string, so one ends a broken one
+        ParserState.REASONING: Marks((THINK, THINK_END, *blocks)),
+        ParserState.CONTENT: Marks((*((THINK_END,) if split else ()), *calls)),
+        ParserState.OPEN: Marks((*around, format.call or "{")),
+        ParserState.BLOCK: Marks((format.call, format.block_end)),
+        ParserState.NAME: Marks(title),
+        ParserState.CALL: Marks(inner),
+        ParserState.VALUE: Marks((format.parameter_end, format.value, *inner)),
+        ParserState.JSON: Marks((*around, format.call, format.call_end, THINK_END, '"')),
+        ParserState.STRING: Marks(
+            ("\\\\", '\\"', '"', "\n")
+        ),  # JSON has no line break in a string, so one ends a broken one
     }
 
 
@@ -78,7 +80,7 @@ class Parser(Reader):
 
     def __init__(
         self,
-        format: Format | None,
+        format: OutputMarks | None,
         tools: Sequence[Mapping[str, Any]] = (),
         reasoning: bool = False,
         split: bool = True,
@@ -86,21 +88,21 @@ class Parser(Reader):
         """`format` None makes everything content. `tools` are those of the chat; without any, marks of calls are text.
         `reasoning` says that the prompt ended within it. Without `split`, reasoning stays in the content, after the
         mark that opens it."""
-        self._format = format or Format((), "", "")
+        self._format = format or OutputMarks((), "", "")
         self._tools = tools_by_name(tools) if format else {}
         self._plain = format is None
         self._marks = _marks(self._format, bool(self._tools), split)
-        self._first = Marks((THINK, *self._marks[State.CONTENT].marks))  # content that may still open reasoning
+        self._first = Marks((THINK, *self._marks[ParserState.CONTENT].marks))  # content that may still open reasoning
         closers = (self._format.call_end, self._format.parameter_end) if self._tools and self._format.call else ()
-        self._behind = Marks((*self._marks[State.CONTENT].marks, *closers))  # content behind a mark
+        self._behind = Marks((*self._marks[ParserState.CONTENT].marks, *closers))  # content behind a mark
         self._fresh = split and not reasoning
-        self._state = State.REASONING if reasoning and split else State.CONTENT
+        self._state = ParserState.REASONING if reasoning and split else ParserState.CONTENT
         self._parts = [Part("content", THINK)] if format and reasoning and not split else []
         self._buffer, self._at = "", 0  # the text that is held back is self._buffer[self._at:]
         self._newlines = 0  # held back: they are layout if a mark follows
         # Newlines here are layout: a mark came before.
-        self._trim = self._state is State.REASONING or self._format.begins_line
-        self._outer = State.CONTENT  # where the text goes on after a call
+        self._trim = self._state is ParserState.REASONING or self._format.begins_line
+        self._outer = ParserState.CONTENT  # where the text goes on after a call
         self._opener, self._name = "", ""  # the mark and the text of state NAME
         self._tool: Tool | None = None  # of the call that is read; None: it is dropped
         self._given: set[str] = set()  # its parameters so far
@@ -119,19 +121,21 @@ class Parser(Reader):
         """Returns what is left when the output has ended. What was held back was no mark; an open call ends with the
         parameters that it has. `cut` says that the limit of tokens has ended the output: a call in JSON is then a call
         with as much of its arguments as there is."""
-        if self._state is State.VALUE and (closing := self._value.closing):  # what was held back began another mark
+        if self._state is ParserState.VALUE and (
+            closing := self._value.closing
+        ):  # what was held back began another mark
             self._end_value()
             self._between_parameters(closing)
             self._at = len(self._buffer)
         while self._at < len(self._buffer):
             text, self._at = self._buffer[self._at :], len(self._buffer)
             self._step(text, "")
-        if self._state is State.NAME and self._opener == self._format.block:
+        if self._state is ParserState.NAME and self._opener == self._format.block:
             self._end_name("", cut)
-        if self._state in (State.JSON, State.STRING) and not (cut and self._end_cut()):
+        if self._state in (ParserState.JSON, ParserState.STRING) and not (cut and self._end_cut()):
             self._end_json("")
         self._end_call()
-        if self._newlines and self._state in (State.REASONING, State.CONTENT):
+        if self._newlines and self._state in (ParserState.REASONING, ParserState.CONTENT):
             self._emit(self._state, "\n" * self._newlines)
             self._newlines = 0
         return self._take()
@@ -144,7 +148,7 @@ class Parser(Reader):
         """Pass on the text up to the next mark of this state, or all that is certain; False if more text is needed."""
         state, fresh = self._state, self._fresh
         marks = self._marks[state]
-        if state is State.CONTENT and (fresh or self._trim):
+        if state is ParserState.CONTENT and (fresh or self._trim):
             marks = self._first if fresh else self._behind
         found = marks.pattern.search(self._buffer, self._at)
         end = found.start() if found else marks.tail(self._buffer, self._at)
@@ -155,16 +159,16 @@ class Parser(Reader):
     def _step(self, text: str, mark: str) -> None:
         """Take the text of the current state up to `mark`, which ends it; an empty mark is none."""
         state, format = self._state, self._format
-        if state is State.REASONING:
+        if state is ParserState.REASONING:
             self._say(state, text)
             if mark == THINK_END:
-                self._turn(State.CONTENT)
+                self._turn(ParserState.CONTENT)
             elif mark in format.blocks:
                 self._open_block(state, mark)
-        elif state is State.CONTENT:
+        elif state is ParserState.CONTENT:
             self._say(state, text)
             if mark == THINK and self._fresh:
-                self._turn(State.REASONING)
+                self._turn(ParserState.REASONING)
             elif mark == THINK:  # after content it is text
                 self._say(state, mark)
             elif mark in format.blocks:
@@ -178,84 +182,84 @@ class Parser(Reader):
                 mark and mark in (format.call_end, format.parameter_end) and not self._trim
             ):  # after content it is text
                 self._say(state, mark)
-        elif state is State.OPEN:
+        elif state is ParserState.OPEN:
             if text.strip() or mark in format.blocks:  # it was no block but text, and so is what follows
                 self._state = self._outer
                 self._say(self._outer, self._opener + self._text.getvalue())
                 self._at -= len(text) + len(mark)
             elif mark in format.block_ends:
-                self._turn(State.CONTENT)
+                self._turn(ParserState.CONTENT)
             elif mark and mark == format.call:
                 if format.call_is_json:
                     self._open_json(self._opener + self._text.getvalue() + text + mark, self._outer)
                 else:
-                    self._open_name(mark, State.BLOCK)
+                    self._open_name(mark, ParserState.BLOCK)
             else:
                 self._write(text + mark)
-                self._state = State.JSON if mark else state
-        elif state is State.BLOCK:
+                self._state = ParserState.JSON if mark else state
+        elif state is ParserState.BLOCK:
             if mark == format.call:
                 self._open_name(mark, state)
             elif mark:
-                self._turn(State.CONTENT)
-        elif state is State.NAME:
+                self._turn(ParserState.CONTENT)
+        elif state is ParserState.NAME:
             self._name += text
             wrong = self._opener == format.block and not TOOL_NAME.fullmatch(self._name)
             if mark or wrong or len(self._name) > LONGEST_NAME:
                 self._end_name(mark)
-        elif state is State.CALL:
+        elif state is ParserState.CALL:
             self._between_parameters(mark)
-        elif state is State.VALUE:
+        elif state is ParserState.VALUE:
             if ended := self._value.take(text, mark):
                 self._end_value()
                 self._between_parameters(ended)
                 if ended != format.parameter:
                     self._at -= len(mark)  # it counts in the state after
-        elif state is State.STRING:
+        elif state is ParserState.STRING:
             self._write(text + mark)
-            self._state = State.JSON if mark in ('"', "\n") else state
+            self._state = ParserState.JSON if mark in ('"', "\n") else state
         else:
             self._write(text)
             if mark == '"':
                 self._write(mark)
-                self._state = State.STRING
+                self._state = ParserState.STRING
             elif mark:
                 self._end_json(mark)
 
-    def _say(self, state: State, text: str) -> None:
+    def _say(self, state: ParserState, text: str) -> None:
         """Reasoning or content, without the newlines that are layout."""
         if self._trim:
             text = text.lstrip("\n")
         if not text:
             return
         self._trim = False
-        if state is State.CONTENT and text.strip():
+        if state is ParserState.CONTENT and text.strip():
             self._fresh = False
-        layout = state is State.REASONING or self._fresh or bool(self._tools)  # if a mark of a section may follow
+        layout = state is ParserState.REASONING or self._fresh or bool(self._tools)  # if a mark of a section may follow
         said = text.rstrip("\n") if layout else text
         if said:
             self._emit(state, "\n" * self._newlines + said)
             self._newlines = 0
         self._newlines += len(text) - len(said)
 
-    def _emit(self, state: State, text: str) -> None:
-        self._parts.append(Part("reasoning" if state is State.REASONING else "content", text))
+    def _emit(self, state: ParserState, text: str) -> None:
+        self._parts.append(Part("reasoning" if state is ParserState.REASONING else "content", text))
 
-    def _turn(self, state: State) -> None:
+    def _turn(self, state: ParserState) -> None:
         """A mark ends the text before it, and another state begins."""
         self._state, self._newlines, self._trim, self._fresh = state, 0, True, False
 
-    def _open_block(self, outer: State, mark: str) -> None:
+    def _open_block(self, outer: ParserState, mark: str) -> None:
         if self._format.block_is_call:
             self._open_name(mark, outer)
         else:
-            self._state, self._outer, self._opener, self._text = State.OPEN, outer, mark, StringIO()
+            self._state, self._outer, self._opener, self._text = ParserState.OPEN, outer, mark, StringIO()
 
-    def _open_json(self, opener: str, outer: State) -> None:
-        self._state, self._outer, self._opener, self._text = State.JSON, outer, opener, StringIO()
+    def _open_json(self, opener: str, outer: ParserState) -> None:
+        self._state, self._outer, self._opener, self._text = ParserState.JSON, outer, opener, StringIO()
 
-    def _open_name(self, mark: str, outer: State) -> None:
-        self._state, self._outer, self._opener, self._name = State.NAME, outer, mark, ""
+    def _open_name(self, mark: str, outer: ParserState) -> None:
+        self._state, self._outer, self._opener, self._name = ParserState.NAME, outer, mark, ""
 
     def _end_name(self, mark: str, cut: bool = False) -> None:
         """`mark` ends a name; an empty one says that it is none, or that the output has ended."""
@@ -265,9 +269,9 @@ class Parser(Reader):
         good = bool(name) and len(self._name) <= LONGEST_NAME
         if opener == format.parameter:
             if good and mark and mark in (format.key_end, format.value):
-                self._state, self._value = State.VALUE, Value(format, name, mark == format.value)
+                self._state, self._value = ParserState.VALUE, Value(format, name, mark == format.value)
                 return
-            self._state = State.CALL
+            self._state = ParserState.CALL
         elif opener == format.block:
             ends = cut or mark in (format.parameter, format.block_end) or (not mark and name in self._tools)
             if good and ends and TOOL_NAME.fullmatch(name):
@@ -275,17 +279,17 @@ class Parser(Reader):
             else:
                 self._state = outer
                 self._say(outer, opener + self._name)
-        elif good and mark == ">" and (name in self._tools or outer is State.BLOCK):
+        elif good and mark == ">" and (name in self._tools or outer is ParserState.BLOCK):
             self._open_call(name)
             return
         else:
             self._state = outer
-            if outer is State.CONTENT:  # no call, so it is text
+            if outer is ParserState.CONTENT:  # no call, so it is text
                 self._say(outer, opener + self._name)
         self._at -= len(mark)  # it counts in the state after
 
     def _open_call(self, name: str) -> None:
-        self._turn(State.CALL)
+        self._turn(ParserState.CALL)
         self._tool, self._given = self._tools.get(name), set()
         if self._tool:
             self._parts.append(Part("call", name))
@@ -294,17 +298,17 @@ class Parser(Reader):
         """Handles a mark within a call: that of a parameter begins or ends one, and any other ends the call."""
         format = self._format
         if mark == format.parameter:
-            self._state, self._opener, self._name = State.NAME, mark, ""
+            self._state, self._opener, self._name = ParserState.NAME, mark, ""
         elif mark == format.parameter_end:
-            self._state = State.CALL
+            self._state = ParserState.CALL
         elif mark:
             self._end_call()
             if mark == format.block:
-                self._open_block(State.CONTENT, mark)
+                self._open_block(ParserState.CONTENT, mark)
             elif mark == format.call:
                 self._open_name(mark, self._outer)
             else:
-                self._turn(self._outer if mark == format.call_end else State.CONTENT)
+                self._turn(self._outer if mark == format.call_end else ParserState.CONTENT)
 
     def _end_value(self) -> None:
         key, text = self._value.key, self._value.text
@@ -346,11 +350,11 @@ class Parser(Reader):
             self._at -= len(mark)  # it counts in the state after
 
     def _end_with(self, call: Call) -> None:
-        self._turn(State.CONTENT)
+        self._turn(ParserState.CONTENT)
         if call.name in self._tools:
             self._parts += [Part("call", call.name, call.id), Part("arguments", call.arguments), Part("end")]
 
 
-def reader(format: Format | None, tools: Sequence[Mapping[str, Any]], reasoning: bool, split: bool) -> Reader:
+def reader(format: OutputMarks | None, tools: Sequence[Mapping[str, Any]], reasoning: bool, split: bool) -> Reader:
     """Returns the reader of answers in `format`; the other arguments are `Parser`'s."""
     return Harmony(tools, split) if format and format.tokens else Parser(format, tools, reasoning, split)

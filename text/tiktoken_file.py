@@ -29,7 +29,7 @@ SHOWN = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that stan
 LETTERS = {byte: 256 + i for i, byte in enumerate(sorted({*range(256)} - SHOWN))}
 
 
-class Added(msgspec.Struct):
+class TiktokenAdded(msgspec.Struct):
     content: str
     special: bool = False
     lstrip: bool = False
@@ -68,7 +68,7 @@ def _made(folder: Path, file: Path, classes: Mapping[str, str]) -> dict[str, Any
                 f"tokenizer_class {short(kind)}: how it splits texts is not known, only of {', '.join(classes)}: write "
                 f"a {TOKENIZER_FILES[0]} with the checkpoint's own program"
             )
-        given = msgspec.convert(settings.get("added_tokens_decoder"), dict[int, Added], strict=False)
+        given = msgspec.convert(settings.get("added_tokens_decoder"), dict[int, TiktokenAdded], strict=False)
         path = folder / TIKTOKEN_FILE
         vocabulary = _ranks(path)
         merges = _merges(vocabulary)
@@ -117,7 +117,7 @@ def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _added(given: dict[int, Added], vocabulary: dict[str, int]) -> list[Added]:
+def _added(given: dict[int, TiktokenAdded], vocabulary: dict[str, int]) -> list[TiktokenAdded]:
     """The tokens behind those of `vocabulary`, which gets their ids; those that have no name get one."""
     first = len(vocabulary)
     wrong = next((id for id in given if not first <= id < first + MOST_ADDED), None)
@@ -125,7 +125,7 @@ def _added(given: dict[int, Added], vocabulary: dict[str, int]) -> list[Added]:
         raise ValueError(f"added_tokens_decoder: {wrong} must be from {first} to {first + MOST_ADDED - 1}")
     tokens = []
     for id in range(first, max(given, default=-1) + 1):
-        token = given.get(id) or Added(f"<|reserved_token_{id}|>", special=True)
+        token = given.get(id) or TiktokenAdded(f"<|reserved_token_{id}|>", special=True)
         if not token.content or vocabulary.setdefault(token.content, id) != id:
             raise ValueError(f"added_tokens_decoder: {id}: {short(token.content)} is empty or stands twice")
         tokens.append(token)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from umbra.base.errors import UserError
 from umbra.text.answer import Answer, ToolCall
-from umbra.text.chat import Chat, Shape, for_harmony, numbered
+from umbra.text.chat import CallShape, Chat, for_harmony, numbered
 from umbra.text.conventions import Conventions
-from umbra.text.formats import THINK, Format, Mark
+from umbra.text.formats import THINK, Mark, OutputMarks
 from umbra.text.template import TOO_MUCH, Renderer, failed, variables_of
 from umbra.text.tiktoken_file import converted
 from umbra.text.tokenizer_file import adds_bos, check_tokenizer, no_template, read_template
@@ -74,7 +74,7 @@ class Tokenizer:
         shown = conventions.tags.union(self.marks.values()).difference(self._by_tokens.ends if self._by_tokens else ())
         self.hidden = frozenset(id for token, id in special.items() if token not in shown)
         self._renderer = Renderer()
-        self._shapes: dict[str, Shape] = {}  # of templates
+        self._shapes: dict[str, CallShape] = {}  # of templates
         self._beginning: tuple[str, list[int]] = "", []  # of the last conversation, and its ids
         self.decode(self.encode(TRIED, chat=False))
 
@@ -84,7 +84,7 @@ class Tokenizer:
         templates = self.hf.chat_template or ""
         return "\n".join(templates.values()) if isinstance(templates, dict) else templates
 
-    def format(self, setting: str) -> Format | None:
+    def format(self, setting: str) -> OutputMarks | None:
         """Returns the format that `setting` names; for `auto` one whose signs are in the chat template and whose tokens
         the tokenizer has. None: plain text."""
         if setting != "auto":
@@ -132,7 +132,7 @@ class Tokenizer:
         except ValueError as error:  # several, none of which is for such a conversation
             raise failed(str(error)) from None
         called = not self._by_tokens and any(message.get("tool_calls") for message in chat.messages)
-        messages = chat.for_template(self._shape(template) if called else Shape())
+        messages = chat.for_template(self._shape(template) if called else CallShape())
         format = self.format("auto")
         variables = variables_of(numbered(messages) if format and format.numbered else messages, settings)
         if self._by_tokens:
@@ -142,21 +142,21 @@ class Tokenizer:
         first, end = self._first_ids(ids, text[:beginning]), len(ids) - self._last_ids(ids, text[len(text) - added :])
         return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
 
-    def _shape(self, template: str) -> Shape:
+    def _shape(self, template: str) -> CallShape:
         """Returns the form in which `template` takes tool calls. It is found once, by rendering small conversations."""
         if template not in self._shapes:
-            shape = Shape()
+            shape = CallShape()
             for text in (False, True):
-                empty, none, said = (self._probed(template, Shape(text, none), said) for none, said in PROBED)
+                empty, none, said = (self._probed(template, CallShape(text, none), said) for none, said in PROBED)
                 if empty or none:
                     fewer = bool(none) and (not empty or len(none) < len(empty))  # empty content adds something
                     in_turn = said and "umbra_said" in said.partition("umbra_name")[0]
-                    shape = Shape(text, fewer, fewer and not in_turn)
+                    shape = CallShape(text, fewer, fewer and not in_turn)
                     break
             self._shapes[template] = shape
         return self._shapes[template]
 
-    def _probed(self, template: str, shape: Shape, said: str) -> str:
+    def _probed(self, template: str, shape: CallShape, said: str) -> str:
         """A conversation with a call as `template` renders it; empty if it fails or the call is not there in JSON."""
         call = ToolCall("umbra_name", '{"umbra_key": 1}', "functions.umbra_name:0")
         answer = Answer(content=said, tool_calls=(call,)).message()
@@ -184,9 +184,9 @@ class Tokenizer:
         own = self._ids(text, special=False) if len(text) <= LONGEST_GENERATION_PROMPT else []
         return len(own) if own == ids[len(ids) - len(own) :] else 0
 
-    def opens_reasoning(self, ids: list[int]) -> bool:
+    def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Returns whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
-        return self.whole_text(ids[-TAIL:]).rstrip().endswith(THINK)
+        return self.whole_text([*ids[-TAIL:]]).rstrip().endswith(THINK)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:

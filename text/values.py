@@ -7,7 +7,7 @@ in a block, both on lines of their own, is an example.
 
 from io import StringIO
 
-from umbra.text.formats import Format
+from umbra.text.formats import OutputMarks
 from umbra.text.tool_arguments import unwrapped
 
 LONGEST_VALUE = 1 << 22  # characters of one parameter, or of one call in JSON
@@ -17,7 +17,7 @@ LONGEST_LAYOUT = 16  # characters between the name of a parameter and the mark o
 class Value:
     """The value of the parameter `key`. `opened`: the mark that opens a value was there."""
 
-    def __init__(self, format: Format, key: str, opened: bool):
+    def __init__(self, format: OutputMarks, key: str, opened: bool):
         self.key = key
         self.closing = ""  # a mark that ends the value, if another mark follows
         self._format, self._opened = format, opened

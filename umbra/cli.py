@@ -350,11 +350,11 @@ def quantize(args: argparse.Namespace) -> None:
     from umbra.commands.quantize.convert import Calibration, convert
     from umbra.commands.quantize.fp8 import Fp8Target
     from umbra.commands.quantize.mxfp4 import Mxfp4Target
-    from umbra.commands.quantize.source import Source
+    from umbra.commands.quantize.source import CheckpointSource
     from umbra.commands.quantize.target import Target
     from umbra.commands.quantize.w8a8 import W8a8Target
 
-    source, keep = Source(checkpoint_path(args.model)), tuple(args.keep)
+    source, keep = CheckpointSource(checkpoint_path(args.model)), tuple(args.keep)
     if args.format == "awq":
         target: Target = AwqTarget(source, keep, args.group or 128)
     else:

@@ -66,7 +66,7 @@ def given(value: int) -> ExplainedChoice[int]:
 
 
 @dataclass(frozen=True)
-class Split:
+class ArenaSplit:
     """The sizes that decide how an arena can be divided between KV pages and slots."""
 
     frames: int  # frames for pages and slots together
@@ -113,7 +113,7 @@ def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) ->
     return ExplainedChoice(best, why)
 
 
-def choose_slots(planner: Planner, split: Split) -> ExplainedChoice[int]:
+def choose_slots(planner: Planner, split: ArenaSplit) -> ExplainedChoice[int]:
     """Chooses the number of slots with the least predicted time per token, for `split.sequences` sequences at their
     longest. More slots give more hits; fewer slots leave room for more sequences at once, so that all sequences are
     done in fewer turns."""
@@ -153,15 +153,15 @@ def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) ->
     sizes = sorted({*sizes, longest})
     if longest <= decode:
         return ExplainedChoice(0, f"no prefill has more than {decode} tokens")
-    found = 0
+    least_tokens = 0
     for tokens in reversed(sizes):
         if planner.stream_ms(tokens, hit) >= GAIN * planner.layer_ms(tokens, hit):
             break
-        found = tokens
-    shown = found or longest
+        least_tokens = tokens
+    shown = least_tokens or longest
     how = "in place with the threads of both pools" if planner.costs.whole else "streamed"
     why = (
         f"a layer of {shown} tokens at {hit:.0%} hits takes {planner.stream_ms(shown, hit):.3f} ms {how}, "
         f"{planner.layer_ms(shown, hit):.3f} if not"
     )
-    return ExplainedChoice(found, why)
+    return ExplainedChoice(least_tokens, why)

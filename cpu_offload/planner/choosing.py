@@ -15,9 +15,9 @@ from umbra.cpu_offload.costs import Line
 from umbra.cpu_offload.manager import layer_number
 from umbra.cpu_offload.memory.arena import Frame, StateSizes
 from umbra.cpu_offload.planner.choices import (
+    ArenaSplit,
     Choices,
     ExplainedChoice,
-    Split,
     Threads,
     choose_slots,
     choose_streaming,
@@ -84,7 +84,7 @@ class ShadowSizes:
     slot_bytes: int  # bytes of one expert on the device
     alignment: int  # alignment of slots in bytes
     frame: Frame
-    split: Split
+    split: ArenaSplit
     pages: int  # KV pages that sequences may hold
     least: int  # those of one sequence at its longest
     rest_bytes: int  # bytes of weights that a decode step reads, without the experts of layers with shadows
@@ -137,7 +137,7 @@ def swaps_of(wanted: Wanted, planner: Planner, hit: float) -> ExplainedChoice[in
     return choose_swaps(planner, wanted.batch, hit, wanted.interval)
 
 
-def _usual_hit(wanted: Wanted, split: Split) -> float:
+def _usual_hit(wanted: Wanted, split: ArenaSplit) -> float:
     """The hit rate to assume before slots are chosen."""
     if wanted.mode == "resident":
         return 1.0
@@ -146,7 +146,7 @@ def _usual_hit(wanted: Wanted, split: Split) -> float:
     return split.usual_hit
 
 
-def _slots(wanted: Wanted, planner: Planner, split: Split) -> ExplainedChoice[int]:
+def _slots(wanted: Wanted, planner: Planner, split: ArenaSplit) -> ExplainedChoice[int]:
     if wanted.mode == "elastic":
         return ExplainedChoice(split.experts, "as many as the KV cache leaves room for")
     if wanted.mode == "resident" or (wanted.slots is None and wanted.arena_mb is None):

@@ -51,14 +51,14 @@ def fit(samples: Sequence[LayerSample]) -> Line:
     """The line with the least squared relative errors; a coefficient that would be negative is set to 0."""
     rows = np.array([(1.0, sample.experts, sample.pairs) for sample in samples])
     ms = np.array([sample.ms for sample in samples])
-    kept, found = [0, 1, 2], np.zeros(3)
+    kept, coefficients = [0, 1, 2], np.zeros(3)
     while kept:
         best = np.linalg.lstsq(rows[:, kept] / ms[:, None], np.ones(len(ms)), rcond=None)[0]
         if best.min() >= 0:
-            found[kept] = best
+            coefficients[kept] = best
             break
         del kept[int(best.argmin())]
-    return Line(*found.tolist())
+    return Line(*coefficients.tolist())
 
 
 @dataclass(frozen=True)

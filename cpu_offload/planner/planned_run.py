@@ -86,12 +86,13 @@ class PlannedRun:
         steps = steps_of(shadows.history, seconds, self.planner.shape)
         if not steps:
             return None
-        found = self.planner.compare(steps)
+        comparison = self.planner.compare(steps)
         print(
-            f"planner: {found['predicted_ms']:.3f} ms per token predicted at hit rate {found['hit_rate']:.3f}, "
-            f"{found['measured_ms']:.3f} measured (medians of {len(steps)} steps): {found['ratio']:.2f} of it"
+            f"planner: {comparison['predicted_ms']:.3f} ms per token predicted "
+            f"at hit rate {comparison['hit_rate']:.3f}, "
+            f"{comparison['measured_ms']:.3f} measured (medians of {len(steps)} steps): {comparison['ratio']:.2f} of it"
         )
         chosen = dataclasses.asdict(self.choices)
         costs = chosen.pop("costs")
         chosen = {key: choice["value"] for key, choice in chosen.items()}
-        return found | {"rest_ms": self.planner.rest, "prefill": prefill, "choices": chosen, "costs": costs}
+        return comparison | {"rest_ms": self.planner.rest, "prefill": prefill, "choices": chosen, "costs": costs}

@@ -163,33 +163,33 @@ class Budget:
         end = start + (self.end - start) / self.kinds
         self.kinds -= 1
         once()
-        found: list[float] = []
-        while len(found) < LEAST or (len(found) < MOST and time.perf_counter() < end):
-            found.append(once())
-        return min(found)
+        times: list[float] = []
+        while len(times) < LEAST or (len(times) < MOST and time.perf_counter() < end):
+            times.append(once())
+        return min(times)
 
 
 def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, budget: Budget) -> float:
     """`slip` of `Costs`, measured with half of a token's experts on each side."""
-    found = []
+    slips = []
     for probe in probes.values():
         half = min(probe.top_k, len(probe.layer.store)) // 2
         if half:
             ms = budget.fastest(partial(probe, half, half)) - base
             pairs = probe.pairs(2 * half) / 2
-            found.append(slip_of(device.ms(half, pairs), shadow.ms(half, pairs), ms))
-    return sum(found) / len(found) if found else 0.0
+            slips.append(slip_of(device.ms(half, pairs), shadow.ms(half, pairs), ms))
+    return sum(slips) / len(slips) if slips else 0.0
 
 
 def _whole(probes: dict[int, Probe], base: float, kinds: list[tuple[int, int]], budget: Budget) -> Line:
     """`whole` of `Costs`."""
     native.widen(True)
     try:
-        found = [budget.fastest(partial(probes[tokens].whole, experts)) - base for tokens, experts in kinds]
+        times_ms = [budget.fastest(partial(probes[tokens].whole, experts)) - base for tokens, experts in kinds]
     finally:
         native.widen(False)
     pairs = [probes[tokens].pairs(experts) for tokens, experts in kinds]
-    return fit([LayerSample(kind[1], p, max(ms, 1e-6)) for kind, p, ms in zip(kinds, pairs, found, strict=True)])
+    return fit([LayerSample(kind[1], p, max(ms, 1e-6)) for kind, p, ms in zip(kinds, pairs, times_ms, strict=True)])
 
 
 def _copy(made: Tensor, budget: Budget) -> float:

@@ -157,5 +157,5 @@ class Fit:
         self._squares = decay * self._squares + corrections @ corrections.T
         self._weight = decay * self._weight + 1
         prior = PRIOR / self._weight * self._squares.diagonal() + 1e-6
-        found = np.linalg.solve(self._squares + np.diag(prior), self._products + prior * self._believed)
-        self.values = found.astype(np.float32)
+        solution = np.linalg.solve(self._squares + np.diag(prior), self._products + prior * self._believed)
+        self.values = solution.astype(np.float32)

@@ -28,7 +28,7 @@ from umbra.ops.parallel.groups import Group, Parallel
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanLine:
     """One line of a memory plan: what takes memory, and how much. `how` is the arithmetic behind `nbytes`."""
 
     name: str
@@ -36,10 +36,10 @@ class Part:
     how: str = ""
 
 
-def product(name: str, **factors: int) -> Part:
+def product(name: str, **factors: int) -> PlanLine:
     """A part whose bytes are the product of `factors`, which are printed by their names."""
     how = " x ".join(f"{value:,} {factor.replace('_', ' ')}" for factor, value in factors.items())
-    return Part(name, prod(factors.values()), how)
+    return PlanLine(name, prod(factors.values()), how)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Moment:
     """A moment of a step: the name of the tensor made last, and all tensors alive then."""
 
     name: str
-    parts: list[Part]
+    parts: list[PlanLine]
 
     @property
     def nbytes(self) -> int:
@@ -187,12 +187,12 @@ def _kind_of(module: nn.Module) -> object:
     return tuple(shapes), tuple(type(child) for child in module.modules())
 
 
-def parts_of(tensors: Sequence[Made]) -> list[Part]:
+def parts_of(tensors: Sequence[Made]) -> list[PlanLine]:
     """A part for each name, with the arithmetic of the shapes of all tensors that have it."""
     parts: dict[str, list[Made]] = {}
     for made in tensors:
         parts.setdefault(made.name, []).append(made)
-    return [Part(name, sum(made.nbytes for made in group), _arithmetic(group)) for name, group in parts.items()]
+    return [PlanLine(name, sum(made.nbytes for made in group), _arithmetic(group)) for name, group in parts.items()]
 
 
 def _arithmetic(group: Sequence[Made]) -> str:

@@ -8,7 +8,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import GB
 from umbra.executor.engine.memory.batch_limits import Limits
-from umbra.executor.plan.activations import Part
+from umbra.executor.plan.activations import PlanLine
 from umbra.models.registry import load
 
 # The sections that any device has; ARENA is the buffer that experts with shadows share with the KV cache.
@@ -41,11 +41,11 @@ class MemoryPlan:
     """The memory that one rank needs, by sections."""
 
     case: Case
-    sections: Mapping[str, list[Part]]
+    sections: Mapping[str, list[PlanLine]]
     remedies: Mapping[str, str]  # what takes less memory, by section
     page_nbytes: int  # bytes of one KV page of a set of layers
     limits: Limits
-    decode: list[Part]  # the parts that a decode step reads from memory
+    decode: list[PlanLine]  # the parts that a decode step reads from memory
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ class MemoryPlan:
         return sum(part.nbytes for part in self.sections[section])
 
 
-def plan_memory(case: Case, arena: Sequence[Part] = ()) -> MemoryPlan:
+def plan_memory(case: Case, arena: Sequence[PlanLine] = ()) -> MemoryPlan:
     """The plan of a case whose device plans memory. `arena` has the parts of the buffer that experts with shadows share
     with the KV cache; empty: there are no shadows."""
     plan: MemoryPlan = load(PLATFORMS[case.platform].memory_plan)(case, arena)

@@ -8,7 +8,7 @@ from typing import Any
 from umbra.base.errors import UserError
 from umbra.cpu_offload.manager import largest_of
 from umbra.cpu_offload.memory.arena import Arena, extent_of
-from umbra.cpu_offload.planner.choices import Split
+from umbra.cpu_offload.planner.choices import ArenaSplit
 from umbra.cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, choose
 from umbra.cpu_offload.planner.hits import curve_of
 from umbra.cpu_offload.planner.model import ExpertsShape
@@ -19,7 +19,7 @@ from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.engine.memory.arena import expert_frames, frames_of, make_arena, set_pages_of
 from umbra.executor.engine.memory.batch_limits import limits_of
 from umbra.executor.engine.memory.kv_caches import frame_of, state_sizes
-from umbra.executor.plan.activations import Part
+from umbra.executor.plan.activations import PlanLine
 from umbra.executor.plan.host_memory import PER_ENTRY, lock_limit, too_much_here
 from umbra.executor.plan.memory import MemoryPlan, plan_memory
 from umbra.executor.plan.platform_settings import platform_settings
@@ -86,7 +86,7 @@ def sizes_of(case: Case) -> ShadowSizes:
     limits = limits_of(case, config, True, set_pages)
     pages, least = limits.pages, limits.pages_of(limits.max_sequence_length)
     each = (pages - limits.checkpoints * set_pages) // batch
-    split = Split(
+    split = ArenaSplit(
         frames_of(case, frame, expert_frames(frame.nbytes, slot_bytes, experts, states), pages) - 1,
         *extent_of(frame.nbytes, slot_bytes, states.nbytes),
         each,
@@ -104,7 +104,7 @@ def sizes_of(case: Case) -> ShadowSizes:
     return ShadowSizes(shape, blocks, slot_bytes, alignment, frame, split, pages, least, rest, fixed, states)
 
 
-def show_offload_plan(case: Case) -> list[Part]:
+def show_offload_plan(case: Case) -> list[PlanLine]:
     """Prints how the arena would be divided and how long steps would take. It counts memory and measures synthetic
     experts, but loads no weights. -> the parts of the arena's buffer"""
     sizes, platform = sizes_of(case), PLATFORMS[case.platform]
@@ -143,20 +143,20 @@ def host_lines(sizes: ShadowSizes, ranks: int) -> list[str]:
     return lines
 
 
-def arena_of(case: Case, sizes: ShadowSizes, most_slots: int) -> tuple[Arena, int, list[Part]]:
+def arena_of(case: Case, sizes: ShadowSizes, most_slots: int) -> tuple[Arena, int, list[PlanLine]]:
     """The arena, the number of its frames that experts keep, and the parts of the buffer that it is in."""
     arena, pinned = make_arena(
         case, sizes.frame, sizes.slot_bytes, most_slots, sizes.pages, sizes.least, sizes.alignment, sizes.states
     )
-    parts = [Part("frames", arena.frames * arena.frame_bytes)]
+    parts = [PlanLine("frames", arena.frames * arena.frame_bytes)]
     if sizes.frame.beside:
-        parts.append(Part("caches beside it", arena.frames * sizes.frame.beside))
+        parts.append(PlanLine("caches beside it", arena.frames * sizes.frame.beside))
     facts = PLATFORMS[case.platform]
     if facts.spare_slots:
         unit = sizes.frame.nbytes // sizes.frame.units
-        parts.append(Part("a slot of zeros", -(-facts.spare_slots * sizes.slot_bytes // unit) * unit))
+        parts.append(PlanLine("a slot of zeros", -(-facts.spare_slots * sizes.slot_bytes // unit) * unit))
     if facts.padding_states and sizes.states.layers:
-        parts.append(Part("states of padding rows", sizes.states.nbytes))
+        parts.append(PlanLine("states of padding rows", sizes.states.nbytes))
     return arena, pinned, parts
 
 

@@ -17,7 +17,7 @@ from umbra.executor.engine.memory.arena import set_pages_of
 from umbra.executor.engine.memory.batch_limits import Limits, limits_of
 from umbra.executor.engine.memory.kv_caches import attentions, bind_caches, sharing
 from umbra.executor.engine.step.weight_formats import build_of
-from umbra.executor.plan.activations import Part, counted
+from umbra.executor.plan.activations import PlanLine, counted
 from umbra.models.build import Build, Shadows
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig
@@ -88,7 +88,7 @@ def sketch_of(
     return Sketch(config, build, model, limits)
 
 
-def weights_of(model: CausalLM) -> list[Part]:
+def weights_of(model: CausalLM) -> list[PlanLine]:
     """The memory of all weights, by kinds of layers."""
     names = ("embedding", "attention", "router", *EXPERTS, "dense MLP", "norms", "head", *GUESSING, "rotary")
     sizes = dict.fromkeys(names, 0)
@@ -101,7 +101,7 @@ def weights_of(model: CausalLM) -> list[Part]:
             sizes[EXPERTS[1] if beside else name] += tensor.nbytes
     tables = [module for module in model.modules() if isinstance(module, RotaryTable)]
     sizes["rotary"] = sum(table.cos.nbytes + table.sin.nbytes for table in tables)
-    return [Part(name, size) for name, size in sizes.items() if size]
+    return [PlanLine(name, size) for name, size in sizes.items() if size]
 
 
 def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
@@ -117,7 +117,7 @@ def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
     return "attention" if any(isinstance(child, PagedCache | RecurrentStates) for child in around) else "dense MLP"
 
 
-def cache_of(sketch: Sketch) -> Part:
+def cache_of(sketch: Sketch) -> PlanLine:
     """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
     caches: list[Tensor] = [cache for layers in sharing(sketch.model) for cache in next(iter(layers.values())).caches]
     aside = sum(cache.nbytes for layer in attentions(sketch.model, aside=True) for cache in layer.caches)
@@ -129,4 +129,4 @@ def cache_of(sketch: Sketch) -> Part:
         how += f"; {limits.state_pages:,} pages of each sequence are recurrent states"
     if aside:
         how += f"; {aside:,} B of the head for drafts"
-    return Part("pages", sum(cache.nbytes for cache in caches) + aside, how)
+    return PlanLine("pages", sum(cache.nbytes for cache in caches) + aside, how)

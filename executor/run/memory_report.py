@@ -4,7 +4,7 @@ from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import GB
-from umbra.executor.plan.activations import Part
+from umbra.executor.plan.activations import PlanLine
 from umbra.executor.plan.host_memory import check_host_memory, memory_limit
 from umbra.executor.plan.memory import ARENA, MemoryPlan, device_gb, plan_memory
 from umbra.executor.plan.resolve import resolve
@@ -13,7 +13,7 @@ from umbra.executor.plan.sketch import cache_of, sketch_of, weights_of
 
 def show_plan(case: Case) -> None:
     """Prints what the case needs, for `--plan`; raises UserError if that is more than a device has."""
-    arena, facts = list[Part](), PLATFORMS[case.platform]
+    arena, facts = list[PlanLine](), PLATFORMS[case.platform]
     case = resolve(case)
     if case.offload_config.mode != "none":
         from umbra.executor.plan.shadows import show_offload_plan
@@ -89,7 +89,7 @@ def _print_head(case: Case) -> None:
     print(f"case {case.name}: {case.platform}, {case.exe_mode}, {case.world_size} rank(s), {format}")
 
 
-def _part(part: Part) -> None:
+def _part(part: PlanLine) -> None:
     if part.nbytes:
         _row(f"  {part.name}", part.nbytes, part.how)
     else:

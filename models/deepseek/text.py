@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from umbra.text.conventions import Conventions
-from umbra.text.formats import Format
+from umbra.text.formats import OutputMarks
 from umbra.text.splits import ENGLISH, LOWER, OTHER, SPACES, UPPER, WORD, Split
 
 V3 = (  # in turn
@@ -30,7 +30,7 @@ KIMI = (
     rf"[\p{{Han}}]+|{WORD}{NO_HAN[0]}*{NO_HAN[1]}+{ENGLISH}?|{WORD}{NO_HAN[0]}+{NO_HAN[1]}*{ENGLISH}?"
     rf"|\p{{N}}{{1,3}}|{OTHER}[\r\n]*{SPACES}"
 )
-V31_FORMAT = Format(
+V31_FORMAT = OutputMarks(
     signs=("<｜tool▁sep｜>",),
     block="<｜tool▁calls▁begin｜>",
     block_end="<｜tool▁calls▁end｜>",
@@ -45,7 +45,7 @@ V3_FORMAT = replace(
     before_arguments="\n```json\n",
     after_arguments="\n```",
 )
-KIMI_FORMAT = Format(
+KIMI_FORMAT = OutputMarks(
     signs=("<|tool_calls_section_begin|>",),
     block="<|tool_calls_section_begin|>",
     block_end="<|tool_calls_section_end|>",

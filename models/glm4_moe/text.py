@@ -1,10 +1,10 @@
 """The texts of GLM-4.5 to 4.7."""
 
 from umbra.text.conventions import Conventions
-from umbra.text.formats import Format
+from umbra.text.formats import OutputMarks
 from umbra.text.splits import CL100K, Split
 
-GLM45 = Format(
+GLM45 = OutputMarks(
     signs=("<tool_call>", "<arg_key>"),
     block="<tool_call>",
     block_end="</tool_call>",

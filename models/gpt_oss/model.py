@@ -17,7 +17,7 @@ from umbra.models.layers.router import Router
 from umbra.ops.interface import ExpertKind
 
 
-class SparseMoeBlock(nn.Module):
+class GptOssSparseMoeBlock(nn.Module):
     def __init__(self, config: GptOssConfig, build: Build):
         super().__init__()
         self.ops, self.top_k, self.renormalise = build.ops, config.num_experts_per_tok, config.norm_topk_prob
@@ -35,7 +35,7 @@ def decoder_layer(config: GptOssConfig, build: Build, window: int | None) -> Dec
     attention = GroupedAttention(
         config, build.at("self_attn"), bias, out_bias=bias, normed=False, window=window, sinks=True
     )
-    mlp = SparseMoeBlock(config, build.at("mlp"))
+    mlp = GptOssSparseMoeBlock(config, build.at("mlp"))
     return DecoderLayer(build, config.hidden_size, config.rms_norm_eps, attention, mlp)
 
 

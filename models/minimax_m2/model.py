@@ -57,7 +57,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attention(q, k, v, batch), batch)
 
 
-class SparseMoeBlock(nn.Module):
+class MiniMaxM2SparseMoeBlock(nn.Module):
     def __init__(self, config: MiniMaxM2Config, build: Build):
         super().__init__()
         self.ops, self.top_k, experts = build.ops, config.num_experts_per_tok, config.num_local_experts
@@ -74,7 +74,7 @@ class SparseMoeBlock(nn.Module):
 
 def decoder_layer(config: MiniMaxM2Config, build: Build) -> DecoderLayer:
     attention = Attention(config, build.at("self_attn"))
-    mlp = SparseMoeBlock(config, build.at("block_sparse_moe"))
+    mlp = MiniMaxM2SparseMoeBlock(config, build.at("block_sparse_moe"))
     return DecoderLayer(build, config.hidden_size, config.rms_norm_eps, attention, mlp, mlp_name="block_sparse_moe")
 
 

@@ -1,10 +1,10 @@
 """MiniMax-M2's texts."""
 
 from umbra.text.conventions import Conventions
-from umbra.text.formats import Format
+from umbra.text.formats import OutputMarks
 from umbra.text.splits import O200K, Split
 
-FORMAT = Format(
+FORMAT = OutputMarks(
     signs=("<minimax:tool_call>",),
     block="<minimax:tool_call>",
     block_end="</minimax:tool_call>",

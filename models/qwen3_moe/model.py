@@ -16,7 +16,7 @@ from umbra.models.layers.router import Router
 from umbra.models.qwen3_moe.config import Qwen3MoeConfig
 
 
-class SparseMoeBlock(nn.Module):
+class Qwen3MoeSparseMoeBlock(nn.Module):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         self.ops, self.top_k, self.renormalise = build.ops, config.num_experts_per_tok, config.norm_topk_prob
@@ -31,7 +31,7 @@ class SparseMoeBlock(nn.Module):
 def decoder_layer(config: Qwen3MoeConfig, build: Build, sparse: bool) -> DecoderLayer:
     hidden, bias, inside = config.hidden_size, config.attention_bias, build.at("mlp")
     attention = GroupedAttention(config, build.at("self_attn"), bias, out_bias=bias, normed=True)
-    mlp = SparseMoeBlock(config, inside) if sparse else GatedMLP(inside, hidden, config.intermediate_size)
+    mlp = Qwen3MoeSparseMoeBlock(config, inside) if sparse else GatedMLP(inside, hidden, config.intermediate_size)
     return DecoderLayer(build, hidden, config.rms_norm_eps, attention, mlp)
 
 

@@ -1,10 +1,10 @@
 """The texts of Qwen3-MoE."""
 
 from umbra.text.conventions import Conventions
-from umbra.text.formats import JSON_CALLS, Format
+from umbra.text.formats import JSON_CALLS, OutputMarks
 from umbra.text.splits import CL100K_SINGLE_DIGITS, Split
 
-CODER = Format(
+CODER = OutputMarks(
     signs=("<tool_call>", "<function="),
     block="<tool_call>",
     block_end="</tool_call>",

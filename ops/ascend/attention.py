@@ -29,7 +29,7 @@ class KvCaches(NamedTuple):
     tiled: bool
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of both versions of the operator. Tokens `before` to `after` the last ones are seen, both
     included."""
 
@@ -63,7 +63,7 @@ def checked(paged: Paged) -> tuple[Lengths, bool]:
     return paged.query_starts[1:], on_device
 
 
-def attended(call: Call, on_device: bool) -> Tensor:
+def attended(call: AttentionCall, on_device: bool) -> Tensor:
     """`on_device`: lengths are a tensor, which torchair's form of the operator takes."""
     out, _ = _first(torchair.ops if on_device else torch_npu, call, False)
     return out
@@ -93,7 +93,7 @@ def attend(
     batch = decode and window is None and sinks is None
     if decode:  # known when a graph is made
         ends = torch.arange(1, tokens + 1, device=q.device) if on_device else tuple(range(1, tokens + 1))
-    call = Call(
+    call = AttentionCall(
         q[:, None] if batch else q,
         k_cache,
         v_cache,
@@ -120,7 +120,7 @@ def attend(
     return out * (sums - sinks[:, None]).sigmoid().to(out.dtype)
 
 
-def _first(fused: Any, call: Call, with_sums: bool) -> tuple[Tensor, Tensor]:
+def _first(fused: Any, call: AttentionCall, with_sums: bool) -> tuple[Tensor, Tensor]:
     out, sums = fused.npu_fused_infer_attention_score(
         query=call.query,
         key=call.key,
@@ -166,7 +166,7 @@ def _first(fused: Any, call: Call, with_sums: bool) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-def _second(fused: Any, call: Call, sinks: Tensor) -> Tensor:
+def _second(fused: Any, call: AttentionCall, sinks: Tensor) -> Tensor:
     out, _ = fused.npu_fused_infer_attention_score_v2(
         query=call.query,
         key=call.key,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from umbra.ops.ascend.attention import ALL_TOKENS, CAUSAL_AT_THE_END, WHOLE_MASK, Call, attended, checked
+from umbra.ops.ascend.attention import ALL_TOKENS, CAUSAL_AT_THE_END, WHOLE_MASK, AttentionCall, attended, checked
 from umbra.ops.ascend.weights import AscendHeads, AscendMatrix
 from umbra.ops.interface import LatentCache, LatentNorm, Paged, PrologWeights
 
@@ -137,7 +137,7 @@ def attend_latents(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged
     latents, keys = (part.squeeze(2) for part in cache)
     decode = tokens == len(paged.kv_lens)
     q, q_rotary = (x[:, None] if decode else x for x in (q, q_rotary))
-    call = Call(
+    call = AttentionCall(
         q,
         latents,
         latents,
@@ -203,7 +203,7 @@ def _of_sequence(
     turned, apart = turned[:, None].expand(-1, heads, -1), q.shape[2] == APART_WIDTH
     if not apart:
         q, own = torch.cat((q, q_rotary), -1), torch.cat((own, turned), -1)
-    call = Call(
+    call = AttentionCall(
         q.contiguous(),
         own,
         value,

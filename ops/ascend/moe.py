@@ -20,7 +20,7 @@ from umbra.ops.ascend.cann import Abilities
 from umbra.ops.ascend.grouped import COUNTS, ENDS, grouped_matmul
 from umbra.ops.ascend.vector_core.calls import unpacked
 from umbra.ops.ascend.w8a8 import BY_TOKEN
-from umbra.ops.ascend.weights import Bank, Stored
+from umbra.ops.ascend.weights import Bank, StoredMatrices
 from umbra.ops.interface import ExpertKind
 
 AS_THEY_ARE = -1  # quant_mode
@@ -136,7 +136,7 @@ def products(
     return grouped(hidden, experts.w2, groups, kind)
 
 
-def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
+def grouped(x: Tensor, matrices: StoredMatrices, groups: Tensor, kind: int) -> Tensor:
     if x.shape[1] != matrices.columns:
         raise TypeError(f"npu_grouped_matmul: {x.shape[1]} columns meet {matrices.columns} rows")
     if groups.dtype != torch.int64 or groups.shape != matrices.data.shape[:1]:

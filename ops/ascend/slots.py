@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from umbra.base.errors import UserError
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from umbra.ops.ascend.weights import Bank, Stored, Values
+from umbra.ops.ascend.weights import Bank, StoredMatrices, Values
 from umbra.ops.interface import ExpertKind, fixed
 
 ROW = PLACE // 4  # int32
@@ -32,10 +32,10 @@ class Gathered:
     scales: Tensor | None
     offsets: Tensor | None
     bias: Tensor | None
-    like: InitVar[Stored]
+    like: InitVar[StoredMatrices]
     order: Tensor | None
 
-    def __post_init__(self, like: Stored) -> None:
+    def __post_init__(self, like: StoredMatrices) -> None:
         self.format, self.role, self.columns, self.planes = like.format, like.role, like.columns, like.planes
         self.values: Values | None = None
         self.gathered = True

@@ -16,7 +16,7 @@ import torch_npu
 from torch import Tensor
 
 from umbra.ops.ascend.vector_core.calls import unpack_into
-from umbra.ops.ascend.weights import FRACTAL_NZ, Matrices, Role, Stored
+from umbra.ops.ascend.weights import FRACTAL_NZ, Matrices, Role, StoredMatrices
 from umbra.ops.interface import fixed
 
 
@@ -33,9 +33,9 @@ class TileBank:
             bank = torch.empty(sizes, dtype=dtype, device=device)
         self.bank, self.side = fixed(bank), side
         self.free, self.ready = torch_npu.npu.Event(), torch_npu.npu.Event()
-        self.newest: Stored | None = None
-        self.following: dict[Stored, Stored] = {}
-        self.holds: Stored | None = None  # whose values are in the bank, or under way
+        self.newest: StoredMatrices | None = None
+        self.following: dict[StoredMatrices, StoredMatrices] = {}
+        self.holds: StoredMatrices | None = None  # whose values are in the bank, or under way
 
     def add(self, experts: Matrices) -> None:
         if self.newest is not None:
@@ -43,20 +43,20 @@ class TileBank:
         self.newest = experts
         experts.values = self
 
-    def take(self, experts: Stored) -> Tensor:
+    def take(self, experts: StoredMatrices) -> Tensor:
         """The values of `experts`, (E, K, N), a view of rows of K. The current stream waits for them."""
         if self.holds is not experts:
             self._unpack(experts)
         self.ready.wait()
         return self.bank.transpose(-2, -1)
 
-    def release(self, experts: Stored) -> None:
+    def release(self, experts: StoredMatrices) -> None:
         """Must follow the product by the values of `experts`. Those of the next layer are unpacked then."""
         self.holds = None
         if experts in self.following:
             self._unpack(self.following[experts])
 
-    def _unpack(self, experts: Stored) -> None:
+    def _unpack(self, experts: StoredMatrices) -> None:
         self.free.record()
         with torch_npu.npu.stream(self.side):
             self.free.wait()

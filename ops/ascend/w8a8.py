@@ -10,7 +10,7 @@ import torch_npu
 from torch import Tensor
 
 from umbra.ops.ascend.grouped import COUNTS, grouped_matmul
-from umbra.ops.ascend.weights import AscendMatrix, Bank, Stored
+from umbra.ops.ascend.weights import AscendMatrix, Bank, StoredMatrices
 
 BY_TOKEN = 1  # quant_mode: rows are rounded as they come, each to its own scale
 MOST_FUSED = 10_240  # columns of gate and up together that npu_grouped_matmul_swiglu_quant_v2 takes
@@ -74,7 +74,7 @@ def products(
     return grouped_matmul(rows, w2.data, groups, kind, scale=w2.scales, row_scales=scales, dtype=dtype)
 
 
-def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+def _in_one(rows: Tensor, scales: Tensor, w13: StoredMatrices, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """Returns the inputs of the second product (T K, I) int8, and their scales, by one operator."""
     hidden, own = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
         x=rows,
@@ -99,7 +99,7 @@ def _in_one(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int
     return hidden, own
 
 
-def _in_parts(rows: Tensor, scales: Tensor, w13: Stored, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+def _in_parts(rows: Tensor, scales: Tensor, w13: StoredMatrices, groups: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """Returns the same as `_in_one`, by a product to int32 and an operator that activates and rounds its sums."""
     sums = grouped_matmul(rows, w13.data, groups, kind, dtype=torch.int32)
     hidden, own = torch_npu.npu_dequant_swiglu_quant(

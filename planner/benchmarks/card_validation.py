@@ -102,28 +102,32 @@ def rows(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
         f"{name}: prefill on the CPU", "ms/tok", alone * 1e3, 33.0, "an expert is read again for each token: the same"
     )
     for tokens, seconds in PREFILLS.items():
-        found = rival_prefill(flash, hardware, tokens)
-        yield row(f"{name}: prefill of {tokens:,}", "s", found, seconds, "staged, sent, converted, computed: the same")
+        predicted = rival_prefill(flash, hardware, tokens)
+        yield row(
+            f"{name}: prefill of {tokens:,}", "s", predicted, seconds, "staged, sent, converted, computed: the same"
+        )
     newer = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, read_gbps=150.0))
     glm = named("glm_5_3_flash", newer)
     for hit, published in ((0.109, 19.0), (0.34, 23.1)):
         note = f"33.3 and 6.0 ms of the device, the hit rate, 150 GB/s are its own: {NEWER}"
-        found = 1 / glm.decode(1, 15_800, hit, 0)
-        yield row(f"GLM-5.3-Flash, the same: decode, hit rate {hit}", "tok/s", found, published, note, complete=False)
+        predicted = 1 / glm.decode(1, 15_800, hit, 0)
+        yield row(
+            f"GLM-5.3-Flash, the same: decode, hit rate {hit}", "tok/s", predicted, published, note, complete=False
+        )
     for tokens, seconds in GLM_PREFILLS.items():
         note = f"rates of {RECIPE}; {NEWER}"
-        found = rival_prefill(glm, newer, tokens)
-        yield row(f"GLM-5.3-Flash, the same: prefill of {tokens:,}", "s", found, seconds, note, complete=False)
+        predicted = rival_prefill(glm, newer, tokens)
+        yield row(f"GLM-5.3-Flash, the same: prefill of {tokens:,}", "s", predicted, seconds, note, complete=False)
     on_a5 = dataclasses.replace(flash.numbers, decode_ms=14.72, beside_ms=0.65)
     server = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, read_gbps=431.0))
-    found = 1 / NumberedModel("", on_a5, server).decode(1, 15_600, 0.625, 0)
+    predicted = 1 / NumberedModel("", on_a5, server).decode(1, 15_600, 0.625, 0)
     note = f"14.72 ms of the device, 10 % of 6.5 ms beside it, 431 GB/s, 62.5 % resident: {NEWER}"
-    yield row("V4-Flash, the same, 950PR: decode", "tok/s", found, 48.6, note)
+    yield row("V4-Flash, the same, 950PR: decode", "tok/s", predicted, 48.6, note)
     resident, one = 0.15, 1 / 25.7
     missed = m.layers * (1 - hit_rate(CURVES["v4_flash_moved"], resident)) * m.expert_bytes / (110 * GIGA)
-    found = 8 / (one + missed * (m.used(8) - m.used(1)))
+    predicted = 8 / (one + missed * (m.used(8) - m.used(1)))
     note = "1 request, 24.5 to 26.9 tok/s, is an input, 15 % resident assumed; arXiv 2608.16157"
-    yield row("V4-Flash, FreeToken, 5090 + EPYC: 8 requests", "tok/s", found, 65.6, note, complete=False)
+    yield row("V4-Flash, FreeToken, 5090 + EPYC: 8 requests", "tok/s", predicted, 65.6, note, complete=False)
     none, all_of_them = 1 / 53, 1 / 112
     for curve, (how, speeds) in KT_SPEEDS.items():
         for share, published in zip(SHARES, speeds, strict=True):
@@ -154,7 +158,7 @@ def beside(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
                 "note": f"  hit rate .262; {step.hit:.2f} by {curve}",
             }
     for tokens, seconds in PREFILLS.items():
-        found = [
+        rates = [
             prefill(flash, linked, tokens, 1 << 16, resident_share(flash, linked, 1, tokens) or 0.0).seconds
             for gbps in (27.0, 110.0)
             for linked in (hardware.with_link(gbps),)
@@ -162,7 +166,7 @@ def beside(flash: NumberedModel, hardware: Hardware) -> Iterator[Row]:
         yield {
             "what": f"s to the first token of {tokens:,}",
             "rival": f"{seconds} published",
-            "umbra": f"{found[0]:.1f} / {found[1]:.1f} simulated",
+            "umbra": f"{rates[0]:.1f} / {rates[1]:.1f} simulated",
             "note": "  link of 27 / 110 GB/s",
         }
 
@@ -171,9 +175,9 @@ def main(argv: list[str]) -> None:
     args = flags(__doc__).parse_args(argv)
     hardware = read_hardware("single_card_a3")
     flash = named("deepseek_v4_flash", hardware)
-    found = printed(rows(flash, hardware), COLUMNS)
+    printed_rows = printed(rows(flash, hardware), COLUMNS)
     print("\n".join(("", *LEFT_OUT, "")))
-    write_rows(args.json, found, beside=printed(beside(flash, hardware), BESIDE))
+    write_rows(args.json, printed_rows, beside=printed(beside(flash, hardware), BESIDE))
 
 
 if __name__ == "__main__":

@@ -386,8 +386,8 @@ def main(argv: list[str]) -> None:
     parser = flags(__doc__)
     parser.add_argument("--own", action="store_true", help="also measure decode steps on ranks of this machine")
     args = parser.parse_args(argv)
-    found = printed(itertools.chain(rows(), own_rows() if args.own else ()), COLUMNS)
-    write_rows(args.json, found)
+    printed_rows = printed(itertools.chain(rows(), own_rows() if args.own else ()), COLUMNS)
+    write_rows(args.json, printed_rows)
 
 
 if __name__ == "__main__":

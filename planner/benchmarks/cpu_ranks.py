@@ -89,7 +89,7 @@ def in_turn(runs: dict[str, Callable[[], object]], rounds: int, ranks: int) -> d
             seconds = seconds_of(run)
             if number:
                 times[name].append(seconds)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(taken_s) for name, taken_s in times.items()}
 
 
 class Kernels:
@@ -137,7 +137,7 @@ def collectives() -> dict[str, Callable[[], object]]:
 def constants(took: dict[str, float], limits: MachineLimits, kernels: Kernels, ranks: int) -> dict[str, float]:
     """Returns the rates that the machine reaches, computed from the seconds that each measurement took."""
     read, macs = limits.read_gbps(took["read"]), MATRICES * MANY * ROWS * WIDTH
-    found = {
+    values = {
         "read_gbps": read,
         "read_fraction": sum(m.nbytes for m in kernels.matrices) / took["one"] / 1e9 / read,
         "attention_fraction": len(kernels.calls) * kernels.cache_bytes / took["attention"] / 1e9 / read,
@@ -149,24 +149,24 @@ def constants(took: dict[str, float], limits: MachineLimits, kernels: Kernels, r
     }
     if ranks > 1:
         each, larger = took["few"] / CALLS, took["more"] / CALLS
-        found["collective_us"] = each * 1e6
-        found["link_gbps"] = (ranks - 1) * 4 * FLOATS / max(larger - each, 1e-9) / 1e9
-    return found
+        values["collective_us"] = each * 1e6
+        values["link_gbps"] = (ranks - 1) * 4 * FLOATS / max(larger - each, 1e-9) / 1e9
+    return values
 
 
-def hardware_of(found: dict[str, float]) -> Hardware:
+def hardware_of(values: dict[str, float]) -> Hardware:
     device = DeviceRates(
-        read_gbps=found["read_gbps"],
-        read_fraction=found["read_fraction"],
-        step_us=found["step_us"],
-        attention_fraction=found["attention_fraction"],
-        tflops=found["tflops"],
+        read_gbps=values["read_gbps"],
+        read_fraction=values["read_fraction"],
+        step_us=values["step_us"],
+        attention_fraction=values["attention_fraction"],
+        tflops=values["tflops"],
         multiply_fraction=0.5,
-        quantised_tflops=found["quantised_tflops"],
-        launch_us=found["launch_us"],
-        attention_us=found["launch_us"],
+        quantised_tflops=values["quantised_tflops"],
+        launch_us=values["launch_us"],
+        attention_us=values["launch_us"],
     )
-    links = Links(devices=64, gbps=found["link_gbps"], collective_us=found["collective_us"], peer_us=0.0)
+    links = Links(devices=64, gbps=values["link_gbps"], collective_us=values["collective_us"], peer_us=0.0)
     return Hardware(platform="cpu", device=device, node=links, name="this machine")
 
 
@@ -207,12 +207,12 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
         runs[f"before {name}"] = partial(prepare, sequences, cached)
         runs[name] = partial(step, name, sequences)
     took = in_turn(runs, args.rounds, ranks)
-    found = constants(took, limits, kernels, ranks)
+    values = constants(took, limits, kernels, ranks)
     counted, placing = CountedRank(engine.runner.case), Placing(spans_of(ranks, ranks))
     for sequences, cached in kinds:
         name = f"{sequences} {cached}"
-        found.setdefault("step_us", statistics.median(outside[name]) * 1e6)
-        times = step_times(counted.decode(sequences, cached), placing, hardware_of(found))
+        values.setdefault("step_us", statistics.median(outside[name]) * 1e6)
+        times = step_times(counted.decode(sequences, cached), placing, hardware_of(values))
         yield {
             "ranks": ranks,
             "threads": args.threads,
@@ -222,7 +222,7 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
             "measured": took[name] * 1e3,
             "ratio": times.total / took[name],
             "parts": "  " + parts_of(times),
-            "constants": found,
+            "constants": values,
         }
 
 
@@ -278,8 +278,8 @@ def main(argv: list[str]) -> None:
         return
     rows = printed((row for ranks in args.ranks for row in measured(args, ranks)), COLUMNS)
     for ranks in args.ranks:
-        found = next(row["constants"] for row in rows if row["ranks"] == ranks)
-        print(f"{ranks} ranks: " + ", ".join(f"{name} {found[name]:.3g}" for name in CONSTANTS))
+        values = next(row["constants"] for row in rows if row["ranks"] == ranks)
+        print(f"{ranks} ranks: " + ", ".join(f"{name} {values[name]:.3g}" for name in CONSTANTS))
     first, last = min(cores := os.sched_getaffinity(0)), max(cores)
     wakes = {other: wake_seconds(first, other) * 1e6 for other in (first, last)}
     print(f"a process wakes another one within {wakes[first]:.0f} us on its own core, {wakes[last]:.0f} us on another")

@@ -68,13 +68,13 @@ def in_order(experts: int, ranks: int, slots: int) -> Held:
 
 def drawn(uses: NDArray[np.float64], held: list[Held], ranks: int, pairs: float, steps: int, seed: int) -> Rows:
     """The rows of `steps` steps with `pairs` pairs of a token and an expert; uses[l] and held[l] are of layer l."""
-    choose, found = np.random.default_rng([seed, 7]), []
+    choose, pair_counts = np.random.default_rng([seed, 7]), []
     for use, here in zip(uses, held, strict=True):
         senders = np.bincount(
             np.concatenate([slots_for(rank, ranks, here) for rank in range(ranks)]), minlength=len(here)
         )
-        found.append(choose.poisson(pairs * use[here] * senders / ranks, (steps, len(here))))
-    return np.array(found)
+        pair_counts.append(choose.poisson(pairs * use[here] * senders / ranks, (steps, len(here))))
+    return np.array(pair_counts)
 
 
 def placed(uses: NDArray[np.float64], ranks: int, slots: int, pairs: float) -> list[Held]:
@@ -94,8 +94,8 @@ def published(skew: float) -> Iterator[str]:
         uses, pairs = uses_of(np.random.default_rng(0), skew, 58, PUBLISHED_EXPERTS), float(PUBLISHED_ROWS * ranks)
         held = [in_order(PUBLISHED_EXPERTS, ranks, PUBLISHED_SLOTS)] * len(uses)
         held = placed(uses, ranks, PUBLISHED_SLOTS, pairs) if by_use else held
-        found = unevenness(drawn(uses, held, ranks, pairs, STEPS, 1), ranks)
-        yield f"256 experts, {what}: imbalance {found:.2f}, published {1 + wanted:.2f}"
+        imbalance = unevenness(drawn(uses, held, ranks, pairs, STEPS, 1), ranks)
+        yield f"256 experts, {what}: imbalance {imbalance:.2f}, published {1 + wanted:.2f}"
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def rows_of(ranks: int, rows: int, skew: float, layers: int) -> Iterator[Row]:
     for by_use, more in ((False, 0), (True, 0), (True, 1), (True, 2)):
         slots = least + more
         held = placed(uses, ranks, slots, pairs) if by_use else [in_order(experts, ranks, slots)] * LAYERS
-        found = drawn(uses, held, ranks, pairs, STEPS, 1)
-        steps = found.reshape(-1, ranks, slots)
+        pair_counts = drawn(uses, held, ranks, pairs, STEPS, 1)
+        steps = pair_counts.reshape(-1, ranks, slots)
         seconds = float(np.mean([model.seconds(step, pairs) for step in steps]))
         first = first or seconds
         yield {
@@ -172,7 +172,7 @@ def rows_of(ranks: int, rows: int, skew: float, layers: int) -> Iterator[Row]:
             "slots": slots,
             "copies": ranks * slots - experts,
             "placed": "by use" if by_use else "in order",
-            "imbalance": unevenness(found, ranks),
+            "imbalance": unevenness(pair_counts, ranks),
             "ms": seconds * 1e3,
             "gain": first / seconds,
             "gb": more * model.expert_bytes * layers / GB,

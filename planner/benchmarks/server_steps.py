@@ -78,7 +78,7 @@ class Figures:
         return seconds + kind.rows * self.mixed_row + line(self.decode_cached, 1) * kind.cached
 
 
-def mean_of(found: ListOf[Figures]) -> Figures:
+def mean_of(all_figures: ListOf[Figures]) -> Figures:
     """The mean of each number."""
 
     def mean(values: tuple[Any, ...]) -> Any:
@@ -86,8 +86,8 @@ def mean_of(found: ListOf[Figures]) -> Figures:
             return [mean(each) for each in zip(*values, strict=True)]
         return statistics.fmean(values)
 
-    fields = [mean(values) for values in zip(*map(dataclasses.astuple, found), strict=True)]
-    return dataclasses.replace(Figures(*fields), pages=found[0].pages)
+    fields = [mean(values) for values in zip(*map(dataclasses.astuple, all_figures), strict=True)]
+    return dataclasses.replace(Figures(*fields), pages=all_figures[0].pages)
 
 
 def line(points: ListOf[tuple[float, float]], x: float) -> float:
@@ -155,10 +155,10 @@ class Measured:
 
     def until(self, decoding: int) -> list[tuple[Kind, float]]:
         """Runs until so many sequences decode and no prompt is left."""
-        found, scheduler = [], self.worker.loop.scheduler
+        turns, scheduler = [], self.worker.loop.scheduler
         while scheduler.waiting or sum(s.decoding for s in scheduler.running) != decoding:
-            found.append(self.turn())
-        return found
+            turns.append(self.turn())
+        return turns
 
     def end(self) -> None:
         for sequence in list(self.worker.loop.scheduler.running):
@@ -178,10 +178,10 @@ class Measured:
     def alone(self, tokens: int) -> list[tuple[Kind, float]]:
         """The steps of a prompt alone."""
         self.add(tokens, 1)
-        found = []
+        turns = []
         while not self.worker.loop.idle:
-            found.append(self.turn())
-        return found
+            turns.append(self.turn())
+        return turns
 
 
 def measure(measured: Measured) -> Figures:
@@ -220,12 +220,12 @@ def measure(measured: Measured) -> Figures:
 
 def measured_for(worker: Worker, least_s: float) -> Figures:
     """The means of as many measurements as take so long, of two at least: they tell how much equal steps differ."""
-    found: list[Figures] = []
+    all_figures: list[Figures] = []
     measured, start = Measured(worker), time.perf_counter()
-    while len(found) < 2 or time.perf_counter() - start < least_s:
-        found.append(measure(measured))
-    full = [line(figures.decode, measured.most) for figures in found]
-    return dataclasses.replace(mean_of(found), spread=max(full) / min(full))
+    while len(all_figures) < 2 or time.perf_counter() - start < least_s:
+        all_figures.append(measure(measured))
+    full = [line(figures.decode, measured.most) for figures in all_figures]
+    return dataclasses.replace(mean_of(all_figures), spread=max(full) / min(full))
 
 
 def main(argv: list[str]) -> None:

@@ -281,8 +281,8 @@ def token_seconds(client: Client, vocabulary: int) -> float:
 
 def preemptions(client: Client) -> int:
     _, text = asyncio.run(client.get("/metrics"))
-    found = re.search(r"^umbra:num_preemptions_total{[^}]*} (\S+)$", text, re.M)
-    return int(float(found[1])) if found else 0
+    match = re.search(r"^umbra:num_preemptions_total{[^}]*} (\S+)$", text, re.M)
+    return int(float(match[1])) if match else 0
 
 
 def serve(case: Path, traffic: Traffic, trace: Path, step: float) -> tuple[dict[str, float], SimulationSettings]:

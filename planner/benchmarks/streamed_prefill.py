@@ -58,7 +58,7 @@ def row(tokens: int, hardware: Hardware, share: float, kernels: str, chunk: int,
     for _ in range(warm):
         simulated.run(tokens, chunk)
     trace = simulated.run(tokens, chunk)
-    found = {
+    facts = {
         "tokens": tokens,
         "link": hardware.need("host.copy_gbps"),
         "resident": share,
@@ -67,11 +67,11 @@ def row(tokens: int, hardware: Hardware, share: float, kernels: str, chunk: int,
         "longest": trace.overlap,
         "copied": simulated.copied / model.mixtures.layers,
     }
-    found |= {
+    facts |= {
         name: trace.busy(what) / trace.seconds
         for name, what in (("in", LINK_IN), ("device", DEVICE), ("cpu_busy", CPU))
     }
-    return found | ({"rival": PREFILLS[tokens]} if tokens in PREFILLS else {})
+    return facts | ({"rival": PREFILLS[tokens]} if tokens in PREFILLS else {})
 
 
 def rows(chunk: int, warm: int) -> Iterator[Row]:
@@ -88,8 +88,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--chunk", type=int, default=32_768)
     parser.add_argument("--warm", type=int, default=1)
     args = parser.parse_args(argv)
-    found = printed(rows(args.chunk, args.warm), COLUMNS)
-    write_rows(args.json, found, chunk=args.chunk, warm=args.warm)
+    printed_rows = printed(rows(args.chunk, args.warm), COLUMNS)
+    write_rows(args.json, printed_rows, chunk=args.chunk, warm=args.warm)
 
 
 if __name__ == "__main__":

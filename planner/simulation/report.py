@@ -50,7 +50,7 @@ class Simulated:
 
 def show_simulation(path: Path, overrides: Sequence[str], json: Path | None, plot: Path | None) -> None:
     plan = make_cluster_plan(path, overrides)
-    best = plan.cheapest or sorted(plan.found, key=lambda found: found.load.tpot)[:1]
+    best = plan.cheapest or sorted(plan.found, key=lambda simulated_all: simulated_all.load.tpot)[:1]
     if not best:
         raise UserError(
             f"{path.name}: no layout keeps up with {plan.cluster.load.rate:g} requests/s: nothing to simulate"
@@ -59,26 +59,26 @@ def show_simulation(path: Path, overrides: Sequence[str], json: Path | None, plo
     print(f"{plan.cluster.devices} devices of {plan.hardware.name}: {layout.sizes}")
     variants = variants_of(plan, layout.sizes)
     start = time.perf_counter()
-    found = simulate_all(variants)
-    took, used = time.perf_counter() - start, sum(one.seconds for one in found)
-    print("\n".join(table(found)))
+    simulated_all = simulate_all(variants)
+    took, used = time.perf_counter() - start, sum(one.seconds for one in simulated_all)
+    print("\n".join(table(simulated_all)))
     if len(variants) == 1:
         print(f"{'the plan expects':<28} {load.tpot * 1e3:.2f} ms a token, first after {load.ttft * 1e3:.0f} ms")
-    simulated = sum(one.summary.facts["seconds"] for one in found) / 3600
+    simulated = sum(one.summary.facts["seconds"] for one in simulated_all) / 3600
     print(f"{simulated:.2f} hours of traffic in {took:.1f} s, {used:.1f} s of CPU time")
     print("Step times are modelled, nothing was measured.")
     if json:
-        rows = [{"memory": one.variant.name, **one.summary.facts} for one in found]
+        rows = [{"memory": one.variant.name, **one.summary.facts} for one in simulated_all]
         write_json(json, {"layout": dataclasses.asdict(layout.sizes), "rows": rows})
     if plot:
-        draw(found, plot)
+        draw(simulated_all, plot)
 
 
 def variants_of(plan: ClusterPlan, sizes: Sizes) -> list[Variant]:
     simulation = plan.cluster.simulation
     if simulation.memory != "all":
         return [Variant(plan.cluster, sizes, plan.hardware, simulation)]
-    possible = {layout.sizes for layout in (*plan.slow, *(found.layout for found in plan.found))}
+    possible = {layout.sizes for layout in (*plan.slow, *(rated.layout for rated in plan.found))}
     fixed, elastic = (dataclasses.replace(simulation, memory=memory) for memory in ("fixed", "elastic"))
     shares = [dataclasses.replace(sizes, resident=share) for share in sorted(plan.cluster.search.resident)]
     variants = [Variant(plan.cluster, s, plan.hardware, fixed) for s in shares if s in possible]
@@ -106,10 +106,14 @@ def simulate_all(variants: Sequence[Variant]) -> list[Simulated]:
         return list(pool.map(simulate, variants))
 
 
-def table(found: Sequence[Simulated]) -> list[str]:
+def table(simulated_all: Sequence[Simulated]) -> list[str]:
     """A line for each fact, with a column for each variant."""
-    columns = [printed(one.summary.facts) for one in found]
-    lines = [f"{'resident experts':<28}" + "".join(f"{one.variant.name:>12}" for one in found)] if found[1:] else []
+    columns = [printed(one.summary.facts) for one in simulated_all]
+    lines = (
+        [f"{'resident experts':<28}" + "".join(f"{one.variant.name:>12}" for one in simulated_all)]
+        if simulated_all[1:]
+        else []
+    )
     for name in columns[-1]:
         lines.append(f"{name:<28}" + "".join(f"{column.get(name, '-'):>12}" for column in columns))
     return lines
@@ -122,7 +126,7 @@ def printed(facts: dict[str, float]) -> dict[str, str]:
     }
 
 
-def draw(found: Sequence[Simulated], path: Path) -> None:
+def draw(simulated_all: Sequence[Simulated], path: Path) -> None:
     """Over the simulated hours: requests that come, what the last variant's memory holds, times of tokens, requests in
     time."""
     import matplotlib
@@ -130,23 +134,23 @@ def draw(found: Sequence[Simulated], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    last = found[-1].summary
+    last = simulated_all[-1].summary
     figure, (rate, memory, *panels) = pyplot.subplots(5, 1, figsize=(8, 11), sharex=True)
     rate.plot(last.hours, last.lines["requests/s"], color="black")
     rate.set(ylabel="requests/s")
     colors = [COLORS[tenant] for tenant in TENANTS]
     memory.stackplot(last.hours, 100 * last.memory.T, labels=TENANTS, colors=colors)
-    memory.set(ylabel=f"memory, %{': ' + found[-1].variant.name if found[1:] else ''}", ylim=(0, 100))
+    memory.set(ylabel=f"memory, %{': ' + simulated_all[-1].variant.name if simulated_all[1:] else ''}", ylim=(0, 100))
     memory.legend(fontsize=7, loc="lower left")
-    for number, one in enumerate(found):
-        style: dict[str, Any] = {"color": "black" if one is found[-1] else f"C{number}", "linewidth": 1}
+    for number, one in enumerate(simulated_all):
+        style: dict[str, Any] = {"color": "black" if one is simulated_all[-1] else f"C{number}", "linewidth": 1}
         for axes, name in zip(panels[:2], ("TTFT", "TPOT"), strict=True):
             axes.plot(one.summary.hours, one.summary.lines[f"{name} p50, ms"], label=one.variant.name, **style)
             axes.plot(one.summary.hours, one.summary.lines[f"{name} p99, ms"], linestyle=":", **style)
             axes.set(ylabel=f"{name} p50, p99 (dotted), ms", yscale="log")
         panels[2].plot(one.summary.hours, 100 * one.summary.lines["in time"], **style)
     panels[2].set(ylabel="in time, %", xlabel="hours")
-    if found[1:]:
+    if simulated_all[1:]:
         panels[0].legend(fontsize=7, title="resident experts", title_fontsize=7)
     for axes in (rate, memory, *panels):
         axes.grid(alpha=0.3)

@@ -87,13 +87,13 @@ def facts_of(outcome: SimulationOutcome, ended: Sequence[RequestRecord], good: f
 
 def memory_of(samples: Sequence[MemorySample], edges: Floats) -> Floats:
     """The mean shares in each bucket; where nobody looked, those of the bucket before."""
-    found = np.zeros((len(edges) - 1, len(TENANTS)))
+    shares = np.zeros((len(edges) - 1, len(TENANTS)))
     pages = np.array([(s.held, s.kept, s.experts, s.free) for s in samples], np.float64).reshape(-1, len(TENANTS))
     bucket_of = np.searchsorted(edges, [s.at for s in samples], side="right") - 1
-    for bucket in range(len(found)):
+    for bucket in range(len(shares)):
         here = pages[bucket_of == bucket]
         if len(here):
-            found[bucket] = here.sum(axis=0) / here.sum()
+            shares[bucket] = here.sum(axis=0) / here.sum()
         elif bucket:
-            found[bucket] = found[bucket - 1]
-    return found
+            shares[bucket] = shares[bucket - 1]
+    return shares

@@ -232,10 +232,10 @@ def _block(block: ContentBlock) -> dict[str, Any]:
 def _input(block: ContentBlock) -> dict[str, Any]:
     """The arguments of a call; empty for those that the end of the answer has cut off."""
     try:
-        found = json.loads(block.text or "{}")
+        arguments = json.loads(block.text or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _reason(end: Change | None) -> dict[str, Any]:
@@ -339,9 +339,9 @@ def _assistant(content: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
-    found = "" if content is None else _texts(content, f"{where}.content")
+    result = "" if content is None else _texts(content, f"{where}.content")
     id = _string(block, "tool_use_id", where)
-    return {"role": "tool", "tool_call_id": id, "content": f"Error: {found}" if block.get("is_error") else found}
+    return {"role": "tool", "tool_call_id": id, "content": f"Error: {result}" if block.get("is_error") else result}
 
 
 def _texts(content: Any, where: str) -> str:

@@ -52,11 +52,11 @@ def unavailable(message: str, code: str, retry_s: int = 1) -> ApiError:
 
 def of_validation(error: msgspec.ValidationError) -> ApiError:
     """A field of the wrong type, named by its path."""
-    text = KIND.sub(lambda found: f"must be {_kinds(found['wanted'])}, not {_kinds(found['got'])}", str(error))
-    found = EXPECTED.fullmatch(text)
-    if not found or not found["where"]:
+    text = KIND.sub(lambda match: f"must be {_kinds(match['wanted'])}, not {_kinds(match['got'])}", str(error))
+    match = EXPECTED.fullmatch(text)
+    if not match or not match["where"]:
         return ApiError(400, f"the request's body: {text}")
-    return invalid(found["where"], found["what"].replace("`", ""))
+    return invalid(match["where"], match["what"].replace("`", ""))
 
 
 def _kinds(names: str) -> str:

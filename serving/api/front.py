@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config, model_folder
-from umbra.executor.engine.schedule.request import SamplingParams
+from umbra.executor.engine.schedule.request import Request
 from umbra.models.tokenizers import tokenizer_in
 from umbra.serving.api.auth import ApiKeys
 from umbra.serving.api.compiling import Compiler
@@ -23,7 +23,7 @@ from umbra.serving.api.metrics import Metrics
 from umbra.serving.ranks.client import EngineClient, EngineGone, RequestRefused
 from umbra.serving.ranks.messages import ChannelMessage, Ready, Row, Submit
 from umbra.serving.ranks.supervisor import Supervisor
-from umbra.text.formats import THINK, Format
+from umbra.text.formats import THINK, OutputMarks
 from umbra.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,14 +38,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ServedJob:
-    """One sequence of the engine: a prompt and how to continue it."""
+    """One sequence of the engine, and what its text depends on."""
 
-    ids: list[int]
-    sampling: SamplingParams
+    request: Request
     stops: tuple[str, ...] = ()
-    priority: int = 0
-    salt: bytes = b""
-    branches: tuple[int, ...] = ()  # as in the engine's Request
     whole: bool = False  # special tokens are text of the answer
 
 
@@ -157,14 +153,13 @@ class Front:
         started = False
         while True:
             id = self.client.next_id()
-            submit = Submit(id, job.ids, job.sampling, job.priority, job.salt, job.branches)
-            rows = self.client.rows(submit)
+            rows = self.client.rows(Submit.of(id, job.request))
             try:
                 async with aclosing(rows):
                     if not started:
                         row = await self._first(rows, id)
                         started = True
-                        ticket.started(len(job.ids))
+                        ticket.started(len(job.request.ids))
                         yield row
                     async for row in rows:
                         yield row
@@ -225,7 +220,7 @@ class Text:
 
     def __init__(self, case: Case, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.format: Format | None = tokenizer.format(case.model_config.output_format)
+        self.format: OutputMarks | None = tokenizer.format(case.model_config.output_format)
         self.reasons = THINK in tokenizer.template or (self.format is not None and bool(self.format.tokens))
         self.splits = case.model_config.reasoning == "split"
         self._grammars: Grammars | None = None

@@ -75,8 +75,8 @@ class Live:
             yield event([_row(sample) for sample in self.metrics.past], "past")
             sent, residency = b"", None
             while not self._closed.is_set():
-                if (found := self._state()) != sent:
-                    yield (sent := found)
+                if (state := self._state()) != sent:
+                    yield (sent := state)
                 if self.client.residency is not residency:
                     residency = self.client.residency
                     yield event(residency, "residency")

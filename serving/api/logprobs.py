@@ -49,11 +49,11 @@ class CompletionLogprobs:
     def __init__(self, names: TokenTexts, wanted: int):
         self.names, self.wanted = names, wanted
 
-    def prompt(self, ids: Sequence[int], found: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
-        """The log-probabilities of an echoed prompt. `found` has those of its tokens from the second on; the first one
+    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
+        """The log-probabilities of an echoed prompt. `logprobs` has those of its tokens from the second on; the first
         has none."""
-        top = [None, *(self._top(f) for f in found)]
-        values = [None, *(max(f.logprob, LEAST) for f in found)]
+        top = [None, *(self._top(f) for f in logprobs)]
+        values = [None, *(max(f.logprob, LEAST) for f in logprobs)]
         return self._lists([self.names.name(id) for id in ids], values, top, offsets)
 
     def tokens(self, tokens: Sequence[Token], before: int) -> dict[str, Any]:
@@ -62,8 +62,8 @@ class CompletionLogprobs:
         top = [self._top(t.found) for t in tokens]
         return self._lists(names, values, top, [before + t.start for t in tokens])
 
-    def _top(self, found: TokenLogprob) -> dict[str, float]:
-        return {self.names.name(token): max(logprob, LEAST) for token, logprob in found.top}
+    def _top(self, values: TokenLogprob) -> dict[str, float]:
+        return {self.names.name(token): max(logprob, LEAST) for token, logprob in values.top}
 
     def _lists(
         self,

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -15,8 +15,8 @@ from umbra.executor.engine.schedule.request import MOST_LOGPROBS, Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from umbra.serving.api.front import Front, ServedJob, Text
+from umbra.serving.api.jobs import check_grammar, check_length, job_of, nth_job
 from umbra.serving.api.logprobs import TokenTexts, chat_logprobs
-from umbra.serving.api.openai_completions import check_grammar, check_length, job_of, nth_choice
 from umbra.serving.api.sse import DONE, event
 from umbra.serving.api.streams import Stream, StreamPiece, Token, Turns, Usage, together
 from umbra.serving.api.structured import (
@@ -29,7 +29,7 @@ from umbra.serving.api.structured import (
 )
 from umbra.serving.ranks.messages import Ready
 from umbra.text import chat as conversations
-from umbra.text.formats import JSON_CALLS, THINK, THINK_END, Format
+from umbra.text.formats import JSON_CALLS, THINK, THINK_END, OutputMarks
 from umbra.text.parser import reader
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
@@ -81,7 +81,7 @@ class ReadChat:
     ready: Ready
     job: ServedJob
     tools: list[dict[str, Any]]  # that the model may call
-    format: Format | None
+    format: OutputMarks | None
     usage: Usage
     id: str
     created: int
@@ -89,10 +89,10 @@ class ReadChat:
     async def deltas(self) -> AsyncGenerator[ChatDelta, None]:
         """All answers as they come. Raises ApiError if the request must wait too long, or if it fails."""
         choices, streams = self.request.choices, []
-        with self.front.admit(len(self.job.ids), choices) as ticket:
+        with self.front.admit(len(self.job.request.ids), choices) as ticket:
             turns = Turns(ticket.rows)
             for choice in range(choices):
-                own = replace(self.job, sampling=nth_choice(self.job.sampling, choice))
+                own = nth_job(self.job, choice)
                 stream = Stream(self.front, self.text, self.ready, own, self.usage)
                 streams.append(self._deltas(choice, turns.pieces(stream, 0, choice, ticket)))
             async with aclosing(together(streams)) as deltas:
@@ -100,7 +100,7 @@ class ReadChat:
                     yield delta
 
     async def _deltas(self, index: int, pieces: AsyncGenerator[StreamPiece, None]) -> AsyncGenerator[ChatDelta, None]:
-        opened = self.text.tokenizer.opens_reasoning(self.job.ids)
+        opened = self.text.tokenizer.opens_reasoning(self.job.request.ids)
         parser = reader(self.format, self.tools, opened, self.text.splits)
         call, call_id = -1, ""
         tokens: list[Token] = []
@@ -362,10 +362,10 @@ def _forced_tools(request: ChatRequest, tools: list[dict[str, Any]]) -> list[dic
         return tools
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    found = [tool for tool in tools if tool["function"]["name"] == name]
-    if not found:
+    named = [tool for tool in tools if tool["function"]["name"] == name]
+    if not named:
         raise invalid("tool_choice", f"{name or choice!r:.80} is none of none, auto, required and the tools' names")
-    return found
+    return named
 
 
 def _renders_tools(text: Text) -> bool:

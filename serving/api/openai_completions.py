@@ -2,18 +2,18 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from umbra.base.errors import UserError
-from umbra.executor.engine.schedule.request import LARGEST_SEED, Grammar, SamplingParams
-from umbra.serving.api.errors import ApiError, invalid
+from umbra.serving.api.errors import invalid
 from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from umbra.serving.api.front import Front, ServedJob, Text
+from umbra.serving.api.jobs import check_grammar, check_length, job_of, nth_job
 from umbra.serving.api.logprobs import CompletionLogprobs, TokenTexts, joined
 from umbra.serving.api.sse import DONE, event
 from umbra.serving.api.streams import Stream, StreamPiece, Turns, Usage, together
@@ -62,12 +62,11 @@ class ReadCompletion:
     async def parts(self) -> AsyncGenerator[CompletionDelta, None]:
         """All answers as they come. Raises ApiError if the request must wait too long."""
         choices, streams = self.request.choices, []
-        with self.front.admit(sum(len(job.ids) for job in self.jobs), choices * len(self.jobs)) as ticket:
+        with self.front.admit(sum(len(job.request.ids) for job in self.jobs), choices * len(self.jobs)) as ticket:
             turns = Turns(ticket.rows)
             for number, job in enumerate(self.jobs):
                 for choice in range(choices):
-                    own = replace(job, sampling=nth_choice(job.sampling, choice))
-                    stream = Stream(self.front, self.text, self.ready, own, self.usage)
+                    stream = Stream(self.front, self.text, self.ready, nth_job(job, choice), self.usage)
                     pieces = turns.pieces(stream, number, choice, ticket)
                     streams.append(self._parts(number, number * choices + choice, stream, pieces))
             async with aclosing(together(streams)) as parts:
@@ -86,13 +85,15 @@ class ReadCompletion:
                 text, finish, tokens = "".join(piece.texts), piece.finish, piece.tokens
                 if self.silent:
                     text, tokens, finish = "", [], "length"
-                found = []
+                logprobs = []
                 if first and lists and self.request.echo:
-                    offsets = offsets_of(stream.job.ids, self.text)
-                    found.append(lists.prompt(stream.job.ids, stream.prompt_logprobs, offsets))
+                    offsets = offsets_of(stream.job.request.ids, self.text)
+                    logprobs.append(lists.prompt(stream.job.request.ids, stream.prompt_logprobs, offsets))
                 if lists:
-                    found.append(lists.tokens(tokens, len(echoed)))
-                yield CompletionDelta(index, (echoed if first else "") + text, finish, joined(found) if found else None)
+                    logprobs.append(lists.tokens(tokens, len(echoed)))
+                yield CompletionDelta(
+                    index, (echoed if first else "") + text, finish, joined(logprobs) if logprobs else None
+                )
                 first = False
                 if finish:
                     if self.silent:
@@ -137,7 +138,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
         jobs.append(job_of(request, ids, sampling, salt))
     texts = [(p if isinstance(p, str) else text.tokenizer.decode(p)) if request.echo else "" for p in prompts]
-    usage = Usage(sum(len(job.ids) for job in jobs))
+    usage = Usage(sum(len(job.request.ids) for job in jobs))
     return ReadCompletion(
         front, request, text, ready, jobs, texts, usage, f"cmpl-{secrets.token_hex(12)}", int(time.time())
     )
@@ -150,10 +151,10 @@ async def whole(completion: ReadCompletion) -> dict[str, Any]:
         async for part in parts:
             choices.setdefault(part.index, []).append(part)
     body = []
-    for index, found in sorted(choices.items()):
-        logprobs = [part.logprobs for part in found if part.logprobs]
-        text = "".join(part.text for part in found)
-        body.append(_choice(CompletionDelta(index, text, found[-1].finish, joined(logprobs) if logprobs else None)))
+    for index, deltas in sorted(choices.items()):
+        logprobs = [part.logprobs for part in deltas if part.logprobs]
+        text = "".join(part.text for part in deltas)
+        body.append(_choice(CompletionDelta(index, text, deltas[-1].finish, joined(logprobs) if logprobs else None)))
     return completion.body(body, usage=completion.usage.body())
 
 
@@ -199,43 +200,10 @@ def encode(prompt: str, special: bool, text: Text, ready: Ready) -> list[int]:
         raise invalid("prompt", str(error)) from None
 
 
-def check_length(prompt: str, param: str, text: Text, ready: Ready) -> None:
-    """Refuses a text that has too many tokens, whatever they are, before they are counted."""
-    if len(prompt) > ready.longest * text.tokenizer.longest_token:
-        message = f"{param}: {len(prompt)} characters are more than {ready.longest} tokens can have: shorten it"
-        raise ApiError(400, message, param, "context_length_exceeded")
-
-
-def check_grammar(grammar: Grammar, param: str, text: Text, ready: Ready, wanted: Grammar | None = None) -> None:
-    """Raises ApiError if the engine could not follow `grammar`, which comes from the field `param`; may take a while.
-    `wanted` is the part of it that the request has, if `grammar` was made of it."""
-    compiler = text.compiler(ready)
-    if problem := compiler.problem(grammar.kind, grammar.text):
-        own = wanted and wanted != grammar and compiler.problem(wanted.kind, wanted.text)
-        raise invalid(param, own or problem, "invalid_grammar")
-
-
-def nth_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """The sampling of choice number `choice`: the first one has the request's seed, the others have the next ones."""
-    if not choice or sampling.seed is None:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & LARGEST_SEED)
-
-
-def job_of(
-    request: Fields, ids: list[int], sampling: SamplingParams, salt: bytes, branches: tuple[int, ...] = ()
-) -> ServedJob:
-    """A job of a request. Its prefixes' salt is that of its key, and one of its own that can only share less."""
-    if request.cache_salt:
-        salt += request.cache_salt.encode(errors="replace")[:256]
-    whole = request.skip_special_tokens is False
-    return ServedJob(ids, sampling, tuple(request.stops), request.priority or 0, salt, branches, whole)
-
-
-def offsets_of(ids: list[int], text: Text) -> list[int]:
+def offsets_of(ids: Sequence[int], text: Text) -> list[int]:
     """Returns where the text of each prompt token begins, in characters of the prompt's text."""
-    detokenizer, offsets, made = text.tokenizer.detokenizer(), [], 0
+    detokenizer, offsets, length = text.tokenizer.detokenizer(), [], 0
     for id in ids:
-        offsets.append(made)
-        made += len(detokenizer.push((id,)))
+        offsets.append(length)
+        length += len(detokenizer.push((id,)))
     return offsets

@@ -102,7 +102,7 @@ class ResponsesAnswer:
     def response(self, status: str, output: list[dict[str, Any]], error: dict[str, str] | None = None) -> Any:
         """The object that a response is; its usage is known when it has ended."""
         request, usage = self.request, self.chat.usage
-        sampling, reasoning, text = self.chat.job.sampling, request.reasoning or Reasoning(), request.text
+        sampling, reasoning, text = self.chat.job.request.sampling, request.reasoning or Reasoning(), request.text
         format = msgspec.to_builtins(text.format) if text and text.format else {"type": "text"}
         tools = [msgspec.to_builtins(tool) for tool in request.tools or []]
         body = {
@@ -241,15 +241,17 @@ def _events(answer: ResponsesAnswer, change: Change) -> list[bytes]:
         return [answer.event(f"response.{name}.delta", **at, delta=change.text, **logprobs)]
     if change.what == "open":
         item = answer.item(block, "in_progress")
-        found = [answer.event("response.output_item.added", output_index=block.number, item=item)]
-        return [*found, answer.event("response.content_part.added", **at, part=answer.part(block))] if parts else found
+        events = [answer.event("response.output_item.added", output_index=block.number, item=item)]
+        return (
+            [*events, answer.event("response.content_part.added", **at, part=answer.part(block))] if parts else events
+        )
     if block.kind == "content":
         logprobs = {"logprobs": answer.logprobs.get(block.number, [])}
-    found = [answer.event(f"response.{name}.done", **at, **{what: block.text}, **logprobs)]
+    events = [answer.event(f"response.{name}.done", **at, **{what: block.text}, **logprobs)]
     if parts:
-        found.append(answer.event("response.content_part.done", **at, part=answer.part(block)))
+        events.append(answer.event("response.content_part.done", **at, part=answer.part(block)))
     item = answer.item(block, _status(change))
-    return [*found, answer.event("response.output_item.done", output_index=block.number, item=item)]
+    return [*events, answer.event("response.output_item.done", output_index=block.number, item=item)]
 
 
 def _status(change: Change) -> str:

@@ -70,13 +70,13 @@ class Stream:
     async def pieces(self, ticket: Ticket) -> AsyncGenerator[StreamPiece, None]:
         """Yields what is certain, row by row; the last piece has a finish reason."""
         job = self.job
-        ends = {*job.sampling.stop_token_ids, *(() if job.sampling.ignore_eos else self.ready.stop_ids)}
-        detokenizer, stops = self.text.tokenizer.detokenizer(job.ids, job.whole), Stops(job.stops)
+        ends = {*job.request.sampling.stop_token_ids, *(() if job.request.sampling.ignore_eos else self.ready.stop_ids)}
+        detokenizer, stops = self.text.tokenizer.detokenizer(job.request.ids, job.whole), Stops(job.stops)
         made = given = 0  # characters of the detokenizer, and of pieces
         held: list[Token] = []
         first = True
         metrics, source = self.front.metrics, self.front.rows(job, ticket)
-        async with metrics.arrived(len(job.ids)) as timeline, aclosing(source) as rows:
+        async with metrics.arrived(len(job.request.ids)) as timeline, aclosing(source) as rows:
             async for row in rows:
                 texts: list[str] = []
                 used = 0
@@ -133,13 +133,13 @@ async def _merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerat
     try:
         left = len(tasks)
         while left:
-            found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
+            taken = await queue.get()
+            if isinstance(taken, Exception):
+                raise taken
+            if taken is None:
                 left -= 1
             else:
-                yield found
+                yield taken
     finally:
         for task in tasks:
             task.cancel()

@@ -8,7 +8,7 @@ from typing import Any
 from umbra.executor.engine.schedule.request import Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, Structured
-from umbra.text.formats import CHANNEL, CONSTRAIN, END, JSON_CALLS, MESSAGE, START, THINK, THINK_END, Format
+from umbra.text.formats import CHANNEL, CONSTRAIN, END, JSON_CALLS, MESSAGE, START, THINK, THINK_END, OutputMarks
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
 DEEPEST = 32  # levels of a schema
@@ -22,10 +22,10 @@ ANYTHING = r"/(.|\n)*/"
 
 def wanted_grammar(fields: Fields) -> Grammar | None:
     """The grammar that the request asks for in one of several ways. Raises ApiError for several, or a bad one."""
-    found = _asked(fields)
-    if len(found) > 1:
-        raise invalid(found[1][0], f"{found[0][0]} is given as well: give one of them")
-    return _grammar(*found[0]) if found else None
+    grammars = _asked(fields)
+    if len(grammars) > 1:
+        raise invalid(grammars[1][0], f"{grammars[0][0]} is given as well: give one of them")
+    return _grammar(*grammars[0]) if grammars else None
 
 
 def grammar_field(fields: Fields) -> str:
@@ -170,7 +170,11 @@ def _rule(grammar: Grammar) -> str:
 
 
 def calls_grammar(
-    tools: Sequence[Mapping[str, Any]], format: Format | None, several: bool, opened: bool | None, marks: GrammarMarks
+    tools: Sequence[Mapping[str, Any]],
+    format: OutputMarks | None,
+    several: bool,
+    opened: bool | None,
+    marks: GrammarMarks,
 ) -> Grammar:
     """A grammar of calls of `tools`, in the `format` in which the model writes them. `opened` says whether the prompt
     ends within reasoning; None: the model does not reason."""
@@ -228,7 +232,9 @@ def _closed(schema: Any) -> Any:
     return parts
 
 
-def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: Format, marks: GrammarMarks) -> list[str]:
+def _call_rules(
+    rule: str, name: str, parameters: Mapping[str, Any], format: OutputMarks, marks: GrammarMarks
+) -> list[str]:
     """The rules of a call of the tool `name`, of which the first is called `rule`."""
     if format.tokens:
         opening = f'{json.dumps(f"commentary to=functions.{name} ")} {marks.one(CONSTRAIN)} "json" {marks.one(MESSAGE)}'

@@ -8,8 +8,8 @@ from umbra.base.errors import UserError
 from umbra.serving.api.errors import invalid
 from umbra.serving.api.fields import typed
 from umbra.serving.api.front import Front
+from umbra.serving.api.jobs import check_length
 from umbra.serving.api.openai_chat import messages_of, of_chat
-from umbra.serving.api.openai_completions import check_length
 from umbra.text.chat import Chat
 
 

@@ -76,13 +76,13 @@ class Channel:
     def receive(self, wait_s: float) -> list[Any]:
         """All messages that have come. If there are none, waits up to `wait_s` seconds for one. None among them says
         that the front has ended, an OSError that nothing can be sent to it."""
-        found = []
+        messages = []
         try:
-            found.append(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
+            messages.append(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
             while True:
-                found.append(self._inbox.get_nowait())
+                messages.append(self._inbox.get_nowait())
         except queue.Empty:
-            return found
+            return messages
 
     def close(self) -> None:
         """Sends what is waiting and closes the socket."""

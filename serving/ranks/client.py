@@ -72,7 +72,7 @@ class EngineClient:
         self.longest_step = 0.0  # most seconds that it took to answer a ping, which it does between two steps
         self.supervised = False  # whether somebody calls `lost` when the ranks have ended
         self.gone = asyncio.Event()  # set while no rank is connected after one was
-        self._asked: dict[int, Asked] = {}
+        self.asked: dict[int, Asked] = {}  # requests that have not ended
         self._ids = itertools.count()  # goes on when ranks are started again, so that no id comes twice
         self._decoder: Any = msgspec.msgpack.Decoder(ToFront)
         self._writer: asyncio.StreamWriter | None = None
@@ -91,11 +91,6 @@ class EngineClient:
             self._server.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
-
-    @property
-    def open_requests(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._asked)
 
     @property
     def silent_s(self) -> float:
@@ -117,7 +112,7 @@ class EngineClient:
         if not self.ready or not self._writer:
             raise EngineGone(self.reason or "the model is still loading")
         id, asked = submit.id, Asked(submit)
-        self._asked[id] = asked
+        self.asked[id] = asked
         finished = False
         try:
             self.send(submit)
@@ -129,7 +124,7 @@ class EngineClient:
                 finished = bool(row.finish)
                 yield row
         finally:
-            self._asked.pop(id, None)
+            self.asked.pop(id, None)
             if not finished:
                 self.send(Abort(id))
 
@@ -148,9 +143,9 @@ class EngineClient:
         """The ranks have ended, `reason` says why. With `again`, they are started again, and requests without a row
         wait for them."""
         self.reason = reason
-        for id, asked in list(self._asked.items()):
+        for id, asked in list(self.asked.items()):
             if asked.begun or not again:
-                del self._asked[id]
+                del self.asked[id]
                 asked.rows.put_nowait(EngineGone(reason))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -195,16 +190,16 @@ class EngineClient:
         if isinstance(message, Out):
             self.heard_at = time.monotonic()
             for row in message.rows:
-                if asked := self._asked.get(row.id):
+                if asked := self.asked.get(row.id):
                     asked.begun = True
                     asked.rows.put_nowait(row)
             return
         if isinstance(message, Refused):
-            if asked := self._asked.get(message.id):
+            if asked := self.asked.get(message.id):
                 asked.rows.put_nowait(RequestRefused(message.reason))
         elif isinstance(message, Ready):
             self.ready, self.heard_at, self.reason, self.longest_step = message, time.monotonic(), "", 0.0
-            for asked in self._asked.values():  # of ranks that have ended
+            for asked in self.asked.values():  # of ranks that have ended
                 self.send(asked.submit)
         elif isinstance(message, Progress):
             self.progress = message

@@ -38,13 +38,13 @@ class ExpertNews:
             self._seen += new
             self._heat = FADE * self._heat + (1 - FADE) * new / new.sum()
         published, most = self.shadows.published, self._heat.max() or 1.0
-        found = Residency(
+        residency = Residency(
             layers=published.shape[0],
             experts=published.shape[1],
             resident=np.packbits(published.reshape(-1), bitorder="little").tobytes(),
             heat=np.round(255 * self._heat / most).astype(np.uint8).tobytes(),
         )
-        if found == self._sent:
+        if residency == self._sent:
             return None
-        self._sent = found
-        return found
+        self._sent = residency
+        return residency

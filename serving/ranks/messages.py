@@ -29,6 +29,10 @@ class Submit(ChannelMessage, frozen=True):
     salt: bytes = b""
     branches: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, id: int, request: Request) -> "Submit":
+        return cls(id, list(request.ids), request.sampling, request.priority, request.salt, request.branches)
+
     @property
     def request(self) -> Request:
         return Request(tuple(self.ids), self.sampling, self.priority, self.salt, self.branches)

@@ -29,14 +29,14 @@ class RankProcess:
 def processes_of(socket: Path) -> list[RankProcess]:
     """The processes of this machine, besides this one, that have `socket` in their environment and run."""
     wanted = f"{SOCKET}={socket}".encode()
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 environment = (entry / "environ").read_bytes().split(b"\0")
                 if wanted in environment and is_running(int(entry.name)):
-                    found.append(RankProcess(int(entry.name), rank_of(int(entry.name))))
-    return found
+                    processes.append(RankProcess(int(entry.name), rank_of(int(entry.name))))
+    return processes
 
 
 def send(signal_number: int, processes: list[RankProcess]) -> None:

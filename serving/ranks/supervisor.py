@@ -87,9 +87,9 @@ class Supervisor:
 
     def processes(self) -> list[RankProcess]:
         """The launcher and the ranks that run on this machine."""
-        found = processes_of(self.client.path)
+        processes = processes_of(self.client.path)
         return (
-            [RankProcess(p.pid, 0) for p in found] if self.case.world_size == 1 else found
+            [RankProcess(p.pid, 0) for p in processes] if self.case.world_size == 1 else processes
         )  # it replaces its launcher
 
     async def _start(self) -> asyncio.subprocess.Process:

@@ -6,10 +6,10 @@ from torch import Tensor
 from tests.ascend.npu_on_cpu import dequantised
 from umbra.ops.ascend.vector_core import reference
 from umbra.ops.ascend.vector_core.planes import PAIRS, planes_of
-from umbra.ops.ascend.weights import Role, Stored
+from umbra.ops.ascend.weights import Role, StoredMatrices
 
 
-def values_of(stored: Stored, *expert: int) -> Tensor:
+def values_of(stored: StoredMatrices, *expert: int) -> Tensor:
     """A quantised matrix, or that of an expert, as float32 (outputs, inputs)."""
     assert stored.scales is not None
     words, scales = stored.data[expert], stored.scales[expert]

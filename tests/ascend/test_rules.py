@@ -16,7 +16,7 @@ from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
 from umbra.executor.platform.ascend.versions import ROWS
 from umbra.models.layers.experts import chosen
-from umbra.ops.ascend.attention import Call, attended
+from umbra.ops.ascend.attention import AttentionCall, attended
 from umbra.ops.ascend.cann import abilities
 from umbra.ops.ascend.latents import prolog
 from umbra.ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
@@ -415,7 +415,7 @@ def split_attention(width: int = 512, heads: int = 2, rotary: int = 64, page: in
     """Over latents of `width` columns and their rotated keys."""
     cache, tables = (made(4, page, width), made(4, page, rotary)), made(2, 2, dtype=torch.int32)
     paged, rows = Paged(tables, tables, (0, 1, 2), (9, 9)), (made(2, heads, width), made(2, heads, rotary))
-    call = Call(
+    call = AttentionCall(
         rows[0][:, None],
         cache[0],
         cache[0],

@@ -12,8 +12,8 @@ from umbra.cpu_offload.planner.choices import (
     COPYING,
     GAIN,
     MOST_SWAPS,
+    ArenaSplit,
     ExplainedChoice,
-    Split,
     choose_slots,
     choose_streaming,
     choose_swaps,
@@ -91,7 +91,7 @@ def test_threads_go_where_the_longer_side_is(
     assert choose_threads({(3, 2): planner()}, 1, hit) == ExplainedChoice((3, 2), "no other was tried")
 
 
-SPLIT = Split(frames=200, extent_frames=4, extent_slots=8, longest=20, sequences=8, experts=640)
+SPLIT = ArenaSplit(frames=200, extent_frames=4, extent_slots=8, longest=20, sequences=8, experts=640)
 
 
 def test_misses_that_are_dear_want_slots_and_cheap_ones_sequences() -> None:

@@ -25,7 +25,7 @@ from umbra.base.errors import UserError
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import convert
 from umbra.commands.quantize.fp8 import Fp8Target
-from umbra.commands.quantize.source import Source
+from umbra.commands.quantize.source import CheckpointSource
 from umbra.commands.quantize.w8a8 import W8a8Target
 from umbra.executor.checkpoint.formats.detect import read_scheme
 from umbra.executor.config.load import load_case
@@ -147,7 +147,7 @@ def test_what_quantize_writes_still_drafts(tmp_path: Path, family: str, target: 
     Oracle(tmp_path / "model", family, **sizes_of(family))
     if family == "qwen3_next":
         stacked(tmp_path / "model")
-    source, out = Source(tmp_path / "model"), tmp_path / "out"
+    source, out = CheckpointSource(tmp_path / "model"), tmp_path / "out"
     convert(
         out, {"awq": AwqTarget(source, (), 32), "fp8": Fp8Target(source, ()), "w8a8": W8a8Target(source, ())}[target]
     )
@@ -180,7 +180,7 @@ def test_two_ranks_draft_like_one(tmp_path: Path) -> None:
     """In FP8 the layer is quantised, beside W8A8 it is in floats; experts are divided, or whole on a rank."""
     Oracle(tmp_path / "model", "qwen3_next", **sizes_of("qwen3_next"))
     stacked(tmp_path / "model")
-    source, jobs = Source(tmp_path / "model"), []
+    source, jobs = CheckpointSource(tmp_path / "model"), []
     for name, target in (("fp8", Fp8Target(source, ())), ("w8a8", W8a8Target(source, ()))):
         convert(tmp_path / name, target)
         mtp = {"method": "mtp", "tokens": 3}

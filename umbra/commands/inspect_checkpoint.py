@@ -222,8 +222,8 @@ def print_facts(facts: dict[str, Any]) -> None:
     print(f"{total['files']:,} file(s) of {total['file_nbytes']:,} bytes with headers. 1 GB = 2^30 bytes.\n")
     if odd := facts["quantization"]["contradictions"]:
         print(f"warning: {len(odd)} {CONTRADICTION}: {shown(odd)}")
-    for found in facts["problems"]:
-        print(f"problem: {len(found['names'])} {found['problem']}: {shown(found['names'])}")
+    for problem in facts["problems"]:
+        print(f"problem: {len(problem['names'])} {problem['problem']}: {shown(problem['names'])}")
     if path := facts["mtp"]["lacking"]:
         print(f"{path}, which the config names, is not there: draft_config.method: mtp is refused")
     if not facts["problems"]:
@@ -232,15 +232,15 @@ def print_facts(facts: dict[str, Any]) -> None:
         print_rank(facts["rank"])
 
 
-def print_quantization(found: dict[str, Any]) -> None:
-    print(f"\nquantisation: {found['title']}")
-    if not found["bits"]:
+def print_quantization(quantization: dict[str, Any]) -> None:
+    print(f"\nquantisation: {quantization['title']}")
+    if not quantization["bits"]:
         return
-    for e in (found, *found["mixed_with"]):
+    for e in (quantization, *quantization["mixed_with"]):
         how = "kept as they are" if e["exact"] else "rounded to 8 bits"
         kept = f"{how} on {', '.join(e['kept_by'])}" if e["kept_by"] else "read as floats on every platform"
         print(f"  {e['modules']:,} modules in {e['encoding']}: {kept}")
-    for group in found["excluded"]:
+    for group in quantization["excluded"]:
         count, some = len(group["modules"]), len(group["modules"]) < group["of"]
         which = f": {shown(group['modules'])}" if some else ""
         print(f"  not quantised: {group['pattern']} ({count:,} of {group['of']:,}{which})")

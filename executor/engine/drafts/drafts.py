@@ -64,7 +64,7 @@ class Drafted(Protocol):
 
 
 class Guessed(NamedTuple):
-    """What a draft model has guessed after a step."""
+    """The extent of the guesses of a draft model after a step."""
 
     sequences: int = 0
     depth: int = 0  # tokens of each of them
@@ -72,7 +72,7 @@ class Guessed(NamedTuple):
 
 
 class DecodeCost(NamedTuple):
-    """What a decode step has cost."""
+    """The cost of a decode step."""
 
     rows: int
     seconds: float  # without guessing
@@ -116,7 +116,7 @@ class Drafts(Generic[Running]):
             self.measures = True
             return None
         looking = self._steps >= self._next_look
-        found: list[tuple[Running, int]] = []
+        drafted: list[tuple[Running, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence in sequences:
             draft = array("q")
@@ -132,8 +132,8 @@ class Drafts(Generic[Running]):
             if sequence.matcher:
                 draft = draft[: sequence.matcher.followed(draft)]
             for token, chance in zip(draft, likely, strict=False):
-                chances.append((-chance, len(found)))
-                found.append((sequence, token))
+                chances.append((-chance, len(drafted)))
+                drafted.append((sequence, token))
         chances.sort()
         taken = self._worth(len(sequences), [-chance for chance, _ in chances]) if chances else 0
         if looking:
@@ -141,7 +141,7 @@ class Drafts(Generic[Running]):
             self._skipped = 0.0 if taken else min(2 * self._skipped + 1, longest)
             self._next_look = self._steps + self._skipped
         for _, index in chances[:taken]:
-            sequence, token = found[index]
+            sequence, token = drafted[index]
             sequence.ids.append(token)
             sequence.drafted += 1
 
@@ -216,9 +216,9 @@ class Drafts(Generic[Running]):
         own = sequence.rates = self._rates_of(sequence)
         newest = max(LEARNING, 1 / (FIRST_WEIGHT + sequence.checked))
         sequence.checked += 1
-        for place, (guess, token) in enumerate(zip(sequence.guesses, tokens, strict=False)):
+        for position, (guess, token) in enumerate(zip(sequence.guesses, tokens, strict=False)):
             for rates, weight in ((own, newest), (self._rates, LEARNING)):
-                rates[place] += ((guess == token) - rates[place]) * weight
+                rates[position] += ((guess == token) - rates[position]) * weight
             if guess != token:
                 break
         sequence.guesses = array("q")
@@ -233,17 +233,17 @@ class Drafts(Generic[Running]):
         self.guesses = bool(sequences) and count <= MOST_DRAFTING
         if not self.guesses:
             return 0
-        taken, each = len(sequences), self._guessing.get(len(sequences), 0.0)
-        plain, expected, best, found = count / self._cost(count), float(count), 0.0, 1
+        taken, guess_s = len(sequences), self._guessing.get(len(sequences), 0.0)
+        plain, expected, best, best_depth = count / self._cost(count), float(count), 0.0, 1
         for depth, chance in enumerate(self._chances(sequences), 1):
             expected += chance
-            seconds = self._cost(count + taken * depth) + depth * each + LOOKING * count
+            seconds = self._cost(count + taken * depth) + depth * guess_s + LOOKING * count
             if (worth := expected / seconds) > best:
-                best, found = worth, depth
+                best, best_depth = worth, depth
         if best <= plain * MARGIN:
             self._left = min(self._left, MOST_TRIED) - max(0.0, 1 - best / plain)
             self.guesses = self._left > 0
-        return found if self.guesses else 0
+        return best_depth if self.guesses else 0
 
     def _rates_of(self, sequence: Running) -> list[float]:
         """Returns the share of guesses for a sequence that come true, by position; before its first guess, the shares
@@ -253,8 +253,8 @@ class Drafts(Generic[Running]):
     def _chances(self, sequences: ListOf[Running]) -> Iterator[float]:
         """For each position of a draft, how many guesses for `sequences` can be expected to come true."""
         running, rates = [1.0] * len(sequences), [self._rates_of(s) for s in sequences]
-        for place in range(self.most):
-            running = [chance * of[place] for chance, of in zip(running, rates, strict=True)]
+        for position in range(self.most):
+            running = [chance * of[position] for chance, of in zip(running, rates, strict=True)]
             yield sum(running)
 
     def _new(self, *size: int) -> bool:

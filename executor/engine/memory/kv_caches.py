@@ -25,25 +25,25 @@ def cache_type(case: Case, build: Build) -> torch.dtype:
 
 def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> PageMemory:
     """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
-    places = []
+    caches_by_position = []
     for layers in sharing(model):
-        places.append(caches := _caches(_alike([*layers.values()], case), case, build, pages + 1))
+        caches_by_position.append(caches := _caches(_alike([*layers.values()], case), case, build, pages + 1))
         for number, layer in layers.items():
             layer.bind(*map(apart, caches), layers=number)
     aside = bind_aside(model, case, build, pages + 1)
     states = torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device)
     _bind_states(model, states)
-    sets = [[cache for caches in places[: len(of.layers)] for cache in caches] for of in sets_of(model)]
+    sets = [[cache for caches in caches_by_position[: len(of.layers)] for cache in caches] for of in sets_of(model)]
     return PageMemory([sets[0] + aside, *sets[1:]], 1, states, [of.elements for of in recurrent(model)])
 
 
 def bind_aside(model: nn.Module, case: Case, build: Build, pages: int) -> list[Tensor]:
     """Gives the layers whose caches lie aside theirs, of `pages` pages, and returns these (pages, *shape of a page)."""
-    number, found = len(sets_of(model)), list[Tensor]()
+    number, tensors = len(sets_of(model)), list[Tensor]()
     for layer in attentions(model, aside=True):
-        found += (caches := _caches(layer, case, build, pages))
+        tensors += (caches := _caches(layer, case, build, pages))
         layer.bind(*map(apart, caches), layers=number)
-    return found
+    return tensors
 
 
 def recurrent(model: nn.Module) -> list[RecurrentStates]:
@@ -85,10 +85,10 @@ def sets_of(model: nn.Module) -> tuple[LayerSet, ...]:
 def sharing(model: nn.Module) -> list[dict[int, PagedCache]]:
     """The layers that share a cache, by the numbers of their sets: the first one of each set, and so on."""
     layers, sets = attentions(model), sets_of(model)
-    places = max(len(of.layers) for of in sets)
+    most_layers = max(len(of.layers) for of in sets)
     return [
-        {number: layers[of.layers[place]] for number, of in enumerate(sets) if place < len(of.layers)}
-        for place in range(places)
+        {number: layers[of.layers[position]] for number, of in enumerate(sets) if position < len(of.layers)}
+        for position in range(most_layers)
     ]
 
 
@@ -114,13 +114,13 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
     """
     shared, (inside, _) = sharing(model), _pages(model, case, build)
     first, dtype, page_size = _alike(attentions(model), case), cache_type(case, build), case.cache_config.page_size
-    each, units = len(inside), len(inside) * len(shared)
+    per_layer, units = len(inside), len(inside) * len(shared)
     counts = {0: frames * units - -spare // inside[0].nbytes} | dict.fromkeys(
-        range(each, first.tensors), frames * units
+        range(per_layer, first.tensors), frames * units
     )
     buffers = [first.new_cache(part, count, page_size, dtype, build.device) for part, count in counts.items()]
     for index, layers in enumerate(shared):
-        starts, end = [*range(each * index, each * (index + 1))], (frames - 1) * units + 1
+        starts, end = [*range(per_layer * index, per_layer * (index + 1))], (frames - 1) * units + 1
         caches = [buffers[0][begin : begin + end] for begin in starts]
         caches += [buffer[starts[0] : starts[0] + end] for buffer in buffers[1:]]
         for number, layer in layers.items():

@@ -42,8 +42,8 @@ class PageMemory:
 
     def _beside(self, block: Block, number: int, data: memoryview) -> list[tuple[Tensor, Tensor]]:
         """Each part of the block, and its place in `data`."""
-        whole, end, found = torch.frombuffer(data, dtype=torch.uint8), 0, list[tuple[Tensor, Tensor]]()
+        whole, end, pairs = torch.frombuffer(data, dtype=torch.uint8), 0, list[tuple[Tensor, Tensor]]()
         for part in self._parts(block, number):
             start, end = end, end + part.nbytes
-            found.append((part.view(-1).view(torch.uint8), whole[start:end]))
-        return found
+            pairs.append((part.view(-1).view(torch.uint8), whole[start:end]))
+        return pairs

@@ -119,21 +119,21 @@ class PageStore:
 
     def _scan(self, segment: Segment) -> None:
         """Indexes the records of a segment, and cuts what follows the last whole one."""
-        end, found = 0, list[tuple[bytes, int]]()
+        end, records = 0, list[tuple[bytes, int]]()
         with _opened(segment.path, os.O_RDWR) as file:
             while len(head := os.pread(file, HEAD, end)) == HEAD and (read := self._read_header(head)):
                 name, size, _ = read
                 if end + HEAD + size > segment.size:
                     break
-                found.append((name, end))
+                records.append((name, end))
                 end += HEAD + size
             if end < segment.size:
                 os.ftruncate(file, end)
                 os.utime(file, (segment.used, segment.used))
                 segment.size = end
-        for name, start in found:
+        for name, start in records:
             self.index[name] = segment, start
-        segment.names = [name for name, _ in found]
+        segment.names = [name for name, _ in records]
 
     def _header(self, name: bytes, size: int, crc: int) -> bytes:
         head = HEADER.pack(MAGIC, self.fingerprint, size, crc, len(name), name)
@@ -151,9 +151,9 @@ class PageStore:
     def read(self, name: bytes, into: memoryview) -> bool:
         """Fills `into`, of the record's size, and returns True; or returns False if there is no such record that is
         whole. `into` then has any contents."""
-        if not (found := self.index.get(name)):
+        if not (location := self.index.get(name)):
             return False
-        (segment, start), head = found, bytearray(HEAD)
+        (segment, start), head = location, bytearray(HEAD)
         try:
             with _opened(segment.path, os.O_RDONLY) as file:
                 whole = os.preadv(file, [head, into], start) == HEAD + len(into)
@@ -166,7 +166,7 @@ class PageStore:
 
     def use(self, names: Iterable[bytes], now: float) -> None:
         """Counts one use of the records with these names, of those that there are."""
-        for segment in {found[0] for name in names if (found := self.index.get(name))}:
+        for segment in {location[0] for name in names if (location := self.index.get(name))}:
             segment.use(now)
             with contextlib.suppress(OSError):
                 os.utime(segment.path, (segment.used, segment.used))
@@ -179,11 +179,11 @@ class PageStore:
                 if record.name not in self.index and (segment := self._segment(record)):
                     written.setdefault(segment, []).append((record.name, self._append(segment, record)))
         finally:
-            for segment, found in written.items():
+            for segment, locations in written.items():
                 if segment.path in self.segments:  # else it had to give way to later ones
                     sync(segment.path)
                     os.utime(segment.path, (segment.used, segment.used))
-                    for name, start in found:
+                    for name, start in locations:
                         self.index[name] = segment, start
                         segment.names.append(name)
 
@@ -235,7 +235,7 @@ class PageStore:
 
     def _remove(self, segment: Segment) -> None:
         for name in segment.names:
-            if (found := self.index.get(name)) and found[0] is segment:
+            if (location := self.index.get(name)) and location[0] is segment:
                 del self.index[name]
         del self.segments[segment.path]
         self.bytes -= segment.size

@@ -135,11 +135,11 @@ class PageCache:
         pages = whole_pages(keys, 0, (tokens - 1) // size, windows, kept)
         count = usable(keys, pages, windows, size, self.pool.set_pages > 0, kept)
         states = self.index.get(keys[count - 1] + CHECKPOINT) if count else None
-        found = [Holding(window) for window in windows]
-        for number, held in enumerate(found):
+        holdings = [Holding(window) for window in windows]
+        for number, held in enumerate(holdings):
             held.slide(count * size, size)
             held.blocks = [self.index[key_of(key, number)] for key in keys[held.first : count]]
-        return Found(found, states if count and isinstance(states, States) else None, pages)
+        return Found(holdings, states if count and isinstance(states, States) else None, pages)
 
     def hold(self, blocks: ListOf[Block]) -> None:
         """Count one more sequence as holder of `blocks`, which `find` found."""

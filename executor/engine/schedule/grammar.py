@@ -27,12 +27,12 @@ class Matcher:
 
     def allowed_after(self, draft: Sequence[int]) -> list[bytes]:
         """`allowed()` now and after each token of a draft, as far as the draft follows the grammar."""
-        found = [self.allowed()]
+        masks = [self.allowed()]
         for token in draft[: self.followed(draft)]:
             self.matcher.consume_token(token)
-            found.append(self.allowed())
-        self.matcher.rollback(len(found) - 1)
-        return found
+            masks.append(self.allowed())
+        self.matcher.rollback(len(masks) - 1)
+        return masks
 
     def followed(self, draft: Sequence[int]) -> int:
         """Returns the number of a draft's first tokens that follow the grammar."""

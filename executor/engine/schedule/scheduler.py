@@ -127,8 +127,8 @@ class Scheduler:
             if self.limits.prefixes:
                 extend_keys(sequence.keys, sequence.ids, self.limits.page_size, sequence.request.salt)
             keys = [] if sequence.scored else sequence.keys
-            found = cache.find(keys, len(sequence.ids), self.limits.windows)
-            held, hits = found.held, found.blocks
+            prefix = cache.find(keys, len(sequence.ids), self.limits.windows)
+            held, hits = prefix.held, prefix.blocks
             covered = self._covered(sequence)
             promised = self.limits.pages_of(covered)
             shared = sum(block.holders > 0 and not block.passing for block in hits)
@@ -139,10 +139,10 @@ class Scheduler:
             cache.hold(hits)
             sequence.group, sequence.held, sequence.promised, sequence.covered = group, held, promised, covered
             sequence.published, sequence.num_computed = held[0].end, held[0].end * self.limits.page_size
-            sequence.states, sequence.states_at = found.states, sequence.num_computed
+            sequence.states, sequence.states_at = prefix.states, sequence.num_computed
             sequence.taken = sequence.num_computed
             if self.limits.set_pages and self.limits.prefixes:
-                want_checkpoints(sequence, found.pages * self.limits.page_size, self.limits.page_size)
+                want_checkpoints(sequence, prefix.pages * self.limits.page_size, self.limits.page_size)
             if not sequence.preemptions:
                 self._count_cached(sequence)
             load[group] += 1

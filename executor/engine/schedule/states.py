@@ -25,13 +25,13 @@ INTERVAL = 4096  # tokens of a prompt between two checkpoints, if it is not very
 MOST_INSIDE = 8  # checkpoints of a prompt that are made only for their distance
 
 
-def want_checkpoints(sequence: Sequence, found: int, size: int) -> None:
-    """Chooses the numbers of tokens after which checkpoints are wanted in a sequence that is admitted. `found` is the
+def want_checkpoints(sequence: Sequence, kept: int, size: int) -> None:
+    """Chooses the numbers of tokens after which checkpoints are wanted in a sequence that is admitted. `kept` is the
     number of its first tokens whose pages are kept, with or without states."""
     prompt = sequence.prompt_len
     every = -(-max(INTERVAL, -(-prompt // MOST_INSIDE)) // size) * size
     branches = sequence.request.branches or (prompt - 1,)
-    wanted = {found, *(tokens // size * size for tokens in branches), *range(every, prompt, every)}
+    wanted = {kept, *(tokens // size * size for tokens in branches), *range(every, prompt, every)}
     sequence.wanted = sorted(tokens for tokens in wanted if sequence.num_computed < tokens < prompt)
 
 

@@ -88,10 +88,10 @@ class DiskPrefixes:
         since computing is faster."""
         if not self.store:
             return 0
-        each = sum(self.memory.page_bytes)
-        if prefill_rate and each / self.rate > self.size / prefill_rate:
+        page_bytes = sum(self.memory.page_bytes)
+        if prefill_rate and page_bytes / self.rate > self.size / prefill_rate:
             return 0
-        return max(1, int(pause_s * self.rate * len(self.memory.page_bytes) / each))
+        return max(1, int(pause_s * self.rate * len(self.memory.page_bytes) / page_bytes))
 
     def restore(self, step: Step | None) -> Step | None:
         """Reads pages of the prompts that begin in `step`. -> the step without those that are not yet read"""
@@ -161,13 +161,13 @@ class DiskPrefixes:
     def _records(self, sequence: Sequence) -> list[PageRecord]:
         """The records that a sequence reads, in their order, which is the same on all ranks."""
         keys, pages = sequence.keys, sequence.stored or 0
-        found = [
+        records = [
             (page, key_of(keys[page], number))
             for page in range(sequence.published, pages)
             for number, held in enumerate(sequence.held)
             if page >= held.first
         ]
-        return found + [(pages, keys[pages - 1] + CHECKPOINT)] * bool(self.scheduler.limits.set_pages)
+        return records + [(pages, keys[pages - 1] + CHECKPOINT)] * bool(self.scheduler.limits.set_pages)
 
     def _read(self, sequence: Sequence, records: ListOf[PageRecord]) -> int:
         """-> how many of the first `records` were read into the pages and states of a sequence"""

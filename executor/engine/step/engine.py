@@ -141,10 +141,10 @@ class Engine:
         """Returns the logits of this rank's data-parallel group. The device may still be computing them; reading the
         chosen tokens waits for it."""
         with self.profiler.step("decode" if decode else "prefill"):
-            found = self.decode_step(batch) if decode else self.eager_step(batch)
+            output = self.decode_step(batch) if decode else self.eager_step(batch)
         if self.model.guesses:
-            found, self.hidden = found
-        logits: Tensor = found
+            output, self.hidden = output
+        logits: Tensor = output
         return logits
 
     def choose(self, logits: Tensor, groups: ListOf[ListOf[Sequence]]) -> list[int]:
@@ -161,8 +161,8 @@ class Engine:
         are of this rank's group."""
         dp = self.parallel.attn_dp
         rows = logprobs_of(logits, torch.tensor(tokens, dtype=torch.int64, device=logits.device), most)
-        found: list[list[float]] = dp.gather_rows(rows, counts).tolist()
-        return found
+        gathered: list[list[float]] = dp.gather_rows(rows, counts).tolist()
+        return gathered
 
     @functools.cached_property
     def grammars(self) -> "Grammars":

@@ -51,7 +51,7 @@ class ModelDrafter:
         wanted: list[Sequence | None] = [*asking[dp.rank]] if depth else []
         wanted += [None] * (padded - len(wanted))
         run, sizes = self.captured if decode else self.run, (padded,) * len(counts) if padded else counts
-        ids, found = run(self._first(batch, computed[dp.rank], wanted, sizes))
+        ids, hidden = run(self._first(batch, computed[dp.rank], wanted, sizes))
         for sequence, begin, end in (one for of in computed for one in of):
             if sequence.taken == begin:
                 sequence.taken = min(end, len(sequence.ids) - 1)
@@ -59,7 +59,7 @@ class ModelDrafter:
         for number in range(1, depth):
             rows = [(s, len(s.ids) - 2 + number) if s and number < room[s.id] else None for s in wanted]
             further = self._pack(rows, sizes)
-            ids, found = run(dataclasses.replace(further, token_ids=ids, hidden=found))
+            ids, hidden = run(dataclasses.replace(further, token_ids=ids, hidden=hidden))
             guesses.append(ids.clone())
         if not depth:
             return [[] for of in asking for _ in of]

@@ -82,19 +82,19 @@ class Rebalancing:
         start, ranks, one = time.perf_counter(), self.world.size, self.history[-1]
         held = next_placement(counts, ranks, layer.held)
         one.after -= (imbalance(counts, layer.held, ranks) - imbalance(counts, held, ranks)) / len(self.layers)
-        if found := moves(layer.held, held, ranks):
-            one.experts += len(found)
-            one.nbytes += self._move(cast(MovableExperts, layer.weights), found, len(held) // ranks)
+        if copies := moves(layer.held, held, ranks):
+            one.experts += len(copies)
+            one.nbytes += self._move(cast(MovableExperts, layer.weights), copies, len(held) // ranks)
             layer.place(held)
         one.ms += 1e3 * (time.perf_counter() - start)
         if not self.due and self.world.rank == 0:
             print(one)
 
-    def _move(self, weights: MovableExperts, found: list[tuple[int, int]], slots: int) -> int:
+    def _move(self, weights: MovableExperts, copies: list[tuple[int, int]], slots: int) -> int:
         """Copies experts from slots to slots of all ranks, which have `slots` each. -> bytes that came to this rank"""
         rank, ranks = self.world.rank, self.world.size
-        leaving = [(to // slots, source % slots) for source, to in found if source // slots == rank]
-        coming = [(source // slots, to % slots) for source, to in found if to // slots == rank]
+        leaving = [(to // slots, source % slots) for source, to in copies if source // slots == rank]
+        coming = [(source // slots, to % slots) for source, to in copies if to // slots == rank]
         coming.sort(key=lambda move: move[0])  # as they come: by rank, and of a rank in the order of slots
         sent, received = (np.bincount([there for there, _ in m], minlength=ranks).tolist() for m in (leaving, coming))
         came = self.world.exchange_rows(weights.stored([slot for _, slot in leaving]), sent, received)

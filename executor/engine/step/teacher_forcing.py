@@ -33,13 +33,13 @@ class ForcedRun:
         -> for each prompt the logits of its last token (1, vocabulary), or with `all_logits` of all its tokens (tokens,
         vocabulary); every rank gets all of them."""
         added = self._admit(prompts, room)
-        waiting, found = [s for s in self.scheduler.running if s in added], dict[int, list[Tensor]]()
+        waiting, logits_of = [s for s in self.scheduler.running if s in added], dict[int, list[Tensor]]()
         while waiting:
             part = self.scheduler.chunk(waiting, self.scheduler.limits.prefill_tokens)
             waiting = [s for s in waiting if s not in part or not s.complete]
             for id, logits in self._run(part, False, all_logits).items():
-                found[id] = [*found.get(id, []), logits] if all_logits else [logits]
-        return [torch.cat(found[s.id]) for s in added]
+                logits_of[id] = [*logits_of.get(id, []), logits] if all_logits else [logits]
+        return [torch.cat(logits_of[s.id]) for s in added]
 
     def assume(self, prompts: ListOf[ListOf[int]], room: int) -> None:
         """Takes `prompts` for computed, whatever their pages hold: for measurements with long contexts."""
@@ -61,8 +61,8 @@ class ForcedRun:
 
     def decode(self) -> list[Tensor]:
         """One decode step of all sequences. -> the logits (1, vocabulary) of each; every rank gets all of them."""
-        found = self._run(self.scheduler.running, True, True)
-        return [found[s.id] for s in self.sequences]
+        logits_of = self._run(self.scheduler.running, True, True)
+        return [logits_of[s.id] for s in self.sequences]
 
     def decode_in_place(self) -> Tensor:
         """Like `decode`, but returns only the logits of this rank's data-parallel group, (sequences, vocabulary). The

@@ -59,5 +59,5 @@ def fill_weights(
 
 def _counted(model: CausalLM, scheme: Scheme, encodings: list[Encoding]) -> str:
     """Returns a text that counts the model's matrices in each of `encodings`; empty if there are none."""
-    found = Counter(scheme.encoding(module) for module in linear_modules(wanted_by(model)) if encodings)
-    return ", ".join(f"{found[e]} matrices in {e.title}" for e in encodings if found[e])
+    counts = Counter(scheme.encoding(module) for module in linear_modules(wanted_by(model)) if encodings)
+    return ", ".join(f"{counts[e]} matrices in {e.title}" for e in encodings if counts[e])

@@ -42,7 +42,7 @@ from umbra.ops.ascend.shadow import ShadowNodes
 from umbra.ops.ascend.slots import ArenaSlots
 from umbra.ops.ascend.vector_core import calls
 from umbra.ops.ascend.vector_core.blocks import PLACE, parts_of
-from umbra.ops.ascend.weights import Stored
+from umbra.ops.ascend.weights import StoredMatrices
 from umbra.ops.cpu.shadow import BridgeWorker, ShadowPool
 from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind, fixed
@@ -73,11 +73,11 @@ class NpuExperts(HostExperts):
         return self.layout.block_bytes
 
     @property
-    def w13(self) -> Stored:
+    def w13(self) -> StoredMatrices:
         return self.store.experts.w13
 
     @property
-    def w2(self) -> Stored:
+    def w2(self) -> StoredMatrices:
         return self.store.experts.w2
 
     def planes(self, expert: int) -> dict[str, Tensor]:

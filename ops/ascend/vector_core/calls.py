@@ -6,7 +6,7 @@ from torch import Tensor
 from umbra.ops.ascend import weights as stored
 from umbra.ops.ascend.vector_core import schemas  # noqa: F401 (declares the operators)
 from umbra.ops.ascend.vector_core.blocks import BlockLayout
-from umbra.ops.ascend.weights import AscendMatrix, Bank, Role, Stored
+from umbra.ops.ascend.weights import AscendMatrix, Bank, Role, StoredMatrices
 
 
 def unfit(weight: AscendMatrix | Bank) -> str:
@@ -98,7 +98,7 @@ def moe_slots(
     )
 
 
-def unpacked(matrix: Stored) -> Tensor:
+def unpacked(matrix: StoredMatrices) -> Tensor:
     """The values of a matrix in planes, (K, N), or of experts, (E, K, N): a view of rows of K. K is in the order of
     planes."""
     words, scales, zeros = matrix.data, matrix.scales, matrix.offsets
@@ -110,10 +110,10 @@ def unpacked(matrix: Stored) -> Tensor:
     return (values[0] if alone else values).transpose(-2, -1)
 
 
-def unpack_into(experts: Stored, bank: Tensor) -> None:
+def unpack_into(experts: StoredMatrices, bank: Tensor) -> None:
     """Writes the values of experts to `bank` (E, N, K), which is in FRACTAL_NZ."""
     torch.ops.umbra.unpack_tiles_w4a16(experts.data, experts.scales, experts.offsets, *_layout(experts), bank)
 
 
-def _layout(matrix: Stored) -> tuple[int, bool, bool]:
+def _layout(matrix: StoredMatrices) -> tuple[int, bool, bool]:
     return matrix.format.group, matrix.role == Role.DOWN, matrix.role == Role.UP

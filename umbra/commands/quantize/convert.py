@@ -24,7 +24,7 @@ from umbra.base.files import read_json, write_json, write_whole
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.layer import CalibratedLayer
 from umbra.commands.quantize.search import Fold, fold, search_layer
-from umbra.commands.quantize.source import Source
+from umbra.commands.quantize.source import CheckpointSource
 from umbra.commands.quantize.target import Target
 from umbra.commands.quantize.workers import Each, LayerProgress, workers
 from umbra.models.tokenizers import tokenizer_in
@@ -103,7 +103,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"--calibrate {path}: not readable: {error}") from None
 
 
-def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
+def _token_ids(source: CheckpointSource, text: str, calibration: Calibration) -> Tensor:
     """(B, L): windows of equal length; tokens that do not fill the last window are left out."""
     ids = tokenizer_in(source.folder).encode(text, chat=False)[: calibration.tokens]
     if len(ids) < 2:
@@ -116,7 +116,7 @@ def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
 
 
-def _embedded(source: Source, ids: Tensor) -> Tensor:
+def _embedded(source: CheckpointSource, ids: Tensor) -> Tensor:
     """The tokens' rows of the embedding table, (B, L, H) float32."""
     return source.read("model.embed_tokens.weight")[ids].float()
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from umbra.commands.quantize.source import PLAIN, Source
+from umbra.commands.quantize.source import PLAIN, CheckpointSource
 from umbra.commands.quantize.workers import Each
 from umbra.models.batch import Batch
 from umbra.models.build import Build, Formats
@@ -151,7 +151,7 @@ class Watched:
 class CalibratedLayer:
     """Layer `index` of the source's parts for `windows` windows of `length` tokens."""
 
-    def __init__(self, source: Source, index: int, windows: int, length: int, each: Each = map):
+    def __init__(self, source: CheckpointSource, index: int, windows: int, length: int, each: Each = map):
         self.each, self.config, self.ops, path = each, source.config, WatchedOps(), source.parts[index]
         build = OneLayer(
             cast(Ops, self.ops),

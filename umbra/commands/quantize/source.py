@@ -63,7 +63,7 @@ COMPANIONS = (
 PLAIN = FORMATS["float32"]
 
 
-class Source:
+class CheckpointSource:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             rule = "is a file: quantize reads folders of safetensors" if folder.is_file() else "is not a folder"
@@ -204,7 +204,7 @@ class LayerTensors(Mapping[str, Tensor]):
     """The tensors of one decoder layer, by their names without `prefix`. Each is read when it is asked for, so that a
     layer, which may have 7 GB, is never in memory as a whole."""
 
-    def __init__(self, source: Source, prefix: str):
+    def __init__(self, source: CheckpointSource, prefix: str):
         self.source, self.prefix = source, prefix
         self.names = [name.removeprefix(prefix) for name in source.shapes if name.startswith(prefix)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from umbra.base.errors import UserError
-from umbra.commands.quantize.source import CONFIG, Source
+from umbra.commands.quantize.source import CONFIG, CheckpointSource
 from umbra.executor.checkpoint.formats.detect import SCHEMES
 from umbra.executor.checkpoint.formats.patterns import inside
 from umbra.executor.checkpoint.formats.scheme import Scheme
@@ -21,7 +21,7 @@ REST = "model-rest.safetensors"
 
 @dataclass(frozen=True)
 class Target(ABC):
-    source: Source
+    source: CheckpointSource
     keep: tuple[str, ...]  # paths of modules that stay in floats, or whole parts of paths
     index = INDEX
 

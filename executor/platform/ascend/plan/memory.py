@@ -16,7 +16,7 @@ from umbra.executor.config.case import MOST_DRAFTING, Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.units import GB, MB
 from umbra.executor.engine.memory.kv_caches import attentions, recurrent
-from umbra.executor.plan.activations import Ledger, Moment, Part, batch_of, product, sampling, shorten
+from umbra.executor.plan.activations import Ledger, Moment, PlanLine, batch_of, product, sampling, shorten
 from umbra.executor.plan.counting import Counting
 from umbra.executor.plan.memory import ARENA, CACHE, GRAPHS, PREFILL, REMEDIES, REST, WEIGHTS, MemoryPlan
 from umbra.executor.plan.platform_settings import platform_settings
@@ -40,7 +40,7 @@ from umbra.ops.parallel.partitions import ParallelSizes, partitions
 
 HCCL = "HCCL buffers"
 # A tenth of 64 GB, rounded down: serving engines usually leave as much free.
-ALLOWANCE = Part(
+ALLOWANCE = PlanLine(
     "CANN, operators, tiles",
     6 * GB,
     "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
@@ -48,7 +48,7 @@ ALLOWANCE = Part(
 )
 
 
-def make_plan(case: Case, arena: Sequence[Part] = ()) -> MemoryPlan:
+def make_plan(case: Case, arena: Sequence[PlanLine] = ()) -> MemoryPlan:
     """The plan of an Ascend case. `arena` has the parts of the buffer that experts with shadows share with the KV
     cache."""
     ledger = Ledger()
@@ -100,7 +100,7 @@ def counting(case: Case, config: ModelConfig) -> Counting:
     return Counting(ASCEND_KERNELS, MOST_ROWS, 0 if why_gathered(settings, config) else most_rows(settings))
 
 
-def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
+def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[PlanLine]:
     """The largest prefill step: the longest prompt for every sequence of a group, limited by the chunk size."""
     sequences, tokens = case.data_config.batch_size // case.attn_dp_size, case.prefill_tokens
     shared = case.parallel_config.sequence_parallel(tokens)
@@ -111,11 +111,11 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     in_model = _fullest(sketch, ledger, batch, sequences, case.attn_dp_size)
     after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
     moment = max(in_model, after, key=lambda moment: moment.nbytes)
-    fixed = [Part("inputs", _inputs(batch)), product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1)]
-    return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed, *_unpacked(case, sketch)]
+    fixed = [PlanLine("inputs", _inputs(batch)), product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1)]
+    return [PlanLine(f"fullest at {moment.name}", 0), *moment.parts, *fixed, *_unpacked(case, sketch)]
 
 
-def _unpacked(case: Case, sketch: Sketch) -> list[Part]:
+def _unpacked(case: Case, sketch: Sketch) -> list[PlanLine]:
     """The values of a layer's 4-bit experts: npu_grouped_matmul unpacks all of them to its workspace before it
     multiplies by them. Where the vector cores' kernels are used, they are in the banks of ops/ascend/tiles.py. Of
     experts with shadows they are those of the largest bank."""
@@ -136,7 +136,7 @@ def _unpacked(case: Case, sketch: Sketch) -> list[Part]:
     ]
 
 
-def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
+def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[PlanLine]:
     """Graphs of different sizes share no memory: each has its own inputs and tensors."""
     if case.exe_mode == "eager":
         return []
@@ -144,7 +144,7 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     for rows in _rows(case):
         batch = _batch(case, sketch, rows, rows, None)
         moment = ledger.fullest(sketch.model, _step(sketch), batch)
-        parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
+        parts.append(PlanLine(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
         if not sketch.model.guesses:
             continue
         # After the step, and for further guesses after those of fewer rows.
@@ -153,7 +153,7 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
         further = [dataclasses.replace(first[-1], logit_rows=None, wanted_per_group=None)] if rows in wanted else []
         steps = [*first, *further]
         sizes = (ledger.fullest(sketch.model, sketch.model.guess, of).nbytes + _inputs(of) for of in steps)
-        parts.append(Part(f"guesses after {rows} row(s)", sum(sizes), f"{len(steps)} sizes"))
+        parts.append(PlanLine(f"guesses after {rows} row(s)", sum(sizes), f"{len(steps)} sizes"))
     return parts
 
 
@@ -179,7 +179,7 @@ def _fullest(sketch: Sketch, ledger: Ledger, batch: Batch, sequences: int, group
         return found
     guess = _guess(sketch, batch, sequences, groups)
     after = ledger.fullest(sketch.model, sketch.model.guess, guess)
-    hidden = Part("hidden states", guess.hidden.nbytes if guess.hidden is not None else 0)
+    hidden = PlanLine("hidden states", guess.hidden.nbytes if guess.hidden is not None else 0)
     return max(found, Moment(f"a guess: {after.name}", [*after.parts, hidden]), key=lambda moment: moment.nbytes)
 
 
@@ -206,7 +206,7 @@ def _inputs(batch: Batch) -> int:
     return sum(tensor.nbytes for tensor in batch.tensors().values())
 
 
-def _hccl(case: Case) -> list[Part]:
+def _hccl(case: Case) -> list[PlanLine]:
     """HCCL's buffers for this rank's groups. Groups of the same ranks share a buffer; a group of one rank has none."""
     shared, hccl = dict[tuple[int, ...], list[str]](), case.of_device(HcclSettings)
     for name, members in partitions(case.parallel_sizes).items():
@@ -218,12 +218,12 @@ def _hccl(case: Case) -> list[Part]:
     ]
 
 
-def _window(rows: int, config: ModelConfig, sizes: ParallelSizes) -> list[Part]:
+def _window(rows: int, config: ModelConfig, sizes: ParallelSizes) -> list[PlanLine]:
     """The buffers of the communicator that rows of experts are exchanged over, on Atlas A3; Atlas A2 has none."""
     return [product("exchange of rows (A3)", buffers=2, MB=window_mb(rows, config, sizes), B=MB)] if rows else []
 
 
-def _moving(case: Case, model: nn.Module) -> list[Part]:
+def _moving(case: Case, model: nn.Module) -> list[PlanLine]:
     """At most: a layer's experts as they leave and as they come, and without tiles before and after that."""
     parallel = case.parallel_config
     if not parallel.expert_slots or parallel.rebalance_steps is None:
@@ -232,19 +232,19 @@ def _moving(case: Case, model: nn.Module) -> list[Part]:
     return [product("experts of a layer that moves", copies=4, B=most)]
 
 
-def _decode(case: Case, sketch: Sketch, weights: list[Part], all_experts: int, page_nbytes: int) -> list[Part]:
+def _decode(case: Case, sketch: Sketch, weights: list[PlanLine], all_experts: int, page_nbytes: int) -> list[PlanLine]:
     """The parts that a decode step reads if its batch is full and all sequences are at their longest. The number of
     different experts is its expected value; of `all_experts` bytes, those with shadows are read on device or host."""
     batch = case.data_config.batch_size
     own = batch // case.attn_dp_size
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS, *GUESSING))
-    parts = [Part("all but embedding, experts", rest)]
+    parts = [PlanLine("all but embedding, experts", rest)]
     experts, chosen = case.parallel_sizes.physical(sketch.config.expert_count), sketch.config.experts_per_token
     if experts:
         here = experts // sketch.build.parallel.moe_ep.size
         share = 1 - (1 - chosen / experts) ** batch
         how = f"{here * share:.1f} of {here} a layer: {here} x (1 - (1 - {chosen} / {experts}) ^ {batch})"
-        parts.append(Part("experts hit", round(all_experts * share), how))
+        parts.append(PlanLine("experts hit", round(all_experts * share), how))
     for window in dict.fromkeys(sketch.limits.windows):
         name = "KV of longest sequences" if window is None else f"KV of windows of {window}"
         seen = min(case.max_sequence_length, window or case.max_sequence_length)

@@ -12,7 +12,7 @@ from torch import Tensor
 from umbra.cpu_offload.expert_ring import group_count, group_size
 from umbra.cpu_offload.manager import layer_number
 from umbra.executor.config.case import Case
-from umbra.executor.plan.activations import Part, product
+from umbra.executor.plan.activations import PlanLine, product
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
 from umbra.ops.ascend.weights import unfit
 from umbra.ops.counted import CountedOps
@@ -132,7 +132,7 @@ class CountedShadows:
             banks |= {each} if first.by_pair(each) else {*first.parts}
         return banks | ({first.each} if self.most < sys.maxsize else set())
 
-    def tables(self, rows: Sequence[int]) -> list[Part]:
+    def tables(self, rows: Sequence[int]) -> list[PlanLine]:
         """Returns the memory that steps read beside the arena: tables, and experts that long steps copy."""
         first, each = self.layers[0], self.layers[0].layout.block_bytes // PLACE
         parts = [

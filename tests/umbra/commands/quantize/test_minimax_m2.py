@@ -19,7 +19,7 @@ from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import Calibration, convert
 from umbra.commands.quantize.fp8 import Fp8Target
 from umbra.commands.quantize.layer import CalibratedLayer
-from umbra.commands.quantize.source import Source
+from umbra.commands.quantize.source import CheckpointSource
 from umbra.executor.config.load import load_case
 from umbra.models.tokenizers import tokenizer_in
 
@@ -102,7 +102,7 @@ def dequantised(folder: Path) -> Path:
 def test_the_layers_are_transformers_layers(tmp_path: Path) -> None:
     save_m2(tmp_path, rotary_dim=8)  # of 32 columns
     oracle = MiniMaxM2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    source, ids = Source(tmp_path), torch.arange(40).view(2, 20) * 7
+    source, ids = CheckpointSource(tmp_path), torch.arange(40).view(2, 20) * 7
     hidden = source.rest()["model.embed_tokens.weight"].float()[ids]
     for index in range(source.config.num_hidden_layers):
         floats = {name: tensor.float() for name, tensor in source.layer(index).items()}
@@ -114,10 +114,10 @@ def test_the_layers_are_transformers_layers(tmp_path: Path) -> None:
 
 def test_an_fp8_source_is_its_floats(tmp_path: Path, model: Path, calibration: Calibration) -> None:
     """The official files are published in FP8 only. What stays in floats is written in bfloat16."""
-    convert(tmp_path / "fp8", Fp8Target(Source(model), ()))
+    convert(tmp_path / "fp8", Fp8Target(CheckpointSource(model), ()))
     floats = dequantised(tmp_path / "fp8")
     for out, source in (("ours", tmp_path / "fp8"), ("theirs", floats)):
-        convert(tmp_path / out, AwqTarget(Source(source), ("self_attn",), 128), calibration)
+        convert(tmp_path / out, AwqTarget(CheckpointSource(source), ("self_attn",), 128), calibration)
     ours, theirs = tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -125,21 +125,21 @@ def test_an_fp8_source_is_its_floats(tmp_path: Path, model: Path, calibration: C
         assert tensor.dtype == (torch.bfloat16 if kept else theirs[name].dtype)
         assert torch.equal(tensor, theirs[name].bfloat16() if kept else theirs[name])
     with pytest.raises(UserError, match=r"is quantised already .FP8 e4m3"):
-        convert(tmp_path / "again", Fp8Target(Source(tmp_path / "fp8"), ()))
+        convert(tmp_path / "again", Fp8Target(CheckpointSource(tmp_path / "fp8"), ()))
     with pytest.raises(UserError, match=r"is quantised already .AWQ, 4 bits.*: name one in floats or FP8"):
-        Source(tmp_path / "ours")
+        CheckpointSource(tmp_path / "ours")
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path, model: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text(json.dumps({"model_type": "minimax_m3"}))
     with pytest.raises(UserError, match=r"MiniMax-M3, another architecture. is not supported, only"):
-        Source(tmp_path / "other")
+        CheckpointSource(tmp_path / "other")
     with pytest.raises(UserError, match=r"--keep model\.layer\.0: is no module of .*, and no part of one's path"):
-        convert(tmp_path / "out", Fp8Target(Source(model), ("model.layer.0",)))
+        convert(tmp_path / "out", Fp8Target(CheckpointSource(model), ("model.layer.0",)))
     save_m2(tmp_path / "odd", intermediate_size=192)
     with pytest.raises(UserError, match=r"experts\.0\.w2\.weight: 192 columns are not a multiple of --group 128"):
-        convert(tmp_path / "out", AwqTarget(Source(tmp_path / "odd"), (), 128))
+        convert(tmp_path / "out", AwqTarget(CheckpointSource(tmp_path / "odd"), (), 128))
 
 
 CHECKPOINTS = ROOT / "checkpoints"
@@ -148,7 +148,7 @@ HELD_OUT = (CHECKPOINTS / "austen_moe/held_out.txt").read_text()[:6000]
 
 
 def test_the_fp8_folder_is_what_the_tool_writes(tmp_path: Path) -> None:
-    convert(tmp_path / "out", Fp8Target(Source(DEMO), ()))
+    convert(tmp_path / "out", Fp8Target(CheckpointSource(DEMO), ()))
     written = sorted((tmp_path / "out").iterdir())
     assert [path.name for path in written] == sorted(p.name for p in FP8.iterdir() if p.name != "README.md")
     for path in written:
@@ -157,7 +157,7 @@ def test_the_fp8_folder_is_what_the_tool_writes(tmp_path: Path) -> None:
 
 def test_the_awq_folder_was_made_of_the_demo() -> None:
     """From these weights and this text, in QuantTrio's layout; the search is repeated in other tests."""
-    source, text = Source(DEMO), (CHECKPOINTS / "austen_moe_awq/calibration.txt").read_text()
+    source, text = CheckpointSource(DEMO), (CHECKPOINTS / "austen_moe_awq/calibration.txt").read_text()
     assert read_json(AWQ / "quantize_state.json") == {
         "quantization": AwqTarget(source, (), 128).quantisation,
         "source": source.digest(),

@@ -35,7 +35,7 @@ from umbra.commands.quantize.fp8 import Fp8Target
 from umbra.commands.quantize.layer import CalibratedLayer
 from umbra.commands.quantize.mxfp4 import Mxfp4Target
 from umbra.commands.quantize.search import fold, search_layer
-from umbra.commands.quantize.source import Source
+from umbra.commands.quantize.source import CheckpointSource
 from umbra.commands.quantize.w8a8 import W8a8Target
 from umbra.models.registry import families
 from umbra.ops.formats.mxfp4 import E2M1
@@ -97,7 +97,7 @@ def as_float(folder: Path, to: Path, kind: Any = Qwen3MoeForCausalLM) -> PreTrai
 def test_plain_rounding_writes_the_format(tmp_path: Path) -> None:
     save_model(tmp_path / "model", attention_bias=True, max_shard_size="100KB")
     before = tensors_of(tmp_path / "model")
-    convert(tmp_path / "out", AwqTarget(Source(tmp_path / "model"), (), GROUP))
+    convert(tmp_path / "out", AwqTarget(CheckpointSource(tmp_path / "model"), (), GROUP))
     after = tensors_of(tmp_path / "out")
     linears = {n for n in before if "_proj." in n and n.endswith("weight")}
     assert len(linears) == 2 * 4 + 8 * 3 + 3
@@ -135,7 +135,7 @@ def test_plain_rounding_writes_the_format(tmp_path: Path) -> None:
 def test_w8a8_is_written_as_modelslim_does(tmp_path: Path) -> None:
     oracle = save_model(tmp_path / "model", attention_bias=True)
     before = tensors_of(tmp_path / "model")
-    convert(tmp_path / "out", W8a8Target(Source(tmp_path / "model"), ("o_proj",)))
+    convert(tmp_path / "out", W8a8Target(CheckpointSource(tmp_path / "model"), ("o_proj",)))
     types = json.loads((tmp_path / "out/quant_model_description.json").read_text())
     after, kept = tensors_of(tmp_path / "out"), ("norm", "embed", "lm_head", "mlp.gate.", "o_proj")
     for name, w in before.items():
@@ -161,7 +161,7 @@ def test_w8a8_is_written_as_modelslim_does(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_the_layers_are_transformers_layers(tmp_path: Path) -> None:
     oracle = save_model(tmp_path, attention_bias=True)
-    source, ids = Source(tmp_path), torch.arange(40).view(2, 20) * 7
+    source, ids = CheckpointSource(tmp_path), torch.arange(40).view(2, 20) * 7
     hidden = source.rest()["model.embed_tokens.weight"][ids]
     for index in range(source.config.num_hidden_layers):
         hidden = CalibratedLayer(source, index, 2, 20).forward(source.layer(index).__getitem__, hidden)
@@ -177,7 +177,7 @@ def test_the_layers_are_transformers_layers(tmp_path: Path) -> None:
 def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: str) -> None:
     """Its layers are transformers' layers, a search loses nothing, and Umbra reads what is written."""
     oracle: Any = save_tiny_of(tmp_path / "model", family, **WIDE | KINDS.get(family, {"num_key_value_heads": 8}))
-    source, ids = Source(tmp_path / "model"), torch.arange(40).view(2, 20) * 2
+    source, ids = CheckpointSource(tmp_path / "model"), torch.arange(40).view(2, 20) * 2
     hidden = source.rest()["model.embed_tokens.weight"][ids]
     for index in range(2):
         layer, tensors = CalibratedLayer(source, index, 2, 20), source.layer(index)
@@ -198,7 +198,7 @@ def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: s
 def test_heads_matrices_and_routers_stay_floats(tmp_path: Path, target: type[Fp8Target | W8a8Target]) -> None:
     """Also where no block of FP8 is whole."""
     oracle = save_tiny_of(tmp_path / "model", "deepseek_v3", **WIDE, initializer_range=0.1)
-    convert(tmp_path / "out", target(Source(tmp_path / "model"), ()))
+    convert(tmp_path / "out", target(CheckpointSource(tmp_path / "model"), ()))
     tensors, ids = tensors_of(tmp_path / "out"), list(range(40))
     kept = [name for name in tensors if f"{name}_scale" not in tensors and f"{name}_scale_inv" not in tensors]
     assert {name for name in kept if "_proj" in name and name.endswith("weight")} == {
@@ -213,9 +213,9 @@ def test_a_model_that_sees_pictures_becomes_one_that_reads(tmp_path: Path) -> No
     """Each expert's matrices come from tensors of all; states' decays and other small matrices stay in floats."""
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim"), 128)
     save_pictured(tmp_path / "model", **wide, linear_num_key_heads=8, linear_num_value_heads=8, num_hidden_layers=4)
-    before = Source(tmp_path / "model")
+    before = CheckpointSource(tmp_path / "model")
     convert(tmp_path / "out", Fp8Target(before, ()))
-    config, after = json.loads((tmp_path / "out/config.json").read_text()), Source(tmp_path / "out")
+    config, after = json.loads((tmp_path / "out/config.json").read_text()), CheckpointSource(tmp_path / "out")
     assert (config["model_type"], config["architectures"]) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
     assert after.shapes == before.shapes
     for name in before.shapes:
@@ -230,8 +230,8 @@ def test_all_experts_in_one_tensor_are_written_as_gpt_oss_is(tmp_path: Path) -> 
     transformers read what is written, and what is kept."""
     save_tiny_of(tmp_path / "model", "gpt_oss")
     exact, floats = tmp_path / "exact", mxfp4_tiny(tmp_path / "model", tmp_path / "official")
-    convert(exact, Mxfp4Target(Source(floats), ()))
-    convert(tmp_path / "kept", Mxfp4Target(Source(floats), ("layers.0.mlp",)))
+    convert(exact, Mxfp4Target(CheckpointSource(floats), ()))
+    convert(tmp_path / "kept", Mxfp4Target(CheckpointSource(floats), ("layers.0.mlp",)))
     ids, settings = list(range(40)), Mxfp4Config(dequantize=True)
     oracle = GptOssForCausalLM.from_pretrained(floats, dtype=torch.float32)
     expected = oracle_logits(oracle, ids)
@@ -256,7 +256,7 @@ def test_all_experts_in_one_tensor_are_written_as_gpt_oss_is(tmp_path: Path) -> 
 @torch.inference_mode()
 def test_folding_keeps_the_function(tmp_path: Path, index: int, kv_heads: int) -> None:
     save_model(tmp_path, num_key_value_heads=kv_heads, attention_bias=True)
-    source = Source(tmp_path)
+    source = CheckpointSource(tmp_path)
     layer = CalibratedLayer(source, index, 2, 24)
     tensors, x = source.layer(index), torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(3))
     x[..., 5] *= 20
@@ -276,7 +276,7 @@ def test_the_search_loses_less_than_plain_rounding(tmp_path: Path, text: Path) -
             for norm in (block.input_layernorm, block.post_attention_layernorm):
                 norm.weight[[3, 17]] *= 12
     oracle.save_pretrained(tmp_path / "model")
-    source, ids = Source(tmp_path / "model"), torch.arange(200).view(4, 50) * 13
+    source, ids = CheckpointSource(tmp_path / "model"), torch.arange(200).view(4, 50) * 13
     error = {}
     for way, calibration in (("plain", None), ("aware", Calibration(text, 400))):
         convert(tmp_path / way, AwqTarget(source, (), GROUP), calibration)
@@ -296,7 +296,7 @@ class Killed(BaseException):
 def test_a_killed_run_goes_on_to_the_same_bytes(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrated: bool, renamed: bool
 ) -> None:
-    source, calibration = Source(model), Calibration(text, 40) if calibrated else None
+    source, calibration = CheckpointSource(model), Calibration(text, 40) if calibrated else None
     convert(tmp_path / "whole", AwqTarget(source, (), GROUP), calibration)
     expected, rename = bytes_of(tmp_path / "whole"), Path.replace
     for kill_at in range(1, len(expected) + 1):
@@ -328,7 +328,7 @@ def test_one_core_writes_the_same_bytes_and_lines_tell_the_progress(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(workers, "PAUSE", 0)
-    cores, target = os.sched_getaffinity(0), AwqTarget(Source(model), (), GROUP)
+    cores, target = os.sched_getaffinity(0), AwqTarget(CheckpointSource(model), (), GROUP)
     convert(tmp_path / "all", target, Calibration(text, 400))
     try:
         os.sched_setaffinity(0, {min(cores)})
@@ -343,7 +343,7 @@ def test_one_core_writes_the_same_bytes_and_lines_tell_the_progress(
 
 
 def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) -> None:
-    source, out = Source(model), tmp_path / "out"
+    source, out = CheckpointSource(model), tmp_path / "out"
     convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
     convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
     (tmp_path / "other.txt").write_text(TEXT + "!")
@@ -351,28 +351,28 @@ def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) ->
         convert(out, AwqTarget(source, (), GROUP), Calibration(tmp_path / "other.txt", 40))
     save_model(tmp_path / "other", rms_norm_eps=1e-5)
     with pytest.raises(UserError, match="another source"):
-        convert(out, AwqTarget(Source(tmp_path / "other"), (), GROUP), Calibration(text, 40))
+        convert(out, AwqTarget(CheckpointSource(tmp_path / "other"), (), GROUP), Calibration(text, 40))
     with pytest.raises(UserError, match=r"holds files, but no quantize_state\.json"):
         convert(model, AwqTarget(source, (), GROUP))
 
 
 def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"q_proj\.weight: 32 columns are not a multiple of --group 64"):
-        convert(tmp_path / "out", AwqTarget(Source(model), (), 64))
+        convert(tmp_path / "out", AwqTarget(CheckpointSource(model), (), 64))
     assert not (tmp_path / "out").exists()
     save_model(tmp_path / "odd", head_dim=2)
     with pytest.raises(UserError, match=r"k_proj\.weight: 4 rows are not a multiple of 8"):
-        convert(tmp_path / "out", AwqTarget(Source(tmp_path / "odd"), (), GROUP))
+        convert(tmp_path / "out", AwqTarget(CheckpointSource(tmp_path / "odd"), (), GROUP))
     damaged = load_file(tmp_path / "odd/model.safetensors")
     del damaged["model.norm.weight"]
     save_file(damaged, tmp_path / "odd/model.safetensors")
     with pytest.raises(UserError, match=r"1 tensors missing: model\.norm\.weight"):
-        Source(tmp_path / "odd")
+        CheckpointSource(tmp_path / "odd")
     save_tiny_of(tmp_path / "fused", "gpt_oss")
     with pytest.raises(UserError, match=r"AWQ and FP8 have matrices of one expert each.*: --format mxfp4"):
-        convert(tmp_path / "out", AwqTarget(Source(tmp_path / "fused"), (), GROUP))
+        convert(tmp_path / "out", AwqTarget(CheckpointSource(tmp_path / "fused"), (), GROUP))
     with pytest.raises(UserError, match=r"--format mxfp4: is for tensors of all experts, which .* has not"):
-        convert(tmp_path / "out", Mxfp4Target(Source(model), ()))
+        convert(tmp_path / "out", Mxfp4Target(CheckpointSource(model), ()))
 
 
 @pytest.mark.parametrize(
