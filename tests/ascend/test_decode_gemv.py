@@ -153,6 +153,7 @@ def check(program: GeProgram, family: Family) -> None:
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, outputs), torch.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_the_ge_graph(tmp_path: Path, family: Family, loaded: list[str]) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", "zero_points=true", "gemv_float_sums=true"]

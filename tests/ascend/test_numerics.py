@@ -107,6 +107,7 @@ def test_counts_of_older_releases_are_converted(tmp_path: Path, monkeypatch: pyt
     assert_same(logits(tmp_path, ascend_on_cpu("fusion_v2")), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", [M2, GPT_OSS], ids=str)
 def test_bfloat16_stays_close(tmp_path: Path, family: Family) -> None:
     save(family, tmp_path, initializer_range=0.1)
