@@ -37,7 +37,7 @@ class Batch:
 
     token_ids: Tensor  # (T) int64
     positions: Tensor  # (T) int64
-    paged: tuple[Paged, ...]  # of each set of layers (executor/engine/memory/layer_sets.py), with the same lengths
+    paged: tuple[Paged, ...]  # of each set of layers (executor/plan/layer_sets.py), with the same lengths
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
     sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts

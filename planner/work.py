@@ -15,11 +15,11 @@ from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.executor.engine.memory.batch_limits import limits_of
-from umbra.executor.engine.memory.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
-from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.plan.activations import CountedGroup, batch_of
+from umbra.executor.plan.batch_limits import limits_of
 from umbra.executor.plan.counting import counting_of
+from umbra.executor.plan.kv_caches import bind_caches, frame_of, recurrent, sets_of, state_sizes
+from umbra.executor.plan.weight_formats import build_of
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig, with_layers
 from umbra.models.eagle3_config import TAPS
@@ -75,7 +75,7 @@ class Memory:
 
     experts: int
     rest: int  # all other weights
-    page: int  # a KV page of all layers of a set (executor/engine/memory/layer_sets.py)
+    page: int  # a KV page of all layers of a set (executor/plan/layer_sets.py)
 
 
 class CountedRank:

@@ -7,8 +7,8 @@ from operator import attrgetter
 from umbra.executor.config.case import Case
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.units import GB
-from umbra.executor.engine.memory.batch_limits import Limits
 from umbra.executor.plan.activations import PlanLine
+from umbra.executor.plan.batch_limits import Limits
 from umbra.models.registry import load
 
 # The sections that any device has; ARENA is the buffer that experts with shadows share with the KV cache.

@@ -16,11 +16,11 @@ from umbra.cpu_offload.planner.planned_run import PlannedRun
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.executor.engine.memory.arena import expert_frames, frames_of, make_arena, set_pages_of
-from umbra.executor.engine.memory.batch_limits import limits_of
-from umbra.executor.engine.memory.kv_caches import frame_of, state_sizes
 from umbra.executor.plan.activations import PlanLine
+from umbra.executor.plan.arena_sizes import expert_frames, frames_of, make_arena, set_pages_of
+from umbra.executor.plan.batch_limits import limits_of
 from umbra.executor.plan.host_memory import PER_ENTRY, lock_limit, too_much_here
+from umbra.executor.plan.kv_caches import frame_of, state_sizes
 from umbra.executor.plan.memory import MemoryPlan, plan_memory
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, sketch_of, weights_of

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.executor.engine.memory.arena import set_pages_of
-from umbra.executor.engine.memory.batch_limits import Limits, limits_of
-from umbra.executor.engine.memory.kv_caches import attentions, bind_caches, sharing
-from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.plan.activations import PlanLine, counted
+from umbra.executor.plan.arena_sizes import set_pages_of
+from umbra.executor.plan.batch_limits import Limits, limits_of
+from umbra.executor.plan.kv_caches import attentions, bind_caches, sharing
+from umbra.executor.plan.weight_formats import build_of
 from umbra.models.build import Build, Shadows
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig

@@ -21,7 +21,7 @@ from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.config.rules import check
 from umbra.executor.config.schema import read
 from umbra.executor.config.units import GB, MB
-from umbra.executor.engine.memory.batch_limits import Limits, limits_of
+from umbra.executor.plan.batch_limits import Limits, limits_of
 from umbra.executor.plan.host_memory import free_memory
 from umbra.models.config import ModelConfig
 from umbra.models.gguf.folder import SUFFIX, checkpoint_folder, name_of, whole_path

@@ -47,7 +47,7 @@ from umbra.base.errors import UserError, run_main
 from umbra.base.files import write_json, write_whole
 from umbra.executor.config.load import CASES, load_case, load_model_config, model_folder
 from umbra.executor.config.units import GB, MB
-from umbra.executor.engine.memory.arena import expert_frames
+from umbra.executor.plan.arena_sizes import expert_frames
 from umbra.executor.plan.shadows import sizes_of
 from umbra.planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
 from umbra.planner.cluster import Cluster, Load, Search, SimulationSettings

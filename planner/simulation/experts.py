@@ -18,8 +18,8 @@ from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
 from umbra.cpu_offload.manager import ShadowExperts, ShadowSettings
 from umbra.cpu_offload.memory.arena import Arena, StateSizes
-from umbra.executor.engine.memory.arena import expert_frames
 from umbra.executor.engine.memory.pages import ElasticPages
+from umbra.executor.plan.arena_sizes import expert_frames
 from umbra.ops.cpu.shadow import ShadowPool
 from umbra.ops.formats import Format
 from umbra.ops.interface import ExpertKind

@@ -15,7 +15,6 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from umbra.executor.engine.drafts.drafts import Drafts
-from umbra.executor.engine.memory.batch_limits import Limits
 from umbra.executor.engine.memory.expert_totals import ExpertTotals
 from umbra.executor.engine.memory.memory_split import MemorySplit
 from umbra.executor.engine.memory.pages import PagePool
@@ -24,6 +23,7 @@ from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.scheduler import Scheduler, Step
 from umbra.executor.engine.schedule.sequence import Sequence, new_sequence
 from umbra.executor.engine.step.timings import PrefillRate
+from umbra.executor.plan.batch_limits import Limits
 from umbra.planner.simulation.experts import SimulatedExperts
 from umbra.planner.simulation.steps import StepTimes
 from umbra.planner.simulation.traffic import Arrival

@@ -9,7 +9,7 @@ import numpy as np
 
 from umbra.base.errors import UserError
 from umbra.cpu_offload.planner.choices import COPYING, MOST_SWAPS
-from umbra.executor.engine.memory.batch_limits import Limits
+from umbra.executor.plan.batch_limits import Limits
 from umbra.planner.cluster import SimulationSettings
 from umbra.planner.layouts import Layout
 from umbra.planner.simulation.experts import INTERVAL, ExpertSizes, SimulatedExperts

@@ -15,8 +15,8 @@ from tests.ascend.engine import V3
 from tests.ascend.test_numerics import save
 from tests.ascend.test_shadow_numerics import WIDE, runner_of
 from tests.ascend.workers import close_nodes
-from umbra.executor.engine.memory.kv_caches import attentions
 from umbra.executor.plan.activations import CountedGroup
+from umbra.executor.plan.kv_caches import attentions
 from umbra.models.batch import Batch, Subset
 from umbra.models.build import Build, Formats
 from umbra.models.layers.base import Layer

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, PROLOG, QWEN2, QWEN3, V3, Family
 from tests.variants import covering
-from umbra.executor.engine.memory.kv_caches import attentions
 from umbra.executor.plan.activations import CountedGroup, Ledger, batch_of
+from umbra.executor.plan.kv_caches import attentions
 from umbra.models.build import Build, Formats
 from umbra.ops.ascend import moe
 from umbra.ops.ascend.cann import ALL_ABILITIES

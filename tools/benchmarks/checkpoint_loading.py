@@ -35,8 +35,8 @@ from umbra.executor.checkpoint.load import stored_as
 from umbra.executor.checkpoint.packed import PackedCache
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case, load_model_config
-from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.model_runner import make_runner
+from umbra.executor.plan.weight_formats import build_of
 from umbra.models.layers.base import Piece, layers_of
 from umbra.models.registry import model_class
 from umbra.ops.cpu.layout import CpuLayout

@@ -30,12 +30,12 @@ from functools import partial
 from umbra.base.errors import UserError
 from umbra.executor.config.case import MOST_DRAFTING
 from umbra.executor.engine.drafts.drafts import Drafts
-from umbra.executor.engine.memory.batch_limits import Limits
 from umbra.executor.engine.memory.pages import PagePool, Pages
 from umbra.executor.engine.memory.prefixes import PageCache, extend_keys, key_of
 from umbra.executor.engine.schedule.request import Event
 from umbra.executor.engine.schedule.sequence import FAILED, Sequence
 from umbra.executor.engine.schedule.states import advance, cut, leave, passes_page, prepare, want_checkpoints
+from umbra.executor.plan.batch_limits import Limits
 
 MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
 MOST_PREEMPTIONS = 4  # of one sequence; it then waits until it can be promised all pages it will need

@@ -34,7 +34,7 @@ from umbra.executor.engine.memory.prefixes import CHECKPOINT, KEY_BYTES, key_of,
 from umbra.executor.engine.schedule.scheduler import Scheduler, Step
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.engine import Engine
-from umbra.executor.engine.step.weight_formats import packed_facts
+from umbra.executor.plan.weight_formats import packed_facts
 
 DEEP = 512  # tokens
 WAITING_BYTES = 64 << 20  # that are copied and not yet written

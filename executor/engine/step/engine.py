@@ -15,9 +15,8 @@ from umbra.executor.checkpoint.packed import PackedCache
 from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import model_folder
-from umbra.executor.engine.memory.arena import open_arena, set_pages_of
-from umbra.executor.engine.memory.batch_limits import limits_of
-from umbra.executor.engine.memory.kv_caches import attentions, bind_caches, recurrent
+from umbra.executor.engine.memory.arena import open_arena
+from umbra.executor.engine.memory.page_memory import PageMemory
 from umbra.executor.engine.memory.pages import PagePool, Pages
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.batching import Packer, StepShape
@@ -25,8 +24,11 @@ from umbra.executor.engine.step.profiler import Profiler
 from umbra.executor.engine.step.rebalancing import Rebalancing
 from umbra.executor.engine.step.sampling import choose, logprobs_of
 from umbra.executor.engine.step.shadows import make_shadow_experts
-from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.engine.step.weights import fill_weights
+from umbra.executor.plan.arena_sizes import set_pages_of
+from umbra.executor.plan.batch_limits import limits_of
+from umbra.executor.plan.kv_caches import attentions, bind_caches, recurrent
+from umbra.executor.plan.weight_formats import build_of
 from umbra.executor.platform.base import Platform
 from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig
@@ -76,7 +78,8 @@ class Engine:
             self.pages: Pages = opened[0]
             self.page_memory = opened[1]
         else:
-            self.page_memory = bind_caches(self.model, case, build, limits.pages)
+            caches, states = bind_caches(self.model, case, build, limits.pages)
+            self.page_memory = PageMemory(caches, 1, states, [of.elements for of in recurrent(self.model)])
             self.pages = PagePool(limits.pages, limits.page_size)
         state_layers = len(recurrent(self.model))
         self.packer = Packer(platform.ops, self.pages, limits.table_width, len(limits.windows), state_layers)

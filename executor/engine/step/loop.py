@@ -5,7 +5,6 @@ import time
 
 from umbra.base.errors import UserError
 from umbra.executor.engine.drafts.drafts import DecodeCost, Guessed
-from umbra.executor.engine.memory.batch_limits import limits_of
 from umbra.executor.engine.schedule.request import Event, Request
 from umbra.executor.engine.schedule.scheduler import Scheduler, Step
 from umbra.executor.engine.schedule.sequence import Sequence, new_sequence
@@ -13,6 +12,7 @@ from umbra.executor.engine.step.engine import Engine
 from umbra.executor.engine.step.logprobs import Logprobs, last_rows
 from umbra.executor.engine.step.speculation import Speculation
 from umbra.executor.engine.step.timings import FirstTokens, Timings
+from umbra.executor.plan.batch_limits import limits_of
 
 
 class Loop:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from umbra.base.errors import UserError
-from umbra.executor.engine.memory.batch_limits import limits_of
 from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.scheduler import Scheduler
 from umbra.executor.engine.schedule.sequence import Sequence, new_sequence
 from umbra.executor.engine.step.engine import Engine
+from umbra.executor.plan.batch_limits import limits_of
 
 
 class ForcedRun:

@@ -14,7 +14,7 @@ from umbra.executor.checkpoint.random import random_weights
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import draft_folder
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.executor.engine.step.weight_formats import packed_facts
+from umbra.executor.plan.weight_formats import packed_facts
 from umbra.models.causal_lm import CausalLM
 
 ROUNDED = "kept by no format, so rounded to 8 bits in groups of 32: each matrix is off by 0.5 % of its norm"

@@ -24,7 +24,7 @@ from umbra.commands.logits import prefill_logits
 from umbra.executor.checkpoint.formats.detect import SCHEMES, read_scheme
 from umbra.executor.checkpoint.load import load_checkpoint
 from umbra.executor.config.load import load_model_config
-from umbra.executor.engine.step.weight_formats import build_of
+from umbra.executor.plan.weight_formats import build_of
 from umbra.models.hf_config import HfConfig
 from umbra.models.layers.base import layers_of
 from umbra.models.layers.experts import Experts

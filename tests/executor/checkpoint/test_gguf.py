@@ -26,7 +26,7 @@ from umbra.executor.checkpoint.formats.detect import read_scheme
 from umbra.executor.checkpoint.load import load_checkpoint
 from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.executor.config.load import load_model_config, model_folder
-from umbra.executor.engine.step.weight_formats import build_of
+from umbra.executor.plan.weight_formats import build_of
 from umbra.executor.run.defaults import RUNNING, case_of_checkpoint
 from umbra.models.gguf import folder as unpacked
 from umbra.models.gguf.container import read_gguf

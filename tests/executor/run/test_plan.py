@@ -18,12 +18,12 @@ from umbra.base.files import ROOT
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import list_cases, load_case, load_model_config
 from umbra.executor.config.units import GB
-from umbra.executor.engine.memory.batch_limits import limits_of
-from umbra.executor.engine.memory.kv_caches import bind_caches
-from umbra.executor.engine.step.weight_formats import build_of
 from umbra.executor.plan.activations import Ledger
+from umbra.executor.plan.batch_limits import limits_of
+from umbra.executor.plan.kv_caches import bind_caches
 from umbra.executor.plan.resolve import STEP, resolve
 from umbra.executor.plan.shadows import plan_with_arena
+from umbra.executor.plan.weight_formats import build_of
 from umbra.executor.platform.ascend.plan.memory import make_plan
 from umbra.executor.platform.ascend.plan.shadows import CountedShadows
 from umbra.executor.run.memory_report import check_fits, print_plan

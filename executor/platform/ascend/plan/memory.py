@@ -15,9 +15,9 @@ from torch import nn
 from umbra.executor.config.case import MOST_DRAFTING, Case
 from umbra.executor.config.load import load_model_config
 from umbra.executor.config.units import GB, MB
-from umbra.executor.engine.memory.kv_caches import attentions, recurrent
 from umbra.executor.plan.activations import Ledger, Moment, PlanLine, batch_of, product, sampling, shorten
 from umbra.executor.plan.counting import Counting
+from umbra.executor.plan.kv_caches import attentions, recurrent
 from umbra.executor.plan.memory import ARENA, CACHE, GRAPHS, PREFILL, REMEDIES, REST, WEIGHTS, MemoryPlan
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.plan.sketch import EXPERTS, GUESSING, ROWS, Sketch, cache_of, sketch_of, weights_of

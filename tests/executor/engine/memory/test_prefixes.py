@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 
 from tests.fakes.drafts import FreeDrafts
-from umbra.executor.engine.memory.batch_limits import Limits
 from umbra.executor.engine.memory.pages import Block, PagePool, States
 from umbra.executor.engine.memory.prefixes import extend_keys, key_of
 from umbra.executor.engine.schedule import states as recurrent
 from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.scheduler import Scheduler, Step
 from umbra.executor.engine.schedule.sequence import Sequence, new_sequence
+from umbra.executor.plan.batch_limits import Limits
 from umbra.models.config import Expansion
 
 LONGEST = 40

@@ -7,11 +7,11 @@ import pytest
 
 from tests.fakes.drafts import FreeDrafts
 from umbra.base.errors import UserError
-from umbra.executor.engine.memory.batch_limits import Limits
 from umbra.executor.engine.memory.pages import PagePool
 from umbra.executor.engine.schedule.request import Event, Request, SamplingParams, TokenLogprob
 from umbra.executor.engine.schedule.scheduler import MOST_PREEMPTIONS, Scheduler
 from umbra.executor.engine.schedule.sequence import FAILED, Sequence, new_sequence
+from umbra.executor.plan.batch_limits import Limits
 
 PAGE, STOP, OWN_STOP = 4, 9, 8
 

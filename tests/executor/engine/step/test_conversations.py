@@ -8,10 +8,10 @@ import pytest
 
 from tests.fakes.drafts import lookup
 from tests.tiny import make_runner, save_tiny_of, tiny_case
-from umbra.executor.engine.memory.kv_caches import recurrent
 from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.loop import Loop
+from umbra.executor.plan.kv_caches import recurrent
 
 PAGE = 16
 ASKS = [7, 8, 9]  # the generation prompt, of which the history has all but the last token

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from umbra.base.errors import UserError
 from umbra.cpu_offload.memory.arena import NO_STATES, Frame, StateSizes
 from umbra.executor.config.case import Case
-from umbra.executor.engine.memory.layer_sets import LayerSet, layer_sets
-from umbra.executor.engine.memory.page_memory import PageMemory
+from umbra.executor.plan.layer_sets import LayerSet, layer_sets
 from umbra.models.build import Build
 from umbra.models.layers.attention import PagedCache
 from umbra.models.layers.states import RecurrentStates
@@ -23,8 +22,9 @@ def cache_type(case: Case, build: Build) -> torch.dtype:
     return build.dtype if dtype == "auto" else getattr(torch, dtype)
 
 
-def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> PageMemory:
-    """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
+def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> tuple[list[list[Tensor]], Tensor]:
+    """Gives every attention layer its cache of `pages` pages and one more, which padding rows write to. Returns the
+    caches (pages, ...) of each set of layers, and the states (places, ...) of all recurrent layers."""
     caches_by_position = []
     for layers in sharing(model):
         caches_by_position.append(caches := _caches(_alike([*layers.values()], case), case, build, pages + 1))
@@ -34,7 +34,7 @@ def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> PageM
     states = torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device)
     _bind_states(model, states)
     sets = [[cache for caches in caches_by_position[: len(of.layers)] for cache in caches] for of in sets_of(model)]
-    return PageMemory([sets[0] + aside, *sets[1:]], 1, states, [of.elements for of in recurrent(model)])
+    return [sets[0] + aside, *sets[1:]], states
 
 
 def bind_aside(model: nn.Module, case: Case, build: Build, pages: int) -> list[Tensor]:

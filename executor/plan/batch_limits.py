@@ -5,7 +5,7 @@ import bisect
 from dataclasses import dataclass
 
 from umbra.executor.config.case import Case
-from umbra.executor.engine.memory.layer_sets import layer_sets
+from umbra.executor.plan.layer_sets import layer_sets
 from umbra.models.config import Expansion, ModelConfig
 
 
