@@ -1,7 +1,4 @@
-"""Drives one rank of one case: sets up device, planner and engine, runs the prompts through the loop, and reports.
-
-A model family may have a runner of its own, which says how its decode step becomes a graph; most families need none.
-"""
+"""Drives one rank of one case: sets up device, planner and engine, runs the prompts through the loop, and reports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -74,9 +71,8 @@ class ModelRunner:
         self.loop = Loop(self.engine, stop_ids(self.folder, self.config.eos_token_ids))
 
     def graph_compile(self) -> ForwardStep:
-        """The decode step as `exe_mode` wants it: op by op, or as static graphs, one for each number of sequences.
-        Prefill stays op by op."""
-        return self.engine.eager_step if self.case.exe_mode == "eager" else self.engine.graph_step()
+        """Returns the decode step that `setup` gives to the engine: here the model op by op, as prefill always is."""
+        return self.engine.eager_step
 
     def define_profiler(self) -> Profiler:
         return Profiler(self.case.model_config.enable_profiler, self.results, self.ranks.rank)
@@ -153,10 +149,14 @@ class ModelRunner:
 
 
 class Qwen3MoeRunner(ModelRunner):
-    """Qwen3-MoE's runner: its decode step becomes a graph as any family's does. One that needs more than that overrides
-    `graph_compile`."""
+    """The runner of graph modes. It has the name of the first family whose decode step became a graph; all do now."""
+
+    def graph_compile(self) -> ForwardStep:
+        """Returns the decode step as static graphs, one for each number of sequences."""
+        return self.engine.graph_step()
 
 
 def make_runner(case: Case, results: Path, ranks: RankEnv) -> ModelRunner:
-    runner = Qwen3MoeRunner if case.model_name == "qwen3_moe" else ModelRunner
+    """Returns the runner of a resolved case's rank for its `exe_mode`; it has no device before `setup`."""
+    runner = ModelRunner if case.exe_mode == "eager" else Qwen3MoeRunner
     return runner(case, results, ranks)

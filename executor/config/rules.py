@@ -79,6 +79,16 @@ def check_device(case: Case, where: str) -> None:
             f"{where}: cache_config.page_size: {page_size} must be a multiple of {facts.page_multiple} on platform: "
             f"{case.platform}: choose {facts.page_size}"
         )
+    method, rest = case.quantization.method, case.quantization.rest
+    if method not in ("auto", "none", *facts.quantised):
+        others = " or ".join([*(kind for kind in ("q8", "q4") if kind in facts.quantised), "none"])
+        raise UserError(
+            f"{where}: quantization.method: {method} has no fused kernels on platform: {case.platform}: choose {others}"
+        )
+    if rest not in ("none", *facts.quantised):
+        raise UserError(
+            f"{where}: quantization.rest: {rest} has no fused kernels on platform: {case.platform}: leave it out"
+        )
     if case.model_config.enable_cache_compile and not facts.keeps_graphs:
         raise UserError(
             f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: {case.platform}"

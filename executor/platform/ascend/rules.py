@@ -21,13 +21,6 @@ def check(case: Case, where: str) -> None:
         raise UserError(
             f"{where}: model_config.dtype: float32 has no fused kernels on platform: ascend: choose bfloat16 or float16"
         )
-    method, rest, kinds = case.quantization.method, case.quantization.rest, FACTS.quantised
-    if method not in ("auto", "none", *kinds):
-        raise UserError(
-            f"{where}: quantization.method: {method} has no fused kernels on platform: ascend: choose q4 or none"
-        )
-    if rest not in ("none", *kinds):
-        raise UserError(f"{where}: quantization.rest: {rest} has no fused kernels on platform: ascend: leave it out")
     if case.cache_config.kv_dtype != "auto":
         raise UserError(
             f"{where}: cache_config.kv_dtype: {case.cache_config.kv_dtype} is not supported on platform: ascend: "
