@@ -1,12 +1,12 @@
 """The ops that models are computed with: their signatures (interface.py), their meaning (reference.py), how weights are
-kept (format.py), and one folder for each implementation. The platform creates Ascend's ops with its device; the other
+kept (format.py), and one folder for each implementation. A platform may create its ops with its device; the other
 implementations are modules.
 """
 
 import importlib
 from typing import TYPE_CHECKING, cast
 
-if TYPE_CHECKING:  # the launcher imports ops.ascend.vector_core and must start quickly
+if TYPE_CHECKING:  # the launcher imports packages of this one and must start quickly
     from umbra.ops.interface import Ops
 
 IMPLEMENTATIONS = {"reference": "umbra.ops.reference", "cpu": "umbra.ops.cpu.ops"}

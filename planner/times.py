@@ -4,7 +4,7 @@
     collective  time of a few bytes between so many devices + bytes over the links of a device / their rate
     step        the sum, since a graph runs its kernels one after another, + what the host adds
 
-Bytes over the links, for n bytes of input on each of r ranks, as HCCL's algorithms for meshes send them:
+Bytes over the links, for n bytes of input on each of r ranks, as algorithms for meshes send them:
 
     all_reduce      the less of (r - 1) n, in one shot, and 2 (r - 1) / r n, in two, which costs the fixed time twice
     all_gather      (r - 1) n

@@ -269,3 +269,21 @@ def test_each_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+# Ascend, NPU, CANN and HCCL, alone or in names such as AscendOps, torch_npu and npugraph_ex.
+OF_ONE_DEVICE = re.compile(r"(?i:(?<![a-z])(?:ascend|npu|cann|hccl))(?![a-z])|npugraph")
+CODE = ("umbra", "serving", "planner", "executor", "models", "cpu_offload", "text", "ops")
+# Benchmarks of the planner hold published figures of NPUs; ops/counted.py counts the kernels of Ascend's ops.
+OWN = ("ops/ascend", "executor/platform/ascend", "planner/benchmarks", "ops/counted.py")
+
+
+def test_neutral_code_hardly_names_a_device() -> None:
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in SOURCES.values()
+        if path.relative_to(ROOT).parts[0] in CODE and not any(path.is_relative_to(ROOT / folder) for folder in OWN)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if OF_ONE_DEVICE.search(line)
+    ]
+    assert len(named) <= 5, "\n".join(named)

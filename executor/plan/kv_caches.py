@@ -135,7 +135,7 @@ def apart(cache: Tensor) -> nn.Parameter:
     among the inputs of a graph, and torchair copies a whole tensor that two layers write."""
     if cache.is_meta:
         return fixed(cache)
-    return fixed(torch.utils.dlpack.from_dlpack(cache))  # by its whole name: torch_npu puts its own there
+    return fixed(torch.utils.dlpack.from_dlpack(cache))  # by its whole name: a device's package may put its own there
 
 
 def _caches(layer: PagedCache, case: Case, build: Build, pages: int) -> list[Tensor]:

@@ -301,7 +301,7 @@ def pairs_of(layer: ShadowLayer, ids: Tensor) -> Tensor:
 
 
 class BridgeWorker:
-    """Lets a bridge (ops/ascend/bridge.py) use the pool: computes each job's sums over the experts that are not
+    """Lets the bridge of a device use the pool: computes each job's sums over the experts that are not
     resident, in the model's type (csrc/shadow/worker.h). The bridge takes `submit` and `context`; the worker must
     outlive it."""
 

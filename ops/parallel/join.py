@@ -17,7 +17,7 @@ def join(sizes: ParallelSizes, rank: int, timeout_s: int, backend: str, options:
     """
     if sizes.world == 1:
         return Parallel()
-    # HCCL does not use the default group: it then makes no communicator, and so no buffers, for it.
+    # Nothing uses the default group: backends that make communicators at first use then have no buffers for it.
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for name, members in partitions(sizes).items():  # every rank creates every group, in the same order

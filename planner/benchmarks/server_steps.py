@@ -25,7 +25,7 @@ from umbra.base.errors import run_main
 from umbra.base.files import write_json
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.schedule.chunk_size import amounts_of
+from umbra.executor.engine.schedule.prompt_costs import amounts_of
 from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.scheduler import Step
 from umbra.executor.model_runner import make_runner

@@ -18,7 +18,7 @@ from umbra.executor.engine.drafts.drafts import Drafts
 from umbra.executor.engine.memory.expert_totals import ExpertTotals
 from umbra.executor.engine.memory.memory_split import MemorySplit
 from umbra.executor.engine.memory.pages import PagePool
-from umbra.executor.engine.schedule.chunk_size import ChunkSize, amounts, amounts_of, first_prompt, next_prompt
+from umbra.executor.engine.schedule.prompt_costs import PromptCosts, amounts, amounts_of, first_prompt, next_prompt
 from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.scheduler import Scheduler, Step
 from umbra.executor.engine.schedule.sequence import Sequence, new_sequence
@@ -106,22 +106,22 @@ class Replica:
         self.prefill_rate = PrefillRate(self.limits.page_size)
         self.sequences: dict[int, Sequence] = {}
         self.run: StepRun | None = None  # the one that is under way
-        self.chunk_size = self._warm_up() if self.pause_s else None
+        self.prompt_costs = self._warm_up() if self.pause_s else None
 
-    def _warm_up(self) -> ChunkSize:
-        """Returns the chunk size that a server has learned from the prompts of its warm-up."""
-        chunk_size, limits = ChunkSize(), self.limits
+    def _warm_up(self) -> PromptCosts:
+        """Returns the costs that a server has learned from the prompts of its warm-up."""
+        prompt_costs, limits = PromptCosts(), self.limits
         page, longest = limits.page_size, limits.max_sequence_length
         length = first_prompt(page, longest)
         while length:
             took = 0.0
-            for cached in range(0, length, chunk := limits.prefill_tokens or length):
-                tokens = min(chunk, length - cached)
+            for cached in range(0, length, most := limits.prefill_tokens or length):
+                tokens = min(most, length - cached)
                 seconds = self.times.prefill(tokens, cached, self.times.layout.sizes.resident)
-                chunk_size.learn(amounts([(tokens, cached)]), seconds)
+                prompt_costs.learn(amounts([(tokens, cached)]), seconds)
                 took += seconds
             length = next_prompt(length, took, page, self.pages, longest)
-        return chunk_size
+        return prompt_costs
 
     def add(self, id: int, arrival: Arrival) -> None:
         sequence = new_sequence(id, Request(arrival.prompt, sampling_of(arrival.output)))  # type: ignore[arg-type]
@@ -137,9 +137,9 @@ class Replica:
             if self.prefill_rate.value:
                 self.memory_split.decide(self.limits.page_size / self.prefill_rate.value)
             self.scheduler.expert_pages = self.memory_split.expert_pages
-        if self.chunk_size:
+        if self.prompt_costs:
             running, limits = self.scheduler.running, self.limits
-            self.scheduler.mixed_tokens = self.chunk_size.chunk(
+            self.scheduler.mixed_tokens = self.prompt_costs.mixed_tokens(
                 running, limits.page_size, self.pause_s, limits.prefill_tokens
             )
         step = self.scheduler.schedule()
@@ -154,8 +154,8 @@ class Replica:
             seconds, exposed = self.times.decode_steps(step, self.limits.groups, share, self._alike(step))
         else:
             seconds = [self.times.seconds(step, self.limits.groups, share)]
-            if self.chunk_size:
-                self.chunk_size.learn(amounts_of(step.sequences), seconds[0])
+            if self.prompt_costs:
+                self.prompt_costs.learn(amounts_of(step.sequences), seconds[0])
         ends = list(itertools.accumulate(seconds, initial=now))[1:]
         self.run = StepRun(step, now, ends, exposed)
         return ends[-1]

@@ -22,6 +22,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.env import node_env
 from umbra.executor.config.load import load_model_config
 from umbra.executor.launch.preflight import check_ready
+from umbra.executor.plan.resolve import resolve
 from umbra.serving.api.app import App
 from umbra.serving.api.auth import ApiKeys, check_address
 from umbra.serving.api.errors import ApiError
@@ -49,6 +50,7 @@ def serve(case: Case) -> None:
     first, it only runs ranks."""
     load_model_config(case)  # refuse a wrong case before a port is opened
     check_ready(case)
+    case = resolve(case, silent=node_env().node_rank > 0)
     settings = case.serve_config
     if node_env().node_rank:
         with tempfile.TemporaryDirectory(prefix="umbra-") as folder:

@@ -26,7 +26,7 @@ from umbra.executor.config.resolved import read_resolved
 from umbra.executor.engine.drafts.drafts import SIZES
 from umbra.executor.engine.memory.expert_totals import ExpertTotals
 from umbra.executor.engine.memory.memory_split import MemorySplit
-from umbra.executor.engine.schedule.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
+from umbra.executor.engine.schedule.prompt_costs import PromptCosts, amounts_of, first_prompt, next_prompt
 from umbra.executor.engine.schedule.request import Event, Request, SamplingParams
 from umbra.executor.engine.schedule.scheduler import Step
 from umbra.executor.engine.schedule.sequence import Sequence
@@ -100,7 +100,7 @@ class Worker:
         self.steps = self.preemptions = self.drafted = self.accepted = self.generated = 0
         self.disk: DiskPrefixes | None = None  # once the warm-up is over
         self.prefill_rate = PrefillRate(case.cache_config.page_size)
-        self.chunk_size = ChunkSize()
+        self.prompt_costs = PromptCosts()
         self.stopping = False
         self.watched = False  # whether somebody wants to see where experts are
         self._reported = 0.0  # time of the last State
@@ -206,7 +206,7 @@ class Worker:
         if self.disk:
             step = self.disk.restore(step)
         start = time.perf_counter()
-        before, decoded = timings.prefill_tokens, timings.decode_tokens
+        before, decoded = timings.prompt_tokens, timings.decode_tokens
         drafted, accepted = timings.drafted_tokens, timings.accepted_tokens
         amounts = amounts_of(step.sequences if step else ())
         events = self.loop.run(step)
@@ -215,12 +215,12 @@ class Worker:
             self.preemptions += 1
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
-        tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
+        tokens, decoded = timings.prompt_tokens - before, timings.decode_tokens - decoded
         self.drafted += timings.drafted_tokens - drafted
         self.accepted += timings.accepted_tokens - accepted
         seconds = time.perf_counter() - start
         if tokens:
-            self.chunk_size.learn(amounts, seconds)
+            self.prompt_costs.learn(amounts, seconds)
         self.prefill_rate.learn(tokens, seconds)
         if self.experts:
             self.experts.prefilled(tokens)
@@ -257,8 +257,9 @@ class Worker:
 
     def mixed_tokens(self) -> int:
         """Most prompt tokens of a step in which requests decode."""
-        pause_s, most = self.case.serve_config.prefill_pause_ms / 1000, self.case.data_config.chunked_prefill_size
-        return self.chunk_size.chunk(self.loop.scheduler.running, self.case.cache_config.page_size, pause_s, most)
+        pause_s, scheduler = self.case.serve_config.prefill_pause_ms / 1000, self.loop.scheduler
+        limits = scheduler.limits
+        return self.prompt_costs.mixed_tokens(scheduler.running, limits.page_size, pause_s, limits.prefill_tokens)
 
     def warm_up(self) -> None:
         """Runs prompts of growing length to learn prefill times, then decodes once with every batch size, and with
@@ -283,7 +284,7 @@ class Worker:
         page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
         length = first_prompt(page, longest)
         prefill(length)  # the first time takes longer and says nothing
-        self.chunk_size, self.prefill_rate.value = ChunkSize(), 0.0
+        self.prompt_costs, self.prefill_rate.value = PromptCosts(), 0.0
         while length:
             seconds = prefill(length)
             # Rank 0's clock decides for all.

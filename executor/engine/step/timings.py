@@ -11,7 +11,7 @@ class Timings:
     """A step in which some sequences prefill and others decode counts as both."""
 
     first_token: list[float] = field(default_factory=list)  # one entry for each sequence, counted from its admission
-    prefill_tokens: int = 0
+    prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
@@ -23,7 +23,7 @@ class Timings:
     def add(self, prompt_tokens: int, decoding: int, decode_tokens: int, drafted: int, seconds: float) -> None:
         """A step in which `decoding` sequences got `decode_tokens` tokens, and in which `drafted` tokens were tried."""
         if prompt_tokens:
-            self.prefill_tokens += prompt_tokens
+            self.prompt_tokens += prompt_tokens
             self.prefill_seconds += seconds
         if decoding:
             self.decode_tokens += decode_tokens

@@ -67,7 +67,7 @@ def test_chunked_prefill_changes_nothing(tmp_path: Path, chunk: int, mode: str) 
         assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
     assert max(most) == min(chunk, 3 + 1 + 23)
     assert sum(most) == sum(len(ids) for _, ids in PROMPTS)
-    assert runner.loop.timings.prefill_tokens == sum(most)
+    assert runner.loop.timings.prompt_tokens == sum(most)
     assert len(runner.loop.timings.first_token) == len(PROMPTS)
 
 

@@ -135,6 +135,6 @@ def test_a_long_prompt_does_not_stop_those_that_decode(model: Path) -> None:
     assert sizes[9:12] == [(1, 1)] * 3
     assert set(sizes[12:]) == {(1,)}
     assert tokens == {first: 29, second: 4}
-    assert runner.loop.timings.prefill_tokens == 43
+    assert runner.loop.timings.prompt_tokens == 43
     assert runner.loop.timings.decode_tokens == 29 + 3
     assert len(runner.loop.timings.per_token) - len(runner.loop.timings.pure_decode_steps) == 8

@@ -1,4 +1,4 @@
-"""What is known of the device."""
+"""The facts of the device, and its section of a case."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""The size of a chunk of chunked prefill: how many prompt tokens fit into a step in which other requests decode. It is
-learned from the times of earlier steps.
+"""The costs of prompt tokens in a step, learned from the times of earlier steps: they say how many fit into a step in
+which other requests decode.
 
 A step of n tokens after c computed ones takes, in seconds,
 
@@ -37,7 +37,7 @@ def next_prompt(length: int, seconds: float, page: int, pages: int, longest: int
     return 2 * length if seconds < WARM_UP_S and 2 * length <= most else 0
 
 
-class ChunkSize:
+class PromptCosts:
     def __init__(self) -> None:
         self.costs = np.zeros(3)  # seconds of a step, a token, a pair; zeros: no step was seen
 
@@ -57,12 +57,12 @@ class ChunkSize:
         # The larger root of pair / 2 n^2 + token n - left = 0, without the difference of two large numbers.
         return int(2 * left / (token + math.sqrt(token**2 + 2 * pair * left)))
 
-    def chunk(self, running: Iterable[Sequence], page: int, seconds: float, most: int | None) -> int:
+    def mixed_tokens(self, running: Iterable[Sequence], page: int, seconds: float, prefill_tokens: int | None) -> int:
         """Most prompt tokens of a step in which some of the `running` sequences decode: as many as take `seconds`, in
-        whole pages of `page` tokens, at least one of them; `most` is the most of any step."""
+        whole pages of `page` tokens, at least one of them; `prefill_tokens` are the most of any step."""
         context = next((s.num_computed for s in running if not s.decoding), 0)
         wanted = max(page, self.tokens(context, seconds) // page * page)
-        return min(wanted, most) if most else wanted
+        return min(wanted, prefill_tokens) if prefill_tokens else wanted
 
 
 def amounts_of(sequences: Iterable[Sequence]) -> NDArray[np.float64]:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from umbra.executor.engine.schedule.chunk_size import ChunkSize
+from umbra.executor.engine.schedule.prompt_costs import PromptCosts
 
 LONG, PAGE, PAUSE_S = 2000, 16, 0.2
 COSTS = {  # seconds of a step, a token, a pair of tokens
@@ -17,13 +17,13 @@ COSTS = {  # seconds of a step, a token, a pair of tokens
 
 class Machine:
     def __init__(self, costs: tuple[float, float, float], noise: float):
-        self.costs, self.noise, self.random, self.chunk_size = np.array(costs), noise, random.Random(2), ChunkSize()
+        self.costs, self.noise, self.random, self.prompt_costs = np.array(costs), noise, random.Random(2), PromptCosts()
 
     def step(self, tokens: int, context: int) -> float:
-        """The seconds of a step with `tokens` prompt tokens, of which `chunk_size` learns."""
+        """The seconds of a step with `tokens` prompt tokens, of which `prompt_costs` learns."""
         amounts = np.array([1, tokens, tokens * (context + tokens / 2)])
         seconds = float(self.costs @ amounts) * (1 + self.noise * self.random.random())
-        self.chunk_size.learn(amounts, seconds)
+        self.prompt_costs.learn(amounts, seconds)
         return seconds
 
     def warm_up(self) -> None:
@@ -35,7 +35,7 @@ class Machine:
         """The seconds of each step of a long prompt."""
         context, found = 0, []
         while context < LONG:
-            chunk = min(max(PAGE, self.chunk_size.tokens(context, PAUSE_S) // PAGE * PAGE), LONG - context)
+            chunk = min(max(PAGE, self.prompt_costs.tokens(context, PAUSE_S) // PAGE * PAGE), LONG - context)
             found.append(self.step(chunk, context))
             context += chunk
         return found
@@ -54,7 +54,7 @@ def test_no_step_of_a_long_prompt_takes_twice_the_pause(kind: str) -> None:
         steps.append(machine.prompt())
         machine.step(LONG, 0)
         steps.append(machine.prompt())
-        machine.chunk_size.learn(np.array([1.0, 100, 5000]), 9.0)
+        machine.prompt_costs.learn(np.array([1.0, 100, 5000]), 9.0)
         steps.append(machine.prompt())
     assert max(map(max, steps)) < 2 * PAUSE_S
     used = np.mean([np.mean(prompt[:-1]) for prompt in steps])
