@@ -26,15 +26,8 @@ from umbra.models.registry import family as family_record
 from umbra.tools.benchmarks.gguf_file import describe_tokenizer
 
 ARCHITECTURES = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-HALVES = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
+HALVES: dict[str, Any] = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
 SIZES = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
 EXPERT = re.compile(r"(.*\.experts\.)\d+\.(.*)")
 Kinds = Callable[[str], str]  # the type of the tensor of this name

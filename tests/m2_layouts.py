@@ -15,19 +15,9 @@ from tests.quantised import WRITERS, Written, fp8
 from tests.tiny import save_tiny_m2
 
 # Multiples of a block of 128; half of an expert's columns is one and a half blocks, as an eighth of the original's.
-SIZES: dict[str, Any] = dict(
-    hidden_size=256,
-    head_dim=64,
-    rotary_dim=32,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    intermediate_size=384,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    num_hidden_layers=2,
-    vocab_size=320,
-    initializer_range=0.05,
-)
+SIZES: dict[str, Any] = dict(hidden_size=256, head_dim=64, rotary_dim=32, num_attention_heads=6, num_key_value_heads=2)
+SIZES |= dict(intermediate_size=384, num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=320)
+SIZES |= dict(initializer_range=0.05)
 Way = tuple[str, int, bool]  # format, group, symmetric
 Ways = Callable[[str], Way | None]  # of a matrix by its name; None: floats
 FP8, AWQ, PACKED = ("fp8", 128, True), ("awq", 128, False), ("pack-quantized", 32, True)

@@ -72,12 +72,8 @@ def gptq(w: Tensor, group: int, bits: int, symmetric: bool, ordered: bool = Fals
     levels, scales, zeros = levels_of(w[:, place.argsort()], group, bits, symmetric)
     zeros = zeros.clamp(min=1)  # the format stores them less one
     shifts = list(range(0, 32, bits))
-    tensors = {
-        "qweight": packed(levels[:, place], shifts).T,
-        "qzeros": packed(zeros.T - 1, shifts),
-        "scales": scales.T,
-        "g_idx": (place // group).int(),
-    }
+    tensors: dict[str, Any] = {"qweight": packed(levels[:, place], shifts).T, "qzeros": packed(zeros.T - 1, shifts)}
+    tensors |= {"scales": scales.T, "g_idx": (place // group).int()}
     return tensors, meaning(levels, scales, zeros)[:, place]
 
 
@@ -127,15 +123,9 @@ def float_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Writte
 
 
 def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
-    weights = {
-        "num_bits": bits,
-        "type": "float" if format == "float-quantized" else "int",
-        "symmetric": symmetric,
-        "strategy": {-1: "channel", 0: "tensor"}.get(group, "group"),
-        "group_size": group if group > 0 else None,
-        "actorder": None,
-        "dynamic": False,
-    }
+    weights: dict[str, Any] = {"num_bits": bits, "type": "float" if format == "float-quantized" else "int"}
+    weights |= {"symmetric": symmetric, "strategy": {-1: "channel", 0: "tensor"}.get(group, "group")}
+    weights |= {"group_size": group if group > 0 else None, "actorder": None, "dynamic": False}
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if format == "w8a8" else None
     return {
         "quant_method": "compressed-tensors",
@@ -147,21 +137,11 @@ def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> di
     }
 
 
-WRITERS: dict[str, Callable[[Tensor, int, int, bool], Written]] = {
-    "awq": awq,
-    "gptq": gptq,
-    "gptq_v2": gptq,
-    "pack-quantized": pack_quantized,
-    "int-quantized": int_quantized,
-    "float-quantized": float_quantized,
-    "w8a8": int_quantized,
-    "fp8": fp8,
-    "auto_round:auto_gptq": gptq,
-    "auto_round": gptq,
-    "auto_round:auto_awq": awq,
-    "desc_act": partial(gptq, ordered=True),
-    "actorder": partial(pack_quantized, ordered=True),
-}
+WRITERS: dict[str, Callable[[Tensor, int, int, bool], Written]] = {"awq": awq, "gptq": gptq, "gptq_v2": gptq}
+WRITERS |= {"pack-quantized": pack_quantized, "int-quantized": int_quantized, "float-quantized": float_quantized}
+WRITERS |= {"w8a8": int_quantized, "fp8": fp8, "auto_round:auto_gptq": gptq, "auto_round": gptq}
+WRITERS |= {"auto_round:auto_awq": awq, "desc_act": partial(gptq, ordered=True)}
+WRITERS |= {"actorder": partial(pack_quantized, ordered=True)}
 
 
 def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:

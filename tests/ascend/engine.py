@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from tests.families import ROWS
+from tests.families.row import ASCEND_SIZES
 from tests.modelslim import modelslim_tiny
-from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, save_tiny_of, write_case
+from tests.tiny import ONE_RANK, save_tiny_of, write_case
 from tests.variants import thorough_but
 from umbra.cpu_offload.costs import Costs, Line
 from umbra.cpu_offload.expert_ring import ExpertRing
@@ -22,151 +24,32 @@ from umbra.executor.model_runner import ModelRunner, make_runner
 from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.platform.base import Platform
 from umbra.executor.platform.settings import PlatformSettings
-from umbra.models.deepseek.config import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
-from umbra.models.deepseek.model import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM
-from umbra.models.glm4_moe.config import Glm4MoeConfig
-from umbra.models.glm4_moe.model import Glm4MoeForCausalLM
-from umbra.models.gpt_oss.config import GptOssConfig
-from umbra.models.gpt_oss.model import GptOssForCausalLM
-from umbra.models.minimax_m2.config import MiniMaxM2Config
-from umbra.models.minimax_m2.model import MiniMaxM2ForCausalLM
-from umbra.models.qwen2_moe.config import Qwen2MoeConfig
-from umbra.models.qwen2_moe.model import Qwen2MoeForCausalLM
-from umbra.models.qwen3_moe.config import Qwen3MoeConfig
-from umbra.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from umbra.models.qwen3_next.config import Qwen3NextConfig
-from umbra.models.qwen3_next.model import Qwen3NextForCausalLM
 from umbra.ops.ascend.host_memory import pinned
 from umbra.ops.ascend.shadow import Node, ShadowNodes
 
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of a family. Sizes that families have in common are the same."""
+    """A tiny model of a row of the table of families, in sizes that the NPU's operators take."""
 
     name: str
     save: Callable[..., Any]
     sizes: dict[str, Any] = field(compare=False)
-    inner: str  # the name of the width of an expert
-    config: Any
-    model: Any
 
     def __str__(self) -> str:
         return self.name
 
 
-SIZES = dict(hidden_size=128, head_dim=128, num_attention_heads=2, num_key_value_heads=1, moe_intermediate_size=64)
-# head_dim 64: the narrowest that the rotary op takes
-M2_SIZES = dict(
-    hidden_size=128,
-    head_dim=64,
-    rotary_dim=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_local_experts=8,
-    num_experts_per_tok=3,
-    vocab_size=96,
-    initializer_range=0.2,
-)
-QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeConfig, Qwen3MoeForCausalLM)
-M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
-QWEN2 = Family(
-    "qwen2_moe",
-    partial(save_tiny_of, family="qwen2_moe"),
-    SIZES | {"shared_expert_intermediate_size": 64},
-    "moe_intermediate_size",
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
-GLM = Family(
-    "glm4_moe",
-    partial(save_tiny_of, family="glm4_moe"),
-    SIZES | {"first_k_dense_replace": 0},
-    "moe_intermediate_size",
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-)
-OSS_SIZES = dict(hidden_size=128, head_dim=64, intermediate_size=64, num_hidden_layers=2)
-GPT_OSS = Family(
-    "gpt_oss", partial(save_tiny_of, family="gpt_oss"), OSS_SIZES, "intermediate_size", GptOssConfig, GptOssForCausalLM
-)
+def of_row(name: str, **more: Any) -> Family:
+    return Family(name, partial(save_tiny_of, family=name), {**ASCEND_SIZES, **ROWS[name].ascend, **more})
 
-# The only widths of latents and rotated keys that Ascend takes.
-LATENT_SIZES = dict(
-    hidden_size=128,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    moe_intermediate_size=64,
-    num_hidden_layers=2,
-    vocab_size=96,
-    first_k_dense_replace=0,
-)
-V3 = Family(
-    "deepseek_v3",
-    partial(save_tiny_of, family="deepseek_v3"),
-    LATENT_SIZES,
-    "moe_intermediate_size",
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-)
-# The fewest columns that one op takes before attention.
-PROLOG = dataclasses.replace(
-    V3, save=partial(save_tiny_of, family="deepseek_v3"), sizes=LATENT_SIZES | dict(hidden_size=1024, q_lora_rank=1536)
-)
-V2 = Family(
-    "deepseek_v2",
-    partial(save_tiny_of, family="deepseek_v2"),
-    LATENT_SIZES,
-    "moe_intermediate_size",
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-)
-# Heads that are no power of two.
-FLASH_SIZES = LATENT_SIZES | dict(
-    num_attention_heads=6,
-    num_key_value_heads=6,
-    qk_nope_head_dim=192,
-    v_head_dim=256,
-    first_k_dense_replace=None,
-    intermediate_size=64,
-)
-FLASH = Family(
-    "glm4_moe_lite",
-    partial(save_tiny_of, family="glm4_moe_lite"),
-    FLASH_SIZES,
-    "moe_intermediate_size",
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-)
 
-# Heads of 256, of which 64 columns rotate; a layer with states, then one that attends.
-HYBRID_SIZES = dict(
-    hidden_size=128,
-    head_dim=256,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    moe_intermediate_size=64,
-    shared_expert_intermediate_size=64,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    vocab_size=96,
-    layer_types=["linear_attention", "full_attention"],
-    num_hidden_layers=2,
-)
-HYBRID = Family(
-    "qwen3_next",
-    partial(save_tiny_of, family="qwen3_next"),
-    HYBRID_SIZES,
-    "moe_intermediate_size",
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+QWEN3, M2, QWEN2, GLM, GPT_OSS = map(of_row, ("qwen3_moe", "minimax_m2", "qwen2_moe", "glm4_moe", "gpt_oss"))
+V3, V2, FLASH, HYBRID = map(of_row, ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next"))
+PROLOG = of_row(
+    "deepseek_v3", hidden_size=1024, q_lora_rank=1536
+)  # the fewest columns that one op takes before attention
+SIZES = QWEN3.sizes
 
 
 def in_int8(family: Family) -> Family:

@@ -27,6 +27,7 @@ from umbra.models.batch import Batch
 from umbra.models.build import Build, Formats
 from umbra.models.causal_lm import CausalLM
 from umbra.models.layers.attention import PagedCache
+from umbra.models.registry import model_class, read_config
 from umbra.ops.ascend import moe
 from umbra.ops.ascend.exchange import AscendExchange
 from umbra.ops.ascend.ops import AscendOps
@@ -90,11 +91,11 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
         ops, plain = AscendOps(BF16, NPU, routing, gemv_tokens), FORMATS["bfloat16"]
         tiled = Format("bfloat16", tiled=True)
         formats = Formats(plain, format or tiled, tiled)
-        config, world = family.config.from_folder(folder), parallel.world
+        config, world = read_config(folder, family.name), parallel.world
         group = "group", world.rank, world.size, config.expert_count, exchanged
         exchange = AscendExchange(ops, *group) if exchanged else None
         build: Any = Build(ops, parallel, formats, BF16, NPU, 64, exchange=exchange)  # type: ignore[arg-type]
-        module = family.model(config, build)
+        module = model_class(family.name)(config, build)
         pool = PagePool(5, 128)
         for layer in module.modules():
             if isinstance(layer, PagedCache):

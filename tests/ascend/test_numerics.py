@@ -14,6 +14,7 @@ from tests.ascend.engine import FLASH, GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
+from tests.families import ROWS
 from tests.modelslim import modelslim_tiny
 from tests.quantised import mxfp4, mxfp4_tiny, quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
@@ -34,7 +35,7 @@ IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 
 
 def save(family: Family, folder: Path, inner: int = 32, **options: Any) -> None:
-    family.save(folder / "model", **family.sizes | {"hidden_size": 64, family.inner: inner} | options)
+    family.save(folder / "model", **family.sizes | {"hidden_size": 64, ROWS[family.name].inner: inner} | options)
 
 
 def logits(

@@ -193,18 +193,8 @@ MIXER = [  # between the norm before and the projection back
     "Cat",
     "SwiGlu",
 ]
-ATTENTION = [
-    "MatmulWeightNz",
-    "RmsNorm",
-    "RmsNorm",
-    "RotaryPositionEmbeddingV2",
-    "RotaryPositionEmbeddingV2",
-    "ScatterNdUpdate",
-    "ScatterNdUpdate",
-    "FusedInferAttentionScoreV3",
-    "InplaceSigmoid",
-    "InplaceMul",
-]
+ATTENTION = ["MatmulWeightNz", "RmsNorm", "RmsNorm", "RotaryPositionEmbeddingV2", "RotaryPositionEmbeddingV2"]
+ATTENTION += ["ScatterNdUpdate", "ScatterNdUpdate", "FusedInferAttentionScoreV3", "InplaceSigmoid", "InplaceMul"]
 NORM = ["InplaceAdd", "RmsNorm"]  # of sums, by a float32 weight
 BLOCK = [
     "MatmulWeightNz",

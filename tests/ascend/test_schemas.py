@@ -18,14 +18,8 @@ INSTALLED = torch_npu.__version__
 # (`Abilities.tiled_cache`), which are used if torch_npu has the first of them, as are the SwiGLU between products of
 # int8, whose types 2.9 numbered otherwise, and the norm that rounds, whose type 2.9 does not take;
 # and the clipped SwiGLU and the op before attention over latents, which are used if it has the latter.
-SINCE = {
-    "npu_qkv_rms_norm_rope_cache": 10,
-    "npu_scatter_pa_kv_cache": 10,
-    "npu_grouped_matmul_swiglu_quant_v2": 10,
-    "npu_add_rms_norm_dynamic_quant": 10,
-    "npu_clipped_swiglu": 9,
-    "npu_mla_prolog_v3": 9,
-}
+SINCE = {"npu_qkv_rms_norm_rope_cache": 10, "npu_scatter_pa_kv_cache": 10, "npu_grouped_matmul_swiglu_quant_v2": 10}
+SINCE |= {"npu_add_rms_norm_dynamic_quant": 10, "npu_clipped_swiglu": 9, "npu_mla_prolog_v3": 9}
 
 
 def schemas(release: str, op: str) -> list[torch._C.FunctionSchema]:

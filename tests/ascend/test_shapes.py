@@ -14,6 +14,7 @@ from tests.variants import covering
 from umbra.executor.plan.activations import CountedGroup, Ledger, batch_of
 from umbra.executor.plan.kv_caches import attentions
 from umbra.models.build import Build, Formats
+from umbra.models.registry import model_class, read_config
 from umbra.ops.ascend import moe
 from umbra.ops.ascend.cann import ALL_ABILITIES
 from umbra.ops.ascend.exchange import AscendExchange
@@ -66,7 +67,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
     monkeypatch.setattr(torch_npu, "npu_apply_rotary_pos_emb", lambda query, key, **_: (query, key))
     sizes = {QWEN3: dict(mlp_only_layers=[0], intermediate_size=64, attention_bias=True)}.get(family, {})
     family.save(tmp_path / "model", **family.sizes | sizes | dict(num_experts_per_tok=top_k))
-    config = family.config.from_folder(tmp_path / "model")
+    config = read_config(tmp_path / "model", family.name)
     plain = FORMATS["bfloat16"]
     formats = Formats(plain, format or plain, plain)
     ledger = Ledger()
@@ -76,7 +77,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
         if exchanged:  # rows of decode steps only
             of_npu = AscendExchange(ops, "group", 0, 2, config.expert_count, 4)
             exchange = CountedExchange(ops, 2, 4) if isinstance(ops, CountedOps) else of_npu
-        model = family.model(config, Build(ops, parallel, formats, BF16, device, 256, exchange=exchange))
+        model = model_class(family.name)(config, Build(ops, parallel, formats, BF16, device, 256, exchange=exchange))
         for layer in attentions(model):
             layer.bind(*(fixed(layer.new_cache(part, 6, 128, BF16, device)) for part in range(layer.tensors)))
         expanded = family in (V3, PROLOG, FLASH) and tokens > sequences

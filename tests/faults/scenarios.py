@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -73,12 +73,8 @@ class Scenario(ABC):
         save_tiny(root / "model", vocab_size=4096, moe_intermediate_size=32)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "checkpoints/austen_moe" / name, root / "model" / name)
-        usual = {
-            "threads": 1,
-            "exe_mode": "graph",
-            "data_config": {"prompts": ["The cat"]},
-            "quantization": {"method": "q4", "keep_packed": True},
-        }
+        usual: dict[str, Any] = {"threads": 1, "exe_mode": "graph", "data_config": {"prompts": ["The cat"]}}
+        usual |= {"quantization": {"method": "q4", "keep_packed": True}}
         self.case = write_case(root / "tiny.yaml", root / "model", **usual | self.sections)
         self.fixed = sorted(root.rglob("*"))
         faults.arm(root)

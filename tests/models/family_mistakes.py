@@ -94,44 +94,44 @@ def yarn_with(**changes: Any) -> Mistake:
     return lambda patch: patch.setattr("umbra.models.rope.YarnConfig", lambda **read: YarnConfig(**(read | changes)))
 
 
-MISTAKES: list[tuple[str, str, Mistake]] = [  # family, name of its configuration, mistake
-    ("glm4_moe", "tiny", without_experts_that_all_take),
-    ("glm4_moe", "tiny", routing(weights_with_bias)),
-    ("glm4_moe", "tiny", routing(lambda x, _, k, again, scale: reference.route_sigmoid(x, None, k, again, scale))),
-    ("glm4_moe", "tiny", routing(lambda x, bias, k, again, _: reference.route_sigmoid(x, bias, k, again))),
-    (
-        "glm4_moe",
-        "tiny",
-        routing(lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)),
-    ),
-    (
-        "glm4_moe",
-        "not_renormalised",
-        routing(lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias, k, again, scale if again else 1.0)),
-    ),
-    ("glm4_moe", "as_air", routing(lambda x, bias, k, again, _: reference.route_sigmoid(x, bias, k, again, 2.5))),
-    ("glm4_moe", "as_air", routing(lambda x, _, k, again, scale: reference.route_softmax(x, k, again))),
-    ("glm4_moe", "tiny", norms_after_rotation),
-    ("qwen2_moe", "tiny", without_experts_that_all_take),
-    ("qwen2_moe", "tiny", without_a_gate),
-    ("qwen2_moe", "tiny", renormalised),
-    ("gpt_oss", "tiny", attending(lambda window, sinks: (window and window + 1, sinks))),
-    ("gpt_oss", "tiny", attending(lambda window, sinks: (None, sinks))),
-    ("gpt_oss", "tiny", attending(lambda window, sinks: (window, sinks * 32**-0.5))),
-    ("gpt_oss", "tiny", yarn_with(truncate=True)),
-    ("gpt_oss", "tiny", yarn_with(factor=1.0)),
-    ("gpt_oss", "tiny", yarn_with(attention_factor=1.0)),
-    ("gpt_oss", "tiny", gating(lambda gate, up, kind: (up + 1) * glu(gate))),
-    (
-        "gpt_oss",
-        "tiny",
-        gating(lambda gate, up, kind: (up.clamp(-kind.limit, kind.limit) + 1) * glu(gate).clamp(max=kind.limit)),
-    ),
-    (
-        "gpt_oss",
-        "tiny",
-        gating(lambda gate, up, kind: up.clamp(-kind.limit, kind.limit) * glu(gate.clamp(max=kind.limit))),
-    ),
-    ("gpt_oss", "tiny", halves),
-    ("gpt_oss", "tiny", a_router_bias_that_only_chooses),
-]
+def bias_in_bfloat16(x: Tensor, bias: Tensor, k: int, again: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)
+
+
+def scaled_if_renormalised(x: Tensor, bias: Tensor, k: int, again: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return reference.route_sigmoid(x, bias, k, again, scale if again else 1.0)
+
+
+def outputs_limited(gate: Tensor, up: Tensor, kind: Any) -> Tensor:
+    return (up.clamp(-kind.limit, kind.limit) + 1) * glu(gate).clamp(max=kind.limit)
+
+
+def ups_without_one(gate: Tensor, up: Tensor, kind: Any) -> Tensor:
+    return up.clamp(-kind.limit, kind.limit) * glu(gate.clamp(max=kind.limit))
+
+
+# By name and, where it is not "tiny", the variant of the family in which it shows.
+GLM4_MOE: dict[str, Mistake] = {
+    "without_shared_experts": without_experts_that_all_take,
+    "weights_with_bias": routing(weights_with_bias),
+    "no_bias": routing(lambda x, _, k, again, scale: reference.route_sigmoid(x, None, k, again, scale)),
+    "not_scaled": routing(lambda x, bias, k, again, _: reference.route_sigmoid(x, bias, k, again)),
+    "bias_in_bfloat16": routing(bias_in_bfloat16),
+    "scaled_if_renormalised not_renormalised": routing(scaled_if_renormalised),
+    "scaled as_air": routing(lambda x, bias, k, again, _: reference.route_sigmoid(x, bias, k, again, 2.5)),
+    "softmax as_air": routing(lambda x, _, k, again, scale: reference.route_softmax(x, k, again)),
+    "norms_after_rotation": norms_after_rotation,
+}
+QWEN2_MOE: dict[str, Mistake] = {
+    "without_a_shared_expert": without_experts_that_all_take,
+    "without_a_gate": without_a_gate,
+    "renormalised": renormalised,
+}
+GPT_OSS: dict[str, Mistake] = {"a_wider_window": attending(lambda window, sinks: (window and window + 1, sinks))}
+GPT_OSS |= {"no_window": attending(lambda window, sinks: (None, sinks))}
+GPT_OSS |= {"sinks_scaled": attending(lambda window, sinks: (window, sinks * 32**-0.5))}
+GPT_OSS |= {"yarn_truncated": yarn_with(truncate=True), "yarn_without_factor": yarn_with(factor=1.0)}
+GPT_OSS |= {"yarn_without_attention_factor": yarn_with(attention_factor=1.0)}
+GPT_OSS |= {"not_limited": gating(lambda gate, up, kind: (up + 1) * glu(gate))}
+GPT_OSS |= {"outputs_limited": gating(outputs_limited), "ups_without_one": gating(ups_without_one), "halves": halves}
+GPT_OSS |= {"a_router_bias_that_only_chooses": a_router_bias_that_only_chooses}

@@ -100,8 +100,3 @@ NEXT = {
     "groups_of_rows_read_flat": rewritten(DeltaNet, "__init__", ("values, values], key_heads)", "values, values])")),
     "groups_of_b_and_a_read_flat": rewritten(DeltaNet, "__init__", ("[heads, heads], key_heads)", "[heads, heads])")),
 }
-HYBRID_MISTAKES = [
-    pytest.param(family, "tiny", mistake, id=name)
-    for family, mistakes in (("qwen3_5_moe", BOTH), ("qwen3_next", NEXT))
-    for name, mistake in mistakes.items()
-]

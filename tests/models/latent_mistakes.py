@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.models.family_mistakes import Mistake, routing, without_experts_that_all_take, yarn_with
+from tests.models.family_mistakes import Mistake, bias_in_bfloat16, routing, without_experts_that_all_take, yarn_with
 from tests.models.hybrid_mistakes import rewritten
 from umbra.models.layers.latent_attention import LatentAttention
 from umbra.models.rope import RopeConfig
@@ -33,24 +33,17 @@ def scores_not_scaled(patch: pytest.MonkeyPatch) -> None:
 
 BEST = "min(groups.best, each.shape[-1])"
 HALVES = rewritten(LatentAttention, "__init__", ("pairs_of(turning)", "tuple(range(turning))"))
-LATENT_MISTAKES: list[tuple[str, str, Mistake]] = [
-    ("deepseek_v3", "tiny", choice((BEST, "1"))),
-    ("deepseek_v3", "tiny", choice(('float("-inf")', "0.0"))),
-    ("deepseek_v3", "tiny", choice((") * scale, ids", "), ids"))),
-    ("deepseek_v2", "tiny", choice((BEST, "2"))),
-    ("deepseek_v2", "tiny", choice((") * scale, ids", "), ids"))),
-    (
-        "deepseek_v3",
-        "as_moonlight",
-        routing(lambda x, bias, k, again, scale: reference.route_sigmoid(x, bias.bfloat16(), k, again, scale)),
-    ),
-    ("deepseek_v3", "tiny", scores_not_scaled),
-    ("deepseek_v2", "as_lite", scores_not_scaled),
-    ("deepseek_v3", "tiny", yarn_with(attention_factor=1.0)),
-    ("deepseek_v3", "tiny", eps_of_other_norms),
-    ("deepseek_v3", "tiny", HALVES),
-    ("glm4_moe_lite", "tiny", HALVES),
-    ("deepseek_v3", "tiny", write(("keys[:, None]", "ops.rms_norm(keys, norm.cos[0] * 0 + 1, 1e-6)[:, None]"))),
-    ("deepseek_v3", "tiny", write(("ops.rms_norm(latents, norm.weight, norm.eps)", "latents"))),
-    ("deepseek_v3", "tiny", without_experts_that_all_take),
-]
+DEEPSEEK_V3: dict[str, Mistake] = {"groups_by_their_best": choice((BEST, "1"))}
+DEEPSEEK_V3 |= {"others_are_zero": choice(('float("-inf")', "0.0")), "not_scaled": choice((") * scale, ids", "), ids"))}
+DEEPSEEK_V3 |= {"bias_in_bfloat16 as_moonlight": routing(bias_in_bfloat16), "scores_not_scaled": scores_not_scaled}
+DEEPSEEK_V3 |= {"yarn_without_attention_factor": yarn_with(attention_factor=1.0)}
+DEEPSEEK_V3 |= {"eps_of_other_norms": eps_of_other_norms, "halves_rotate": HALVES}
+DEEPSEEK_V3 |= {"keys_normalised": write(("keys[:, None]", "ops.rms_norm(keys, norm.cos[0] * 0 + 1, 1e-6)[:, None]"))}
+DEEPSEEK_V3 |= {"latents_not_normalised": write(("ops.rms_norm(latents, norm.weight, norm.eps)", "latents"))}
+DEEPSEEK_V3 |= {"without_shared_experts": without_experts_that_all_take}
+DEEPSEEK_V2: dict[str, Mistake] = {
+    "groups_by_their_sum": choice((BEST, "2")),
+    "not_scaled": choice((") * scale, ids", "), ids")),
+    "scores_not_scaled as_lite": scores_not_scaled,
+}
+GLM4_MOE_LITE: dict[str, Mistake] = {"halves_rotate": HALVES}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import umbra.models.minimax_m2.model as model
+from tests.models.family_mistakes import Mistake
 from umbra.models.build import Build
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.norm import SplitRMSNorm
@@ -16,7 +17,6 @@ from umbra.ops import reference
 from umbra.ops.cpu import ops as cpu
 from umbra.ops.formats import FORMATS
 
-Mistake = Callable[[pytest.MonkeyPatch], None]
 Routing = Callable[[Tensor, Tensor | None, int, bool], tuple[Tensor, Tensor]]
 
 

@@ -13,18 +13,14 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.families.minimax_m2 import AS_OTHERS
 from tests.models.guesses import compare_guesses
-from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
+from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case
 from umbra.base.errors import UserError
 
 EPS, THETA, GUESSED = 1e-5, 5000.0, 40
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 class Head:
@@ -46,18 +42,12 @@ class Head:
         self.main, self.taps, self.own = main, taps, hidden > 0
         target, vocabulary = main.config.hidden_size, main.config.vocab_size
         size, self.heads, self.kv_heads, self.dim = hidden or target, 4, 1 if hidden else 4, main.config.head_dim
-        shapes = {
-            "self_attn.q_proj": (self.heads * self.dim, 2 * size),
-            "self_attn.o_proj": (size, self.heads * self.dim),
-            "self_attn.k_proj": (self.kv_heads * self.dim, 2 * size),
-            "mlp.gate_proj": (40, size),
-            "self_attn.v_proj": (self.kv_heads * self.dim, 2 * size),
-            "mlp.up_proj": (40, size),
-            "mlp.down_proj": (size, 40),
-            "input_layernorm": (size,),
-            "hidden_norm": (size,),
-            "post_attention_layernorm": (size,),
-        }
+        shapes: dict[str, Any] = {"self_attn.q_proj": (self.heads * self.dim, 2 * size)}
+        shapes |= {"self_attn.o_proj": (size, self.heads * self.dim)}
+        shapes |= {"self_attn.k_proj": (self.kv_heads * self.dim, 2 * size), "mlp.gate_proj": (40, size)}
+        shapes |= {"self_attn.v_proj": (self.kv_heads * self.dim, 2 * size), "mlp.up_proj": (40, size)}
+        shapes |= {"mlp.down_proj": (size, 40), "input_layernorm": (size,), "hidden_norm": (size,)}
+        shapes |= {"post_attention_layernorm": (size,)}
         names = {f"layers.0.{name}.weight": shape for name, shape in shapes.items()}
         names |= {"fc.weight": (size, 3 * target), "norm.weight": (size,), "lm_head.weight": (GUESSED, size)}
         names |= {"embed_tokens.weight": (vocabulary, size)} if hidden else {}
@@ -68,20 +58,10 @@ class Head:
             names |= norms
         self.weights = {name: torch.randn(shape) * 0.2 + (len(shape) == 1) for name, shape in names.items()}
         self.tokens = torch.randperm(vocabulary)[:GUESSED].sort().values
-        plain = {
-            "model_type": "llama",
-            "hidden_size": size,
-            "intermediate_size": 40,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.dim,
-            "rms_norm_eps": EPS,
-            "rope_theta": THETA,
-            "vocab_size": vocabulary,
-            "num_hidden_layers": 1,
-            "attention_bias": False,
-            "hidden_act": "silu",
-        }
+        plain: dict[str, Any] = {"model_type": "llama", "hidden_size": size, "intermediate_size": 40}
+        plain |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.dim}
+        plain |= {"rms_norm_eps": EPS, "rope_theta": THETA, "vocab_size": vocabulary, "num_hidden_layers": 1}
+        plain |= {"attention_bias": False, "hidden_act": "silu"}
         config: dict[str, Any] = {"draft_vocab_size": GUESSED}
         if hidden:
             config |= {"transformer_layer_config": plain, "target_hidden_size": target, "norm_before_residual": True}
@@ -171,7 +151,7 @@ def test_guesses_are_those_of_the_reference(tmp_path: Path, family: str, newer: 
         main: PreTrainedModel = save_tiny(tmp_path / "model", num_hidden_layers=8, eos_token_id=None)
         head = Head(tmp_path / "head", main, [], (2, 4, 5), newer=newer)
     else:
-        main = save_tiny_m2(tmp_path / "model", **TINY_AS_M2 | {"num_hidden_layers": 6})
+        main = save_tiny_m2(tmp_path / "model", **AS_OTHERS | {"num_hidden_layers": 6})
         head = Head(tmp_path / "head", main, [1, 2, 4], (2, 3, 5), hidden=48, newer=newer)
     case = drafted(tmp_path, family, **({"offload_config": {"mode": "resident"}} if not newer else {}))
     compare_guesses(make_runner(case, tmp_path).loop, head.guesses, head.logits_of_left)

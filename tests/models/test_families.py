@@ -1,9 +1,7 @@
-"""Families made of the shared layers alone, compared with transformers: the same logits for all configuration options;
-what known mistakes would do to them; and what is refused (of splits: tests/executor/test_parallel.py)."""
+"""Scenarios of every family: the same logits as transformers' for all configuration options, what known mistakes would
+do to them, and what is refused (`tests/families` lists all scenarios)."""
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,103 +12,42 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models.family_mistakes import MISTAKES, Mistake
-from tests.models.hybrid_mistakes import HYBRID_MISTAKES
-from tests.models.latent_mistakes import LATENT_MISTAKES
+from tests.families import ROWS
+from tests.families.row import Row
+from tests.models.family_mistakes import Mistake
 from tests.quantised import is_quantised, quantise_tiny
-from tests.tiny import EXPANDED, TINY_OF, make_runner, oracle_logits, rounding_bound, save_tiny_of, tiny_case
+from tests.tiny import make_runner, oracle_logits, rounding_bound, save_tiny_of, tiny_case
 from tests.variants import covering, thorough_after
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
 from umbra.commands.logits import collect_logits
-from umbra.executor.config.load import load_model_config
 from umbra.models.build import Build, Formats
 from umbra.models.layers.base import layers_of
 from umbra.models.registry import family_in, model_class, read_config
-from umbra.models.rope import RopeConfig, YarnConfig
+from umbra.models.rope import RopeConfig
 from umbra.ops import load_ops
 from umbra.ops.formats import FORMATS
 from umbra.ops.parallel.groups import Parallel
 
-OSS_YARN = YarnConfig(32.0, 4096, 32.0, 1.0, attention_factor=0.1 * math.log(32) + 1, truncate=False)
-LITE_YARN = YarnConfig(40.0, 4096, 32.0, 1.0, attention_factor=1.0, truncate=True, mscale_all_dim=0.707)
-V3_YARN = YarnConfig(40.0, 4096, 32.0, 1.0, attention_factor=1.0, truncate=True, mscale_all_dim=1.0)
-K2_YARN = YarnConfig(32.0, 4096, 1.0, 1.0, attention_factor=1.0, truncate=True, mscale_all_dim=1.0)
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
-CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen2_moe": {
-        "tiny": {},
-        "renormalised": {"norm_topk_prob": True},
-        "dense_first": {"mlp_only_layers": [0], "qkv_bias": False, "tie_word_embeddings": True},
-        "every_second": {"decoder_sparse_step": 2, "num_key_value_heads": 8},
-        "sizes_that_no_vector_divides": {
-            "hidden_size": 52,
-            "head_dim": 20,
-            "num_experts": 13,
-            "moe_intermediate_size": 20,
-            "shared_expert_intermediate_size": 36,
-            "vocab_size": 199,
-            "initializer_range": 0.2,
-        },
-    },
-    "qwen3_next": {
-        "tiny": {},
-        "three_values_for_a_key": {
-            "linear_num_value_heads": 6,
-            "linear_value_head_dim": 32,
-            "num_key_value_heads": 1,
-            "shared_expert_intermediate_size": 48,
-            "norm_topk_prob": False,
-        },
-    },
-    "qwen3_5_moe": {
-        "tiny": {"linear_num_value_heads": 6, "linear_key_head_dim": 32},
-        "full_first": {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2},
-    },
-    "glm4_moe": {
-        "tiny": {},
-        "as_air": {"use_qk_norm": False, "routed_scaling_factor": 1.0, "n_shared_experts": 1},
-        "not_renormalised": {"norm_topk_prob": False, "attention_bias": False, "first_k_dense_replace": 0},
-        "three_dense_layers": {"num_hidden_layers": 4, "first_k_dense_replace": 3, "tie_word_embeddings": True},
-        "a_quarter_rotates": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": 32},
-    },
-    "deepseek_v2": {
-        "tiny": {},
-        "as_lite": {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "initializer_range": 0.15},
-        "expanded": {"initializer_range": 0.2} | EXPANDED,  # for 23 tokens, not for 7
-        "no_yarn": {"rope_parameters": {"rope_theta": 1e4}, "v_head_dim": 40, "first_k_dense_replace": 0},
-    },
-    "deepseek_v3": {
-        "tiny": {},
-        "as_moonlight": {
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_parameters": {"rope_theta": 5e4},
-            "initializer_range": 0.2,
-        },
-        "not_renormalised": {"norm_topk_prob": False, "num_attention_heads": 6, "num_key_value_heads": 6},
-    },
-    "glm4_moe_lite": {
-        "tiny": {},
-        "dense_second": {"mlp_layer_types": ["sparse", "dense"], "v_head_dim": 40, "qk_nope_head_dim": 40},
-    },
-    "gpt_oss": {
-        "tiny": {},
-        "a_window_of_5": {"sliding_window": 5, "num_key_value_heads": 8, "initializer_range": 0.2},
-        "full_first": {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2},
-    },
-}
 RUNS: dict[str, dict[str, Any]] = {
     "graph": {"exe_mode": "graph"},
     "graph_in_chunks": {"exe_mode": "graph", "data_config": {"chunked_prefill_size": 5}},
     "pages_of_2": {"cache_config": {"page_size": 2}},
 }
-WAYS: list[tuple[str, str, dict[str, Any]]] = [
-    (family, config, {}) for family, configs in CONFIGS.items() for config in configs
+WAYS: list[tuple[Row, str, bool, dict[str, Any]]] = [
+    # Every second one with transformers' own config.json.
+    (row, variant, i % 2 == 0, {})
+    for row in ROWS.values()
+    for i, variant in enumerate(row.names())
 ]
-OTHER_RUNS = covering(list(CONFIGS), ["tiny"], list(RUNS.values()))
+OTHER_RUNS = covering(list(ROWS.values()), ["tiny"], [True], list(RUNS.values()))
+MISTAKES = [
+    value
+    for row in ROWS.values()
+    for value in thorough_after(2, [(row, name, mistake) for name, mistake in row.mistakes.items()])
+]
 
 
 def logits_of(folder: Path, family: str, steps: int = 5, **sections: Any) -> dict[str, np.ndarray]:
@@ -131,21 +68,23 @@ def largest_error(arrays: dict[str, np.ndarray], oracle: PreTrainedModel) -> flo
     return float(max(errors))
 
 
-@pytest.mark.parametrize(("family", "config", "sections"), [*WAYS, *OTHER_RUNS])
-def test_logits_equal_transformers(tmp_path: Path, family: str, config: str, sections: dict[str, Any]) -> None:
-    oracle = save_tiny_of(tmp_path / "model", family, **CONFIGS[family][config])
-    arrays = logits_of(tmp_path / "model", family, **sections)
+@pytest.mark.parametrize(("row", "variant", "published", "sections"), [*WAYS, *OTHER_RUNS], ids=str)
+def test_logits_equal_transformers(
+    tmp_path: Path, row: Row, variant: str, published: bool, sections: dict[str, Any]
+) -> None:
+    oracle = row.save(tmp_path / "model", published, **row.variant(variant))
+    arrays = logits_of(tmp_path / "model", row.name, **sections)
     assert largest_error(arrays, oracle) < rounding_bound(oracle, PROMPTS)
 
 
-@pytest.mark.parametrize("family", TINY_OF)
+@pytest.mark.parametrize("row", ROWS.values(), ids=str)
 @pytest.mark.parametrize(("method", "most"), [("q8", 0.1), ("q4", 0.4)])
-def test_quantised_logits_stay_close(tmp_path: Path, family: str, method: str, most: float) -> None:
+def test_quantised_logits_stay_close(tmp_path: Path, row: Row, method: str, most: float) -> None:
     """Also those of the shared expert; gates and routers stay floats."""
-    widths = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
-    oracle = save_tiny_of(tmp_path / "model", family, **widths, initializer_range=0.1)
+    widths = dict(hidden_size=64, intermediate_size=64) | {row.inner: 32 if row.inner.startswith("moe") else 64}
+    oracle = row.save(tmp_path / "model", **widths, initializer_range=0.1)
     sections = {"quantization": {"method": method, "group_size": 32, "keep_packed": False}}
-    arrays = logits_of(tmp_path / "model", family, steps=0, **sections)
+    arrays = logits_of(tmp_path / "model", row.name, steps=0, **sections)
     expected = np.concatenate([oracle_logits(oracle, prompt).numpy() for prompt in PROMPTS])
     found = np.concatenate([arrays[f"prefill_{i}"] for i in range(len(PROMPTS))])
     assert np.abs(found - expected).mean() < most * np.abs(expected).mean()
@@ -196,68 +135,44 @@ def test_kimis_experts_are_kept_in_4_bits(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("folder", "family", "billions", "rope", "width"),
-    [
-        ("Qwen2-57B-A14B-Instruct", "qwen2_moe", 57.4, RopeConfig(1e6, 128, None), 128),
-        ("GLM-4.5-Air", "glm4_moe", 106.9, RopeConfig(1e6, 64, None), 128),
-        ("GLM-4.6", "glm4_moe", 352.8, RopeConfig(1e6, 64, None), 128),
-        ("Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 79.67, RopeConfig(1e7, 64, None), 256),
-        ("Qwen3.6-35B-A3B", "qwen3_5_moe", 34.66, RopeConfig(1e7, 64, None), 256),
-        ("Qwen3.5-397B-A17B", "qwen3_5_moe", 396.35, RopeConfig(1e7, 64, None), 256),
-        ("DeepSeek-V2-Lite", "deepseek_v2", 15.7, RopeConfig(1e4, 64, LITE_YARN), 64),
-        ("Moonlight-16B-A3B", "deepseek_v3", 15.96, RopeConfig(5e4, 64, None), 64),
-        ("GLM-4.7-Flash", "glm4_moe_lite", 29.94, RopeConfig(1e6, 64, None), 64),
-        ("DeepSeek-V2", "deepseek_v2", 235.7, RopeConfig(1e4, 64, LITE_YARN), 64),
-        *(
-            (name, "deepseek_v3", 671.0, RopeConfig(1e4, 64, V3_YARN), 64)
-            for name in ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1")
-        ),
-        ("Kimi-K2-Instruct", "deepseek_v3", 1026.4, RopeConfig(5e4, 64, K2_YARN), 64),
-        *(
-            (name, "deepseek_v3", 1026.4, RopeConfig(5e4, 64, replace(K2_YARN, factor=64.0)), 64)
-            for name in ("Kimi-K2-Instruct-0905", "Kimi-K2-Thinking", "Kimi-K2.5")
-        ),
-        ("gpt-oss-20b", "gpt_oss", 20.9, RopeConfig(150000, 64, OSS_YARN), 64),
-        ("gpt-oss-120b", "gpt_oss", 116.8, RopeConfig(150000, 64, OSS_YARN), 64),
-    ],
+    ("row", "folder", "billions", "rope", "width"),
+    [(row, *official) for row in ROWS.values() for official in row.official],
+    ids=str,
 )
 def test_official_configs_are_models_of_their_size(
-    folder: str, family: str, billions: float, rope: RopeConfig, width: int
+    row: Row, folder: str, billions: float, rope: RopeConfig, width: int
 ) -> None:
     where = ROOT / "checkpoints" / folder
-    assert family_in(where) == family
-    config: Any = read_config(where, family)
+    assert family_in(where) == row.name
+    config: Any = read_config(where, row.name)
     assert (config.rope, config.head_dim) == (rope, width)
     plain = FORMATS["bfloat16"]
     formats, meta = Formats(plain, plain, plain), torch.device("meta")
-    model = model_class(family)(config, Build(load_ops("reference"), Parallel(), formats, torch.bfloat16, meta, 8))
+    model = model_class(row.name)(config, Build(load_ops("reference"), Parallel(), formats, torch.bfloat16, meta, 8))
     assert sum(layer.elements for _, layer in layers_of(model)) == pytest.approx(billions * 1e9, abs=0.05e9)
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "mistake"),
-    [p for mistakes in (MISTAKES, HYBRID_MISTAKES, LATENT_MISTAKES) for p in thorough_after(2, mistakes)],
-)
+@pytest.mark.parametrize(("row", "name", "mistake"), MISTAKES, ids=str)
 def test_a_known_mistake_changes_the_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, config: str, mistake: Mistake
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Row, name: str, mistake: Mistake
 ) -> None:
     """By far more than the tests of equality allow, so that these would fail."""
-    oracle = save_tiny_of(tmp_path / "model", family, **CONFIGS[family][config])
+    oracle = row.save(tmp_path / "model", **row.variant(name.partition(" ")[2] or "tiny"))
     mistake(monkeypatch)
-    assert largest_error(logits_of(tmp_path / "model", family), oracle) > 0.03
+    assert largest_error(logits_of(tmp_path / "model", row.name), oracle) > 0.03
 
 
-@pytest.mark.parametrize("family", TINY_OF)
-def test_every_tensor_is_used_and_there(tmp_path: Path, family: str) -> None:
-    save_tiny_of(tmp_path / "model", family)
+@pytest.mark.parametrize("row", ROWS.values(), ids=str)
+def test_every_tensor_is_used_and_there(tmp_path: Path, row: Row) -> None:
+    row.save(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
-    last = next(name for name in tensors if "shared_expert" in name or name.endswith("experts.down_proj_bias"))
+    last = next(name for name in tensors if row.last in name)
     for name in (last, "model.layers.1.self_attn.e_score_correction_bias", "model.layers.1.self_attn.o_proj.bias"):
         changed: dict[str, Tensor] = {n: t for n, t in tensors.items() if n != name}
         save_file(changed if name in tensors else tensors | {name: torch.ones(3)}, path)
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
-            logits_of(tmp_path / "model", family)
+            logits_of(tmp_path / "model", row.name)
 
 
 def test_biases_of_zeros_that_gptq_adds_change_nothing(tmp_path: Path) -> None:
@@ -292,39 +207,14 @@ def test_only_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "complaint"),
-    [
-        ("glm4_moe", {"n_group": 2}, "n_group: 2 is not implemented"),
-        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not implemented"),
-        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts: 0 must be"),
-        ("glm4_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than n_routed_experts: 8"),
-        ("deepseek_v3", {"n_group": 3}, "n_group: 3 does not divide n_routed_experts: 8"),
-        ("deepseek_v3", {"topk_group": 1}, "topk_group: 1 groups have fewer than num_experts_per_tok: 3"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not implemented"),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave: False is not implemented"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: True is not implemented"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types: .* for each of 2 layers"),
-        ("qwen3_5_moe", {"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid' is not implemented"),
-        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob: False is not implemented"),
-        (
-            "qwen3_5_moe",
-            {"text_config": {"tie_word_embeddings": False}, "tie_word_embeddings": True},
-            "tie_word_embeddings: True does not agree",
-        ),
-        ("qwen3_next", {"layer_types": ["linear_attention"] * 8}, "layer_types: .* full_attention at least once"),
-        ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads: 3 does not divide .*heads: 4"),
-        ("qwen3_next", {"model_type": "qwen3_5"}, r"model_type: .* 'qwen3_5' \(dense Qwen3.5, another architecture\)"),
-        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
-        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, "layer_types: .* has sliding_attention"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: 0 must be"),
-        ("qwen2_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than num_experts: 8"),
-    ],
+    ("row", "change", "complaint"), [(row, *refused) for row in ROWS.values() for refused in row.refused], ids=str
 )
 def test_what_is_not_implemented_is_refused_by_name(
-    tmp_path: Path, family: str, change: dict[str, Any], complaint: str
+    tmp_path: Path, row: Row, change: dict[str, Any], complaint: str
 ) -> None:
-    save_tiny_of(tmp_path / "model", family)
+    row.save(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError, match=rf"config\.json: {complaint}"):
-        load_model_config(tiny_case(tmp_path, tmp_path / "model", model_name=family))
+    with pytest.raises(UserError, match=rf"^{path}: {complaint}") as raised:
+        make_runner(tiny_case(tmp_path, tmp_path / "model", model_name=row.name), tmp_path)
+    assert str(raised.value).isprintable()

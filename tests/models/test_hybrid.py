@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.families.qwen3_5_moe import save_pictured
 from tests.quantised import is_quantised, quantise_tiny
-from tests.tiny import make_runner, oracle_logits, save_pictured, save_tiny_of, tiny_case
+from tests.tiny import make_runner, oracle_logits, save_tiny_of, tiny_case
 from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits, prefill_logits
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.executor.engine.step.drafts_ranks import answers
 from tests.fakes.drafts import FreeDrafts
+from tests.families.deepseek_v3 import LATENT
 from tests.gguf_models import save_gguf
 from tests.models.guesses import PROMPTS, finish
 from tests.models.test_mtp import FAMILIES
@@ -20,7 +21,7 @@ from tests.modelslim import modelslim_tiny
 from tests.mtp import Oracle
 from tests.quantised import is_quantised, quantise_tiny
 from tests.ranks import run_ranks
-from tests.tiny import LATENT, make_runner, tiny_case, write_case
+from tests.tiny import make_runner, tiny_case, write_case
 from umbra.base.errors import UserError
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import convert
@@ -66,14 +67,8 @@ def stacked(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-SIZES: dict[str, Any] = dict(
-    hidden_size=128,
-    head_dim=32,
-    moe_intermediate_size=64,
-    intermediate_size=64,
-    initializer_range=0.05,
-    shared_expert_intermediate_size=64,
-)
+SIZES: dict[str, Any] = dict(hidden_size=128, head_dim=32, moe_intermediate_size=64, intermediate_size=64)
+SIZES |= dict(initializer_range=0.05, shared_expert_intermediate_size=64)
 
 
 def sizes_of(family: str, **more: int) -> dict[str, Any]:

@@ -67,14 +67,8 @@ def test_filters_leave_the_most_probable_tokens(settings: dict[str, Any], wanted
 
 
 def test_each_row_has_filters_of_its_own() -> None:
-    settings: list[dict[str, Any]] = [
-        {},
-        {"top_k": 1},
-        {"top_k": 3},
-        {"top_p": 0.41},
-        {"min_p": 0.26},
-        {"temperature": 0.5},
-    ]
+    settings: list[dict[str, Any]] = [{}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.41}, {"min_p": 0.26}]
+    settings += [{"temperature": 0.5}]
     for found, one in zip(probabilities(*settings), settings, strict=True):
         assert found == pytest.approx(probabilities(one)[0], abs=2e-4)
 

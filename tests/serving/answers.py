@@ -5,12 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-PATHS = {
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-}
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
+PATHS |= {"messages": "/v1/messages"}
 ENDS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # of messages, by OpenAI's names
 
 

@@ -190,12 +190,9 @@ def test_slopes() -> None:
     assert slope([(t, 1.0) for t in times[:12]]) is None
 
 
-BODIES: dict[str, dict[str, Any]] = {
-    "completions": {"prompt": "Hi", "logprobs": 1, "n": 2, "seed": 1},
-    "chat": {"messages": [{"role": "user", "content": "Hi"}]},
-    "responses": {"input": "Hi", "store": False},
-    "messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20},
-}
+BODIES: dict[str, dict[str, Any]] = {"completions": {"prompt": "Hi", "logprobs": 1, "n": 2, "seed": 1}}
+BODIES |= {"chat": {"messages": [{"role": "user", "content": "Hi"}]}, "responses": {"input": "Hi", "store": False}}
+BODIES |= {"messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}}
 
 
 @pytest.mark.parametrize("api", BODIES)

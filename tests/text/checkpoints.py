@@ -303,35 +303,19 @@ DEEPSEEK_V31 = """
 {%- endif %}
 """
 
-TEMPLATES = {
-    "minimax_m2": MINIMAX,
-    "qwen3": QWEN3,
-    "qwen3_next": NEXT,
-    "qwen35": QWEN35,
-    "glm45": GLM45,
-    "glm47": GLM47,
-    "harmony": HARMONY,
-    "kimi_k2": KIMI,
-    "deepseek_v3": DEEPSEEK_V3,
-    "deepseek_v31": DEEPSEEK_V31,
-}
+TEMPLATES: dict[str, Any] = {"minimax_m2": MINIMAX, "qwen3": QWEN3, "qwen3_next": NEXT, "qwen35": QWEN35}
+TEMPLATES |= {"glm45": GLM45, "glm47": GLM47, "harmony": HARMONY, "kimi_k2": KIMI, "deepseek_v3": DEEPSEEK_V3}
+TEMPLATES |= {"deepseek_v31": DEEPSEEK_V31}
 NAMES = {"glm47": "glm45", "qwen3_next": "qwen3", "qwen35": "qwen3_coder"}  # of formats, where they are others
 FORMAT_OF = {family: conventions().formats[NAMES.get(family, family)] for family in TEMPLATES}
 QWEN_SPECIAL = ["<|im_start|>", "<|im_end|>"]
 DEEPSEEK_SPECIAL = [f"<｜{name}｜>" for name in ("begin▁of▁sentence", "User", "Assistant", "end▁of▁sentence")]
 GLM_SPECIAL = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
-SPECIAL = {
-    "minimax_m2": ["]~!b[", "]~b]", "[e~["],
-    "qwen3": QWEN_SPECIAL,
-    "qwen3_next": QWEN_SPECIAL,
-    "qwen35": QWEN_SPECIAL,
-    "glm45": GLM_SPECIAL,
-    "glm47": GLM_SPECIAL,
-    "harmony": ["<|endoftext|>", *conventions().formats["harmony"].tokens],
-    "kimi_k2": ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"],
-    "deepseek_v3": DEEPSEEK_SPECIAL,
-    "deepseek_v31": DEEPSEEK_SPECIAL,
-}
+SPECIAL: dict[str, Any] = {"minimax_m2": ["]~!b[", "]~b]", "[e~["], "qwen3": QWEN_SPECIAL, "qwen3_next": QWEN_SPECIAL}
+SPECIAL |= {"qwen35": QWEN_SPECIAL, "glm45": GLM_SPECIAL, "glm47": GLM_SPECIAL}
+SPECIAL |= {"harmony": ["<|endoftext|>", *conventions().formats["harmony"].tokens]}
+SPECIAL |= {"kimi_k2": ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"]}
+SPECIAL |= {"deepseek_v3": DEEPSEEK_SPECIAL, "deepseek_v31": DEEPSEEK_SPECIAL}
 
 
 def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, **options: Any) -> int:

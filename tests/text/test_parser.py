@@ -14,17 +14,10 @@ from umbra.models.registry import conventions
 from umbra.text.answer import Answer, Part, Reader, ToolCall
 from umbra.text.parser import Parser
 
-TYPES: dict[str, Any] = {
-    "s": {"type": "string"},
-    "i": {"type": "integer"},
-    "n": {"type": "number"},
-    "b": {"type": "boolean"},
-    "o": {"type": "object"},
-    "a": {"type": "array"},
-    "maybe": {"type": ["integer", "null"]},
-    "choice": {"enum": [1, "one", None]},
-    "any": {"anyOf": [{"oneOf": [{"type": "boolean"}]}, {"allOf": [{"type": "number"}]}]},
-}
+TYPES: dict[str, Any] = {"s": {"type": "string"}, "i": {"type": "integer"}, "n": {"type": "number"}}
+TYPES |= {"b": {"type": "boolean"}, "o": {"type": "object"}, "a": {"type": "array"}}
+TYPES |= {"maybe": {"type": ["integer", "null"]}, "choice": {"enum": [1, "one", None]}}
+TYPES |= {"any": {"anyOf": [{"oneOf": [{"type": "boolean"}]}, {"allOf": [{"type": "number"}]}]}}
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}},
     {"type": "function", "function": {"name": "g"}},

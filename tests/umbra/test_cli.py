@@ -12,21 +12,8 @@ from umbra.base.files import ROOT
 from umbra.cli import benchmarks
 from umbra.executor.config.case import Case
 
-COMMANDS = [
-    "run",
-    "chat",
-    "serve",
-    "pull",
-    "init",
-    "plan",
-    "list",
-    "clear-cache",
-    "inspect",
-    "quantize",
-    "evaluate",
-    "logits",
-    "bench",
-]
+COMMANDS = ["run", "chat", "serve", "pull", "init", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate"]
+COMMANDS += ["logits", "bench"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: " ".join(command) or "-")

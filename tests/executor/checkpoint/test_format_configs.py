@@ -103,22 +103,12 @@ def test_an_order_of_groups_that_changes_nothing(more: dict[str, Any]) -> None:
     assert [format and format.kind for format in formats] == ["q8", "q4"]
 
 
-PATHS = [
-    "lm_head",
-    "model.layers.0.self_attn.q_proj",
-    "model.layers.0.self_attn.o_proj",
-    "model.layers.61.block_sparse_moe.gate",
-    "model.layers.61.block_sparse_moe.experts.255.w1",
-    "model.layers.61.mlp.experts.17.gate_proj",
-]
-TAKEN = [
-    (r".*block_sparse_moe.gate$", {3}),
-    (r".*\.gate\b", {3}),
-    (r".*self_attn\.(q|k|v|o)_proj$", {1, 2}),
-    (r".*(gate|e_score).*", {3, 5}),
-    (r"(?:lm_head|model\.layers\.\d+\.(self_attn|mlp)\.).*", {0, 1, 2, 5}),
-    (r".*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$", {4}),
-]
+PATHS = ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"]
+PATHS += ["model.layers.61.block_sparse_moe.gate", "model.layers.61.block_sparse_moe.experts.255.w1"]
+PATHS += ["model.layers.61.mlp.experts.17.gate_proj"]
+TAKEN = [(r".*block_sparse_moe.gate$", {3}), (r".*\.gate\b", {3}), (r".*self_attn\.(q|k|v|o)_proj$", {1, 2})]
+TAKEN += [(r".*(gate|e_score).*", {3, 5}), (r"(?:lm_head|model\.layers\.\d+\.(self_attn|mlp)\.).*", {0, 1, 2, 5})]
+TAKEN += [(r".*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$", {4})]
 
 
 @pytest.mark.parametrize(("text", "matches"), TAKEN)

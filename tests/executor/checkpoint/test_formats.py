@@ -39,36 +39,17 @@ from umbra.tools.benchmarks.checkpoint_loading import loaded, write
 
 pytestmark = pytest.mark.slow
 
-SIZES: dict[str, Any] = dict(
-    hidden_size=256,
-    head_dim=32,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    moe_intermediate_size=128,
-    intermediate_size=128,
-    num_experts=8,
-    num_experts_per_tok=2,
-    initializer_range=0.05,
-)
+SIZES: dict[str, Any] = dict(hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4)
+SIZES |= dict(moe_intermediate_size=128, intermediate_size=128, num_experts=8, num_experts_per_tok=2)
+SIZES |= dict(initializer_range=0.05)
 # format, group, bits, symmetric; whether the CPU keeps it bit for bit
-FORMATS = [
-    ("awq", 32, 4, False, True),
-    ("gptq", -1, 4, True, True),
-    ("gptq_v2", 64, 4, False, True),
-    ("gptq", 64, 8, False, False),
-    ("pack-quantized", 32, 4, False, True),
-    ("pack-quantized", 128, 8, False, False),
-    ("int-quantized", -1, 8, True, True),
-    ("w8a8", -1, 8, True, True),
-    ("float-quantized", -1, 8, True, True),
-    ("float-quantized", 0, 8, True, True),
-    ("fp8", 0, 8, True, True),
-    ("auto_round:auto_gptq", 128, 4, True, True),
-    ("auto_round", 64, 4, False, True),
-    ("auto_round:auto_awq", 32, 4, False, True),
-    ("desc_act", 64, 4, False, False),
-    ("actorder", 128, 8, True, False),
-]
+FORMATS = [("awq", 32, 4, False, True), ("gptq", -1, 4, True, True), ("gptq_v2", 64, 4, False, True)]
+FORMATS += [("gptq", 64, 8, False, False), ("pack-quantized", 32, 4, False, True)]
+FORMATS += [("pack-quantized", 128, 8, False, False), ("int-quantized", -1, 8, True, True), ("w8a8", -1, 8, True, True)]
+FORMATS += [("float-quantized", -1, 8, True, True), ("float-quantized", 0, 8, True, True), ("fp8", 0, 8, True, True)]
+FORMATS += [("auto_round:auto_gptq", 128, 4, True, True), ("auto_round", 64, 4, False, True)]
+FORMATS += [("auto_round:auto_awq", 32, 4, False, True), ("desc_act", 64, 4, False, False)]
+FORMATS += [("actorder", 128, 8, True, False)]
 IDS = [f"{name}-{bits}bit-g{group}-{'sym' if sym else 'asym'}" for name, group, bits, sym, _ in FORMATS]
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
 

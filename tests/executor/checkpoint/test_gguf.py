@@ -13,9 +13,12 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 
+from tests.families import ROWS
+from tests.families.deepseek_v3 import GGUF_YARN
+from tests.families.row import Row
 from tests.fuzz.gguf import latent
 from tests.gguf_models import mostly_q4_k, save_gguf
-from tests.tiny import LATENT, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import covering
 from umbra import LLM
 from umbra.base.errors import UserError
@@ -39,32 +42,16 @@ from umbra.models.layers.embedding import LMHead, VocabEmbedding
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.latent_attention import KeysAndValues
 from umbra.models.layers.linear import MergedLinear, RowLinear
-from umbra.models.registry import families, model_class
+from umbra.models.registry import family, model_class
 from umbra.models.tokenizers import tokenizer_in
 from umbra.ops import load_ops
 from umbra.ops.cpu import engine
 from umbra.ops.cpu.matrix import NativeExperts
 from umbra.ops.parallel.join import parallel_of
 
-SIZES: dict[str, Any] = dict(
-    hidden_size=256,
-    head_dim=32,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    moe_intermediate_size=256,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    initializer_range=0.05,
-)
-THREE_VALUES = dict(linear_num_value_heads=6, linear_value_head_dim=32)  # heads that share a key head
-HYBRID = {"qwen3_next": THREE_VALUES, "qwen3_5_moe": THREE_VALUES}
-YARN = dict(rope_parameters=LATENT["rope_parameters"] | dict(mscale=0.707, mscale_all_dim=0.707))  # files have one
-OPTIONS: dict[str, dict[str, Any]] = HYBRID | {
-    "gpt_oss": {"swiglu_limit": 7.0},
-    "qwen2_moe": {"tie_word_embeddings": True},
-    "deepseek_v2": YARN | {"q_lora_rank": None},
-    "deepseek_v3": YARN,
-}
+SIZES: dict[str, Any] = dict(hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4)
+SIZES |= dict(moe_intermediate_size=256, intermediate_size=256, num_hidden_layers=2, initializer_range=0.05)
+FILES = [row for row in ROWS.values() if family(row.name).gguf]
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
 
 
@@ -73,28 +60,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
 
 
-def save(folder: Path, family: str, **options: Any) -> None:
-    if family == "qwen3_moe":
-        save_tiny(folder, **options)
-    elif family == "minimax_m2":
-        save_tiny_m2(folder, **options)
-    else:
-        save_tiny_of(folder, family, **options)
-
-
 def logits(folder: Path, checkpoint: Path, family: str, **sections: Any) -> list[Tensor]:
     runner = make_runner(tiny_case(folder, checkpoint, model_name=family, **sections), folder)
     return prefill_logits(runner, PROMPTS)
 
 
-@pytest.mark.parametrize("family", sorted(family.name for family in families() if family.gguf))
-def test_a_family_means_the_same(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("row", FILES, ids=str)
+def test_a_family_means_the_same(tmp_path: Path, row: Row) -> None:
     """Within what the logarithm of a state's rates costs."""
-    save(tmp_path / "model", family, **OPTIONS.get(family, {}))
-    save_gguf(tmp_path / "model", tmp_path / "model.gguf", family)
-    found, expected = (logits(tmp_path, tmp_path / name, family) for name in ("model.gguf", "model"))
+    row.save(tmp_path / "model", **row.gguf)
+    save_gguf(tmp_path / "model", tmp_path / "model.gguf", row.name)
+    found, expected = (logits(tmp_path, tmp_path / name, row.name) for name in ("model.gguf", "model"))
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if family in HYBRID else 0)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if "linear_num_key_heads" in row.sizes else 0)
 
 
 def mixed(name: str) -> str:
@@ -112,26 +90,12 @@ def test_every_type_is_read(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-# Family; types of gates and ups, downs, attention and values; what the CPU keeps of experts, queries and keys, values
-KEPT = [
-    ("qwen3_moe", "Q4_0 Q4_0 Q8_0 Q8_0", "q4 q4 q8 q8"),
-    ("qwen3_moe", "Q4_K Q6_K Q4_K Q6_K", "q4_k q6_k q4_k q6_k"),
-    ("qwen3_moe", "MXFP4 Q5_K Q5_0 Q5_1", "mxfp4 q5_k q5_k q5_k"),
-    ("glm4_moe", "IQ4_NL IQ4_XS IQ4_XS BF16", "iq4 iq4 iq4 float32"),
-    ("gpt_oss", "Q4_1 MXFP4 Q8_0 Q5_K", "q4_k mxfp4 q8 q5_k"),
-    ("gpt_oss", "Q8_0 Q8_0 F16 F16", "q8 q8 float32 float32"),
-    ("minimax_m2", "Q5_K Q4_K Q6_K Q4_1", "q5_k q4_k q6_k q4_k"),
-    ("qwen3_next", "Q4_K Q4_K Q8_0 Q6_K", "q4_k q4_k q8 q6_k"),
-    ("qwen3_5_moe", "Q4_K Q6_K Q4_K Q6_K", "q4_k q6_k q4_k q6_k"),
-    ("qwen3_5_moe", "Q5_K Q5_K Q5_0 IQ4_XS", "q5_k q5_k q5_k iq4"),
-    ("deepseek_v3", "Q4_K Q6_K Q6_K Q8_0", "q4_k q6_k q6_k q8"),
-    ("deepseek_v2", "Q4_0 Q8_0 Q5_K Q5_0", "q4 q8 q5_k q5_k"),
-]
-
-
-@pytest.mark.parametrize(("kinds", "ranks"), covering(KEPT, [1, 2]))
-def test_every_bit_is_kept(tmp_path: Path, kinds: tuple[str, str, str], ranks: int) -> None:
-    family, types, kept = kinds
+# Row; types of gates and ups, downs, attention and values; what the CPU keeps of experts, queries and keys, values.
+@pytest.mark.parametrize(
+    ("kinds", "ranks"), covering([(row, *kept) for row in FILES for kept in row.kept], [1, 2]), ids=str
+)
+def test_every_bit_is_kept(tmp_path: Path, kinds: tuple[Row, str, str], ranks: int) -> None:
+    row, types, kept = kinds
     wide, down, attention, values = types.split()
 
     def kind_of(name: str) -> str:
@@ -141,13 +105,10 @@ def test_every_bit_is_kept(tmp_path: Path, kinds: tuple[str, str, str], ranks: i
         kind = kind if "attn_" in name or "ssm_out" in name or name in ("output.weight", "token_embd.weight") else "F32"
         return "F32" if any(word in name for word in ("norm", "sinks", "bias")) else kind
 
-    wide_heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 128, "num_hidden_layers": 4}
-    latents = dict(kv_lora_rank=256, q_lora_rank=256, qk_nope_head_dim=64, v_head_dim=32, head_dim=None)
-    more = wide_heads if family in HYBRID else YARN | latents if "deepseek" in family else {"swiglu_limit": 7.0}
-    save(tmp_path / "model", family, **SIZES | more)
-    means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", family, kind_of)
+    row.save(tmp_path / "model", **{**SIZES, **row.gguf_wide})
+    means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", row.name, kind_of)
     for rank in range(ranks):
-        found, expected = (built(tmp_path, path, family, rank, ranks) for path in (tmp_path / "model.gguf", means))
+        found, expected = (built(tmp_path, path, row.name, rank, ranks) for path in (tmp_path / "model.gguf", means))
         for (path, ours), (_, theirs) in zip(layers_of(found), layers_of(expected), strict=True):
             if isinstance(ours, Experts):
                 a, b = cast(NativeExperts, ours.weights), cast(NativeExperts, theirs.weights)
@@ -159,7 +120,7 @@ def test_every_bit_is_kept(tmp_path: Path, kinds: tuple[str, str, str], ranks: i
                     mine, other = (cast(Any, getattr(layer, which)) for layer in (ours, theirs))
                     assert mine.packed.format.kind == "q8"
                     rows = [torch.cat([m.packed.dequantised(h, m.rows) for h in range(m.count)]) for m in (mine, other)]
-                    exact = family == "deepseek_v3"  # whose keys and values are Q8_0
+                    exact = row.name == "deepseek_v3"  # whose keys and values are Q8_0
                     torch.testing.assert_close(*rows, rtol=0, atol=0 if exact else float(rows[1].abs().max()) / 250)
             elif isinstance(ours, VocabEmbedding):
                 ids = torch.arange(ours.part.start, ours.part.stop)
@@ -211,14 +172,8 @@ def test_the_tokenizer_is_the_original(demo: Path) -> None:
 def test_each_pre_splits_as_its_models(pre: str) -> None:
     tokens = [*"abc 123", "12", "<eos>", "<bos>", "[PAD0]"]
     tokens[3] = "\u0120"  # a space in the byte alphabet
-    data: dict[str, Any] = {
-        "pre": pre,
-        "tokens": tokens,
-        "token_type": [1] * 8 + [3, 3, 5],
-        "merges": ["1 2"],
-        "bos_token_id": 9,
-        "eos_token_id": 8,
-    }
+    data: dict[str, Any] = {"pre": pre, "tokens": tokens, "token_type": [1] * 8 + [3, 3, 5], "merges": ["1 2"]}
+    data |= {"bos_token_id": 9, "eos_token_id": 8}
     words = Vocabulary(HfConfig({f"tokenizer.ggml.{key}": value for key, value in data.items()}, "x.gguf"))
     backend = Backend.from_str(json.dumps(words.tokenizer()))
     ids = backend.encode("ab 123<eos>").ids
@@ -296,7 +251,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, edit: Callable[[bytes], bytes],
 )
 def test_latents_that_do_not_fit_are_refused(tmp_path: Path, old: str, new: str, complaint: str) -> None:
     path = tmp_path / "model.gguf"
-    save(tmp_path / "model", "deepseek_v3", **YARN)
+    save_tiny_of(tmp_path / "model", "deepseek_v3", **GGUF_YARN)
     save_gguf(tmp_path / "model", path, "deepseek_v3")
     path.write_bytes(renamed(old, new)(path.read_bytes()))
     with pytest.raises(UserError, match=complaint) as error:

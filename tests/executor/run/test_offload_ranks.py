@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.families.minimax_m2 import AS_OTHERS
 from tests.ranks import launch_ranks, run_ranks
-from tests.tiny import TINY_AS_M2, save_tiny, save_tiny_m2, save_tiny_of, write_case
+from tests.tiny import save_tiny, save_tiny_m2, save_tiny_of, write_case
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
     """A case in `folder`, and what its ranks run."""
     arena, sizes = SPLITS[split]
     if family == "minimax_m2":
-        save_tiny_m2(folder / "model", **TINY_AS_M2 | {"num_key_value_heads": 8})
+        save_tiny_m2(folder / "model", **AS_OTHERS | {"num_key_value_heads": 8})
     elif family == "gpt_oss":
         arena = 45  # layers with windows need fewer pages
         small = dict(hidden_size=32, intermediate_size=16, head_dim=8, num_hidden_layers=2, num_key_value_heads=8)

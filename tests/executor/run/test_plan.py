@@ -54,16 +54,13 @@ def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool)
     in_attention = hidden * (q + one_head + one_head) + q * hidden
     in_experts = EXPERTS * 3 * hidden * inner // tp
     table = VOCABULARY * hidden // tp * 2
-    weights = {
-        "embedding": table,
-        "attention": layers * (in_attention // 2 + in_attention // 32 * 2 if q4 else in_attention * 2),
-        "router": layers * EXPERTS * hidden * 2,
-        "experts": layers * in_experts // 2 if q4 else layers * in_experts * 2,
-        "experts' scales and biases": layers * in_experts // 32 * 2 if q4 else 0,
-        "norms": layers * (2 * hidden + 2 * DIM) * 2 + hidden * 2,
-        "head": table,
-        "rotary": 2 * LONGEST * DIM * 2,
-    }
+    weights: dict[str, Any] = {"embedding": table}
+    weights |= {"attention": layers * (in_attention // 2 + in_attention // 32 * 2 if q4 else in_attention * 2)}
+    weights |= {"router": layers * EXPERTS * hidden * 2}
+    weights |= {"experts": layers * in_experts // 2 if q4 else layers * in_experts * 2}
+    weights |= {"experts' scales and biases": layers * in_experts // 32 * 2 if q4 else 0}
+    weights |= {"norms": layers * (2 * hidden + 2 * DIM) * 2 + hidden * 2, "head": table}
+    weights |= {"rotary": 2 * LONGEST * DIM * 2}
     prefill = {
         "model.rotary: rows": 2 * CHUNK * DIM * 2,
         "a layer: residual sum": 2 * CHUNK * hidden * 2,  # this layer's and the one before's
@@ -136,13 +133,8 @@ def tiny(folder: Path, *, config: dict[str, Any] | None = None, **sections: Any)
     if not (folder / "model").exists():
         save_tiny(folder / "model", **sizes)
     data = {"prompts": ["x"], "input_max_len": 100, "max_new_tokens": 60, "batch_size": 4}
-    on_ascend: dict[str, Any] = {
-        "platform": "ascend",
-        "exe_mode": "ge_graph",
-        "model_config": {"dtype": "bfloat16"},
-        "data_config": data,
-        "cache_config": {"page_size": 128},
-    }
+    on_ascend: dict[str, Any] = {"platform": "ascend", "exe_mode": "ge_graph", "model_config": {"dtype": "bfloat16"}}
+    on_ascend |= {"data_config": data, "cache_config": {"page_size": 128}}
     return tiny_case(folder, folder / "model", **on_ascend | sections)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
+from tests.families.minimax_m2 import AS_OTHERS
+from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, tiny_case
 from umbra.cpu_offload.costs import Costs, Line
 from umbra.cpu_offload.planner.model import ExpertsShape, LayerSample, Planner, fit
 from umbra.executor.config.case import Case
@@ -115,7 +116,7 @@ def test_plan_counts_memory_and_predicts_without_the_checkpoint(
 
 
 def test_plan_agrees_with_what_a_run_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tiny_m2(model := tmp_path / "model", **TINY_AS_M2)
+    save_tiny_m2(model := tmp_path / "model", **AS_OTHERS)
     case = case_of(model, tmp_path, "minimax_m2", mode="elastic", arena_kb=100)
     show_plan(case)
     planned = capsys.readouterr().out

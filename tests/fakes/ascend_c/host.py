@@ -15,15 +15,8 @@ import torch
 from tests.fakes.ascend_c.build import HERE, OP_HOST, TwinError, compile_shared
 
 # ge::DataType
-TYPES = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.int8: 2,
-    torch.int32: 3,
-    torch.uint8: 4,
-    torch.int64: 9,
-    torch.bfloat16: 27,
-}
+TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.uint8: 4, torch.int64: 9}
+TYPES |= {torch.bfloat16: 27}
 ANSWER_BYTES = 1 << 16
 Input = tuple[Sequence[int], torch.dtype]
 

@@ -17,13 +17,8 @@ ARGUMENTS = {
     "fused_moe": ("x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"),
     "unpack": ("w", "scales", "zeros"),
 }
-OPS = {
-    "gemv": "UmbraGemvW4a16",
-    "fused_moe": "UmbraFusedMoeW4a16",
-    "fused_moe_scores": "UmbraFusedMoeScoresW4a16",
-    "fused_moe_slots": "UmbraFusedMoeSlotsW4a16",
-    "unpack": "UmbraUnpackW4a16",
-}
+OPS = {"gemv": "UmbraGemvW4a16", "fused_moe": "UmbraFusedMoeW4a16", "fused_moe_scores": "UmbraFusedMoeScoresW4a16"}
+OPS |= {"fused_moe_slots": "UmbraFusedMoeSlotsW4a16", "unpack": "UmbraUnpackW4a16"}
 
 
 def launch(

@@ -113,16 +113,8 @@ def rounds(instruction_set: str, format: Format) -> bool:
 @pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 def test_linear(format: Format, kernels: str) -> None:
     columns = 3 * format.group if format.quantised else 35  # float formats take any number of columns
-    step = {
-        "float32": 0,
-        "bfloat16": 2**-8,
-        "float16": 2**-11,
-        "q8": 1 / 127,
-        "q4": 1 / 7,
-        "f8": 1 / 16,
-        "mxfp4": 1 / 4,
-        "w8a8": 1 / 254,
-    }
+    step: dict[str, Any] = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "q8": 1 / 127, "q4": 1 / 7}
+    step |= {"f8": 1 / 16, "mxfp4": 1 / 4, "w8a8": 1 / 254}
     for rows in (1, 16, 37):
         w, bias = torch.randn(rows, columns) / 8, torch.randn(rows)
         matrix = NativeMatrix(rows, columns, format, CPU)
@@ -525,21 +517,14 @@ def test_argmax_takes_the_first_of_the_largest(width: int) -> None:
     assert torch.equal(cpu.argmax(x), reference.argmax(x))
 
 
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "all tokens": {"temperature": 0.7},
-    "hot": {"temperature": 1e30},
-    "cold": {"temperature": 1e-300},
-    "top-k": {"temperature": 1.3, "top_k": 20},
-    "top-k of all": {"temperature": 1.3, "top_k": 10**30},
-    "top-p": {"temperature": 0.7, "top_p": 0.9},
-    "nearly all": {"temperature": 2.0, "top_p": 0.999},
-    "no top-p": {"temperature": 2.0, "top_p": 0.0},
-    "min-p": {"temperature": 1.5, "min_p": 0.05},
-    "all filters": {"temperature": 1.1, "top_k": 300, "top_p": 0.8, "min_p": 0.01},
-    "penalties": {"presence_penalty": 1.5, "frequency_penalty": -0.7, "repetition_penalty": 1.3},
-    "drawn with penalties": {"temperature": 0.9, "frequency_penalty": 1.0, "logit_bias": {3: 9.0, 0: -100.0}},
-}
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "all tokens": {"temperature": 0.7}, "hot": {"temperature": 1e30}}
+SAMPLING |= {"cold": {"temperature": 1e-300}, "top-k": {"temperature": 1.3, "top_k": 20}}
+SAMPLING |= {"top-k of all": {"temperature": 1.3, "top_k": 10**30}, "top-p": {"temperature": 0.7, "top_p": 0.9}}
+SAMPLING |= {"nearly all": {"temperature": 2.0, "top_p": 0.999}, "no top-p": {"temperature": 2.0, "top_p": 0.0}}
+SAMPLING |= {"min-p": {"temperature": 1.5, "min_p": 0.05}}
+SAMPLING |= {"all filters": {"temperature": 1.1, "top_k": 300, "top_p": 0.8, "min_p": 0.01}}
+SAMPLING |= {"penalties": {"presence_penalty": 1.5, "frequency_penalty": -0.7, "repetition_penalty": 1.3}}
+SAMPLING |= {"drawn with penalties": {"temperature": 0.9, "frequency_penalty": 1.0, "logit_bias": {3: 9.0, 0: -100.0}}}
 
 
 def choice(settings: dict[str, Any], row: int, width: int) -> Choice:

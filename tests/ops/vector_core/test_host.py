@@ -84,13 +84,8 @@ def slots() -> Inputs:
     return [((2, 256), BF16), ((9999,), BYTE), ((7,), INT), ((2, 3), INT), ((2, 3), BF16)]
 
 
-GROUPS: dict[str, tuple[int, ...]] = {
-    FUSED: (64, 32),
-    SCORES: (3, True, 35, 64, 32),
-    SLOTS: (96, 32, 32, 0),
-    GEMV: (128,),
-    UNPACK: (32, True, False, True),
-}
+GROUPS: dict[str, tuple[int, ...]] = {FUSED: (64, 32), SCORES: (3, True, 35, 64, 32), SLOTS: (96, 32, 32, 0)}
+GROUPS |= {GEMV: (128,), UNPACK: (32, True, False, True)}
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -355,19 +355,14 @@ def test_every_mistake_is_noticed(tmp_path: Path) -> None:
 
 
 UNPACKER = "umbra_unpack_w4a16.cpp"
-UNPACKED_WRONG = [
-    ("column / kPairs % 2 * (m.n / 2)", "0"),
-    ("AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);", ";"),
-    ("source[lane]", "source[0]"),
-    ("kept[ScalesBytes()].template ReinterpretCast<T>()", "kept.template ReinterpretCast<T>()"),
-    ("p * m.lanes + lane", "lane"),
-    ("tiles ? at * kPitch : at", "at"),
-    ("(work.section * m.planes + work.plane) * m.lanes", "work.plane * m.lanes"),
-    ("row * kTileRows", "row"),
-    ("m.n * kTileRows", "columns * kTileRows"),
-    ("tiles ? kPitch : 1", "1"),
-    ("kPitch - columns", "0"),
-]
+UNPACKED_WRONG = [("column / kPairs % 2 * (m.n / 2)", "0")]
+UNPACKED_WRONG += [("AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);", ";")]
+UNPACKED_WRONG += [("source[lane]", "source[0]")]
+UNPACKED_WRONG += [("kept[ScalesBytes()].template ReinterpretCast<T>()", "kept.template ReinterpretCast<T>()")]
+UNPACKED_WRONG += [("p * m.lanes + lane", "lane"), ("tiles ? at * kPitch : at", "at")]
+UNPACKED_WRONG += [("(work.section * m.planes + work.plane) * m.lanes", "work.plane * m.lanes")]
+UNPACKED_WRONG += [("row * kTileRows", "row"), ("m.n * kTileRows", "columns * kTileRows"), ("tiles ? kPitch : 1", "1")]
+UNPACKED_WRONG += [("kPitch - columns", "0")]
 
 
 def unpacks(library: Library) -> bool:

@@ -21,13 +21,9 @@ from umbra.ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops
 pytestmark = pytest.mark.slow
 
 FOLDER = ROOT / "ops/ascend/vector_core"
-OPS = {
-    "UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16",
-    "UmbraFusedMoeScoresW4a16": "umbra_fused_moe_scores_w4a16",
-    "UmbraFusedMoeSlotsW4a16": "umbra_fused_moe_slots_w4a16",
-    "UmbraGemvW4a16": "umbra_gemv_w4a16",
-    "UmbraUnpackW4a16": "umbra_unpack_w4a16",
-}
+OPS = {"UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16", "UmbraFusedMoeScoresW4a16": "umbra_fused_moe_scores_w4a16"}
+OPS |= {"UmbraFusedMoeSlotsW4a16": "umbra_fused_moe_slots_w4a16", "UmbraGemvW4a16": "umbra_gemv_w4a16"}
+OPS |= {"UmbraUnpackW4a16": "umbra_unpack_w4a16"}
 
 
 def found(pattern: str, *files: Path) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,14 +13,8 @@ from tests.ops.vector_core.test_twin import probes
 
 pytestmark = pytest.mark.slow
 
-TYPES = {
-    "half": torch.half,
-    "bfloat16_t": torch.bfloat16,
-    "float": torch.float32,
-    "int16_t": torch.int16,
-    "int32_t": torch.int32,
-    "uint16_t": torch.uint16,
-}
+TYPES: dict[str, Any] = {"half": torch.half, "bfloat16_t": torch.bfloat16, "float": torch.float32}
+TYPES |= {"int16_t": torch.int16, "int32_t": torch.int32, "uint16_t": torch.uint16}
 
 
 def random(dtype: torch.dtype, seed: int, scale: float = 3.0) -> Tensor:

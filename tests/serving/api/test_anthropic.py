@@ -94,12 +94,8 @@ def test_why_a_message_ends() -> None:
 def test_a_conversation_is_the_same_prompt_as_that_of_a_chat() -> None:
     async def scenario(server: Server) -> None:
         text = {"type": "text", "text": "Well?", "cache_control": {"type": "ephemeral"}}
-        failed = {
-            "type": "tool_result",
-            "tool_use_id": "a",
-            "is_error": True,
-            "content": [{"type": "text", "text": "no"}],
-        }
+        failed: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "is_error": True}
+        failed |= {"content": [{"type": "text", "text": "no"}]}
         asked = ASKED | {
             "system": [{"type": "text", "text": "Be brief."}],
             "messages": [

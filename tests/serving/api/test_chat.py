@@ -343,19 +343,9 @@ def test_settings_reach_the_engine() -> None:
     """Or those of the case; a completion has 16 tokens if it does not say, a chat as many as fit."""
 
     async def scenario(server: Server) -> None:
-        given: dict[str, Any] = {
-            "temperature": 0.5,
-            "top_p": 0.0,
-            "top_k": 3,
-            "min_p": 0.5,
-            "presence_penalty": 1.0,
-            "seed": 3,
-            "frequency_penalty": -1.0,
-            "repetition_penalty": 1.5,
-            "ignore_eos": True,
-            "max_tokens": 5,
-            "min_tokens": 2,
-        }
+        given: dict[str, Any] = {"temperature": 0.5, "top_p": 0.0, "top_k": 3, "min_p": 0.5, "presence_penalty": 1.0}
+        given |= {"seed": 3, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "ignore_eos": True, "max_tokens": 5}
+        given |= {"min_tokens": 2}
         await server.complete(**given, logit_bias={"5": -100}, stop_token_ids=[9], priority=3, cache_salt="a")
         submit = server.engine.submitted[-1]
         assert submit.sampling == SamplingParams(**given, stop_token_ids=(9,), logit_bias={5: -100.0})

@@ -39,53 +39,34 @@ def named(name: str, **function: Any) -> dict[str, Any]:
 
 
 # What grammars may be is in test_structured.
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": -1}, "temperature"),
-    ({"top_p": 2}, "top_p"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
-    ({"n": 0}, "n"),
-    ({"n": 65}, "n"),
-    ({"stop": ["x"] * 17}, "stop"),
-    ({"stop": ""}, "stop"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias"),
-    ({"priority": (1 << 31) + 1}, "priority"),
-    ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
-    ({"top_k": -5}, "top_k"),
-    ({"top_logprobs": 1}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"min_p": -0.5}, "min_p"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
-    ({"messages": "Hi"}, "messages"),
-    (said(role="king", content=""), "messages[0].role"),
-    (said(role="user", content=5), "messages[0].content"),
-    (said(role="user", content=[{"type": "image_url"}]), "messages[0].content[0]"),
-    (said(role="user", content=[{"text": ""}, {"type": "text", "text": 5}]), "messages[0].content[1].text"),
-    (said(role="user", content="", name=5), "messages[0].name"),
-    (said(role="tool", content="", tool_call_id=5), "messages[0].tool_call_id"),
-    (said(role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
-    (said(role="assistant", tool_calls=[{}]), "messages[0].tool_calls[0]"),
-    ({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs"),
-    ({"chat_template": "{{"}, "chat_template"),
-    ({"chat_template_kwargs": {"chat_template": "{{"}}, "chat_template_kwargs"),
-    ({"tools": [TOOL] * 129}, "tools"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-    ({"tools": [named("a b")]}, "tools[0].function.name"),
-    ({"tools": [named("a", parameters=["x"])]}, "tools[0].function.parameters"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
-    ({"tools": [named("a", parameters={"type": "bogus"})], "tool_choice": "required"}, "tools"),
-    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
-    ({"guided_regex": "("}, "guided_regex"),
-]
+WRONG: list[tuple[dict[str, Any], str]] = [({"temperature": "hot"}, "temperature")]
+WRONG += [({"temperature": -1}, "temperature"), ({"top_p": 2}, "top_p"), ({"max_tokens": 0}, "max_tokens")]
+WRONG += [({"max_completion_tokens": 1.5}, "max_completion_tokens"), ({"n": 0}, "n"), ({"n": 65}, "n")]
+WRONG += [({"stop": ["x"] * 17}, "stop"), ({"stop": ""}, "stop"), ({"logit_bias": {"x": 1}}, "logit_bias")]
+WRONG += [({"logit_bias": {"1": 101}}, "logit_bias"), ({"logit_bias": {"99999": 1}}, "logit_bias")]
+WRONG += [({"priority": (1 << 31) + 1}, "priority"), ({"stop_token_ids": [1 << 70]}, "stop_token_ids")]
+WRONG += [({"top_k": -5}, "top_k"), ({"top_logprobs": 1}, "top_logprobs")]
+WRONG += [({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"min_p": -0.5}, "min_p")]
+WRONG += [({"stream_options": {"include_usage": True}}, "stream_options"), ({"messages": []}, "messages")]
+WRONG += [({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"), ({"messages": "Hi"}, "messages")]
+WRONG += [(said(role="king", content=""), "messages[0].role"), (said(role="user", content=5), "messages[0].content")]
+WRONG += [(said(role="user", content=[{"type": "image_url"}]), "messages[0].content[0]")]
+WRONG += [(said(role="user", content=[{"text": ""}, {"type": "text", "text": 5}]), "messages[0].content[1].text")]
+WRONG += [(said(role="user", content="", name=5), "messages[0].name")]
+WRONG += [(said(role="tool", content="", tool_call_id=5), "messages[0].tool_call_id")]
+WRONG += [(said(role="assistant", reasoning_content=5), "messages[0].reasoning_content")]
+WRONG += [(said(role="assistant", tool_calls=[{}]), "messages[0].tool_calls[0]")]
+WRONG += [({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs")]
+WRONG += [({"chat_template": "{{"}, "chat_template")]
+WRONG += [({"chat_template_kwargs": {"chat_template": "{{"}}, "chat_template_kwargs")]
+WRONG += [({"tools": [TOOL] * 129}, "tools"), ({"tools": [{"type": "custom"}]}, "tools[0].type")]
+WRONG += [({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [named("a b")]}, "tools[0].function.name")]
+WRONG += [({"tools": [named("a", parameters=["x"])]}, "tools[0].function.parameters")]
+WRONG += [({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice")]
+WRONG += [({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice")]
+WRONG += [({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice")]
+WRONG += [({"tools": [named("a", parameters={"type": "bogus"})], "tool_choice": "required"}, "tools")]
+WRONG += [({"guided_json": {}, "guided_regex": "a"}, "guided_regex"), ({"guided_regex": "("}, "guided_regex")]
 
 
 def test_a_wrong_field_is_named() -> None:

@@ -9,8 +9,9 @@ import pytest
 from torch import Tensor, equal
 
 from tests.fakes.scripted import Server
+from tests.families.deepseek_v3 import EXPANDED
 from tests.quantised import mxfp4_tiny
-from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from tests.variants import thorough_but
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.engine import Engine

@@ -18,15 +18,12 @@ from umbra.executor.model_runner import ModelRunner
 from umbra.serving.ranks.messages import Submit
 from umbra.serving.ranks.worker import Worker
 
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "int8": {"cache_config": {"kv_dtype": "int8"}, "quantization": {"method": "q4", "group_size": 32}},
-    "arena": {"offload_config": {"mode": "elastic", "arena_mb": 3, "max_swaps": 4, "measure_s": 0.01}},
-    "states": {"model_name": "qwen3_next"},
-    "windows": {"model_name": "gpt_oss"},
-    "latents": {"model_name": "deepseek_v3", "cache_config": {"kv_dtype": "int8"}},
-    "guesses": {"model_name": "glm4_moe", "draft_config": {"method": "mtp"}},
-}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}}
+KINDS |= {"int8": {"cache_config": {"kv_dtype": "int8"}, "quantization": {"method": "q4", "group_size": 32}}}
+KINDS |= {"arena": {"offload_config": {"mode": "elastic", "arena_mb": 3, "max_swaps": 4, "measure_s": 0.01}}}
+KINDS |= {"states": {"model_name": "qwen3_next"}, "windows": {"model_name": "gpt_oss"}}
+KINDS |= {"latents": {"model_name": "deepseek_v3", "cache_config": {"kv_dtype": "int8"}}}
+KINDS |= {"guesses": {"model_name": "glm4_moe", "draft_config": {"method": "mtp"}}}
 LENGTH, TOKENS = 600, 12
 draw = random.Random(3)
 PROMPT = [draw.randrange(96) for _ in range(LENGTH)]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.families.deepseek_v3 import EXPANDED
 from tests.mtp import Oracle
 from tests.ranks import run_ranks
-from tests.tiny import EXPANDED, save_tiny, save_tiny_of, write_case
+from tests.tiny import save_tiny, save_tiny_of, write_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.fakes.drafts import FreeDrafts, lookup
+from tests.families.deepseek_v3 import EXPANDED
 from tests.quantised import mxfp4_tiny
-from tests.tiny import EXPANDED, make_runner, save_tiny, save_tiny_of, tiny_case
+from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from umbra.executor.engine.drafts.drafts import DecodeCost, Drafts, Guessed
 from umbra.executor.engine.drafts.ngrams import MATCH, NgramIndex
 from umbra.executor.engine.schedule.grammar import Matcher
@@ -96,12 +97,9 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
     request: pytest.FixtureRequest, name: str, quantization: dict[str, str]
 ) -> None:
     model = request.getfixturevalue(name)
-    options: dict[str, Any] = {
-        "model_name": family_in(model),
-        "quantization": quantization,
-        "cache_config": {"page_size": 4, "kv_dtype": "int8"},
-        "offload_config": {"mode": "elastic", "arena_mb": 0.3, "max_swaps": 2},
-    }
+    options: dict[str, Any] = {"model_name": family_in(model), "quantization": quantization}
+    options |= {"cache_config": {"page_size": 4, "kv_dtype": "int8"}}
+    options |= {"offload_config": {"mode": "elastic", "arena_mb": 0.3, "max_swaps": 2}}
     tokens = [
         {id: [t for e in events for t in e.tokens] for id, events in answers(loop, SAMPLING["sampled"]).items()}
         for loop in (loop_of(model, most, "graph", **options) for most in (0, 7))

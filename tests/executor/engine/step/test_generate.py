@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.families.minimax_m2 import AS_OTHERS
 from tests.spy import spy_on
-from tests.tiny import (
-    ONE_RANK,
-    TINY_AS_M2,
-    make_runner,
-    oracle_logits,
-    save_tiny,
-    save_tiny_m2,
-    save_tiny_of,
-    tiny_case,
-)
+from tests.tiny import ONE_RANK, make_runner, oracle_logits, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.executor.config.load import load_case
@@ -141,7 +133,7 @@ def test_the_last_layer_computes_wanted_rows_only(tmp_path: Path, family: str) -
     if family == "qwen3_moe":
         save_tiny(tmp_path / "model", eos_token_id=None)
     elif family == "minimax_m2":
-        save_tiny_m2(tmp_path / "model", **TINY_AS_M2)
+        save_tiny_m2(tmp_path / "model", **AS_OTHERS)
     else:
         save_tiny_of(tmp_path / "model", family)
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name=family), tmp_path)

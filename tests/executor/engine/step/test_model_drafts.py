@@ -16,13 +16,9 @@ from umbra.executor.engine.step.loop import Loop
 from umbra.models.tokenizers import tokenizer_in
 
 CHECKPOINTS = ROOT / "checkpoints"
-TEXTS = [
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune",
-    "Emma was",
-    "Elizabeth, having rather expected to affront him, was amazed at his gallantry; but there was",
-    "Mr. Darcy",
-    "“I have not the smallest objection,” said",
-]
+TEXTS = ["It is a truth universally acknowledged, that a single man in possession of a good fortune", "Emma was"]
+TEXTS += ["Elizabeth, having rather expected to affront him, was amazed at his gallantry; but there was", "Mr. Darcy"]
+TEXTS += ["“I have not the smallest objection,” said"]
 SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.8, "top_p": 0.95, "seed": 3, "repetition_penalty": 1.05},

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.fakes.shadow_experts import CopyingPlatform
+from tests.families import ROWS
+from tests.families.row import Row
 from tests.quantised import mxfp4_tiny
-from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, save_tiny_of, tiny_case
+from tests.tiny import make_runner, tiny_case
 from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits
 from umbra.executor.model_runner import ModelRunner
@@ -23,22 +25,14 @@ PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11,
 MB = 60 / 1024  # size of the arena: room for the whole cache and few experts, or for more experts and little cache
 
 
-FAMILIES = ["qwen3_moe", "minimax_m2", "deepseek_v3", "gpt_oss"]
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[row for row in ROWS.values() if row.offload is not None], ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in a folder named as its family. Blocks and pages of all families take much the same."""
-    folder = tmp_path_factory.mktemp("offload") / request.param
-    if request.param == "minimax_m2":
-        save_tiny_m2(folder, **TINY_AS_M2)
-    elif request.param == "deepseek_v3":  # with latents, and a shared expert, which is always resident
-        save_tiny_of(folder, request.param, eos_token_id=None, first_k_dense_replace=0)
-    elif request.param == "gpt_oss":  # with biases, in MXFP4
-        save_tiny_of(folder.with_name("floats"), request.param, eos_token_id=None, num_hidden_layers=2, head_dim=8)
-        mxfp4_tiny(folder.with_name("floats"), folder)
-    else:
-        save_tiny(folder, eos_token_id=None)
+    row: Row = request.param
+    folder = tmp_path_factory.mktemp("offload") / row.name
+    row.save(folder, eos_token_id=None, **row.offload or {})
+    if row.name == "gpt_oss":  # with biases, in MXFP4
+        mxfp4_tiny(folder.rename(folder.with_name("floats")), folder)
     return folder
 
 

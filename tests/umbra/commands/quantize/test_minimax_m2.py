@@ -25,16 +25,8 @@ from umbra.models.tokenizers import tokenizer_in
 
 pytestmark = pytest.mark.slow
 
-SIZES = dict(
-    vocab_size=4096,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    num_local_experts=6,
-    num_experts_per_tok=2,
-)
+SIZES = dict(vocab_size=4096, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8)
+SIZES |= dict(num_key_value_heads=4, num_local_experts=6, num_experts_per_tok=2)
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6
 MOE = "block_sparse_moe"
 BIAS = f"{MOE}.e_score_correction_bias"

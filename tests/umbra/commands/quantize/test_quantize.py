@@ -14,17 +14,11 @@ from transformers import GptOssForCausalLM, Mxfp4Config, PreTrainedModel, Qwen3M
 
 from tests import quantised
 from tests.command import umbra
+from tests.families import ROWS
+from tests.families.qwen3_5_moe import save_pictured
+from tests.families.row import Row
 from tests.quantised import awq_meaning, mxfp4_tiny
-from tests.tiny import (
-    TINY_OF,
-    make_runner,
-    oracle_logits,
-    rounding_bound,
-    save_pictured,
-    save_tiny,
-    save_tiny_of,
-    tiny_case,
-)
+from tests.tiny import make_runner, oracle_logits, rounding_bound, save_tiny, save_tiny_of, tiny_case
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.commands.logits import collect_logits
@@ -37,15 +31,12 @@ from umbra.commands.quantize.mxfp4 import Mxfp4Target
 from umbra.commands.quantize.search import fold, search_layer
 from umbra.commands.quantize.source import CheckpointSource
 from umbra.commands.quantize.w8a8 import W8a8Target
-from umbra.models.registry import families
 from umbra.ops.formats.mxfp4 import E2M1
 
 pytestmark = pytest.mark.slow
 
 GROUP = 32
 WIDE = dict(moe_intermediate_size=32, intermediate_size=64)  # multiples of the group
-BOTH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4}
-KINDS: dict[str, dict[str, Any]] = {"qwen3_next": BOTH, "qwen3_5_moe": BOTH, "deepseek_v2": {"q_lora_rank": None}}
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6
 
 
@@ -170,13 +161,11 @@ def test_the_layers_are_transformers_layers(tmp_path: Path) -> None:
         torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "family", sorted(record.name for record in families() if record.quantised and record.name in TINY_OF)
-)
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.quantise is not None], ids=str)
 @torch.inference_mode()
-def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: str) -> None:
+def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, row: Row) -> None:
     """Its layers are transformers' layers, a search loses nothing, and Umbra reads what is written."""
-    oracle: Any = save_tiny_of(tmp_path / "model", family, **WIDE | KINDS.get(family, {"num_key_value_heads": 8}))
+    oracle = row.save(tmp_path / "model", **{**WIDE, **(row.quantise or {})})
     source, ids = CheckpointSource(tmp_path / "model"), torch.arange(40).view(2, 20) * 2
     hidden = source.rest()["model.embed_tokens.weight"][ids]
     for index in range(2):
@@ -189,7 +178,7 @@ def test_an_expert_that_every_token_takes_is_quantised(tmp_path: Path, family: s
     torch.testing.assert_close(oracle.model.norm(hidden), oracle.model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
     convert(tmp_path / "out", AwqTarget(source, (), GROUP))
     dequantised = as_float(tmp_path / "out", tmp_path / "floats", type(oracle))
-    case = tiny_case(tmp_path, tmp_path / "out", model_name=family, quantization={"method": "none"})
+    case = tiny_case(tmp_path, tmp_path / "out", model_name=row.name, quantization={"method": "none"})
     ours = torch.from_numpy(collect_logits(make_runner(case, tmp_path), ids.tolist(), 0)["prefill_1"])
     torch.testing.assert_close(ours, oracle_logits(dequantised, ids[1].tolist()), atol=1e-4, rtol=0)
 
