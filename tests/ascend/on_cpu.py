@@ -10,7 +10,6 @@ from umbra.cpu_offload.device import ShadowDevice
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.ascend.exchange import most_rows
-from umbra.executor.platform.ascend.settings import AscendSettings
 from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.platform.base import Platform, Step
 from umbra.executor.platform.settings import PlatformSettings
@@ -56,12 +55,7 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
         def exchange(self, config: ModelConfig) -> Exchange | None:
             """Also of rows narrower than the operators take."""
             sizes, most = self.settings.sizes, most_rows(self.settings)
-            if (
-                sizes.world == 1
-                or sizes.attn_tp > 1
-                or sizes.moe_tp > 1
-                or not self.settings.of_device(AscendSettings).exchange
-            ):
+            if sizes.world == 1 or sizes.attn_tp > 1 or sizes.moe_tp > 1:
                 return None
             group: Any = dist.new_group(list(range(sizes.world)))
             exchange = AscendExchange(
