@@ -155,16 +155,17 @@ def test_limits_are_those_of_the_documentation() -> None:
     text = " ".join((ROOT / "docs" / "serving.md").read_text().split())
     for said in (
         f"or up to {openai_completions.MOST_PROMPTS} of either",
-        f"absent: {openai_completions.MAX_TOKENS} for completions",
+        f"if absent, {openai_completions.MAX_TOKENS} for completions",
         f"up to {fields.MOST_CHOICES} answers; the prompt is computed once",
         f"up to {fields.MOST_STOPS} strings of up to {fields.LONGEST_STOP} characters",
-        f"a comment after {sse.PING_S:g} s without one",
+        f"A comment follows after {sse.PING_S:g} s without an event",
         f"a client leaves {server.UNREAD >> 10} KiB of its answer unread for {server.UNREAD_S:g} s",
-        f"headers take {server.HEADER_S:g} s, a body {body.BODY_S:g} s",
+        f"longer than {server.HEADER_S:g} s for headers or {body.BODY_S:g} s for a body",
         f"more than {server.MOST_CONNECTIONS:,} connections are open",
         f"Bodies have at most {body.LARGEST_BODY >> 20} MiB and {fields.DEEPEST} levels",
-        f"grammars {structured.LARGEST >> 10} KiB, {structured.DEEPEST} levels and {structured.MOST_PROPERTIES} prop",
-        f"which ends after {compiling.SECONDS:g} s or {compiling.MEMORY >> 20} MB",
+        f"grammars have at most {structured.LARGEST >> 10} KiB, {structured.DEEPEST} levels and",
+        f"levels and {structured.MOST_PROPERTIES} properties",
+        f"that ends after {compiling.SECONDS:g} s or {compiling.MEMORY >> 20} MB",
         f"if the ranks answered in the last {client.FRESH_S:g} s",
     ):
         assert said in text, said
