@@ -156,7 +156,7 @@ def start(hub: Hub, tmp_path: Path) -> Start:
 
 
 def ended(process: "subprocess.Popen[str]", typed: str = "") -> tuple[int, str, str]:
-    out, err = process.communicate(typed, timeout=120)
+    out, err = process.communicate(typed, timeout=600)
     return process.returncode, out, err
 
 
