@@ -19,6 +19,7 @@ class ShadowDevice(ABC):
     """Every method but `done` is called between two steps, by the thread that prepares them."""
 
     alignment: ClassVar[int]  # slots and frames of the arena begin at multiples of this number of bytes
+    spare_slots: ClassVar[int] = 0  # slots after the arena's own that the device needs for itself
     narrows: ClassVar[bool] = False  # whether a layer may be given fewer rows than the step has tokens
     memory: Tensor  # the arena's buffer, uint8
 

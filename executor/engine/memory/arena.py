@@ -23,14 +23,14 @@ def open_arena(
     """Binds the KV caches and states of `model`, and the slots of experts that have shadows, to one buffer. -> the
     pages that sequences take. After the arena the buffer has what the device needs for itself, and a last place for
     the states of padding rows."""
-    facts = PLATFORMS[case.platform]
     frame = frame_of(model, case, build)
     slots = (shadows.slot_bytes, shadows.most_slots, shadows.device.alignment) if shadows else (0, 0, 64)
     states = state_sizes(model, frame.nbytes // frame.units)
     least = limits.pages_of(limits.max_sequence_length)
     arena, pinned = make_arena(case, frame, *slots[:2], limits.pages, least, slots[2], states)
     unit = frame.nbytes // frame.units
-    spare = -(-facts.spare_slots * slots[0] // unit) * unit + (states.nbytes if facts.padding_states else 0)
+    spare = shadows.device.spare_slots * slots[0] if shadows else 0
+    spare = -(-spare // unit) * unit + (states.nbytes if PLATFORMS[case.platform].padding_states else 0)
     memory, *beside = bind_arena(model, case, build, arena.frames, spare)
     frames = [part[: arena.frames * arena.units].view(arena.frames, -1) for part in (memory, *beside)]
     aside = bind_aside(model, case, build, arena.frames)

@@ -33,6 +33,7 @@ from umbra.cpu_offload.costs import Costs
 from umbra.cpu_offload.device import ExpertId, ShadowDevice
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.cpu_offload.history import LongLayer
+from umbra.executor.platform.ascend.facts import FACTS
 from umbra.executor.platform.ascend.long_steps import HostExperts, LongSteps
 from umbra.executor.platform.ascend.slot_store import SlotStore
 from umbra.ops.ascend.host_memory import Registered, pinned, send
@@ -123,6 +124,7 @@ class AscendDevice(ShadowDevice):
     these are copied to the device, as `costs` say. A data-parallel group has at most `longest` tokens in a step."""
 
     alignment: ClassVar[int] = PLACE
+    spare_slots: ClassVar[int] = FACTS.spare_slots
 
     def __init__(
         self,
