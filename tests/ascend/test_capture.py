@@ -26,7 +26,7 @@ from tests.ascend.engine import (
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
-from tests.ascend.test_eager import golden, golden_in_int8, last_layer
+from tests.ascend.test_eager import LAYERS, golden, last_layer
 from tests.variants import thorough_after, thorough_but
 
 
@@ -80,7 +80,7 @@ def test_int8_is_captured(tmp_path: Path, mode: str) -> None:
     running = prefilled(runner)
     first = step_log(runner, running)
     names = [line.removeprefix("captured ").split()[0] for line in first if line.startswith("captured acl")]
-    assert last_layer(names) == [line.split()[0] for line in golden_in_int8()]
+    assert last_layer(names) == [line.split()[0] for line in LAYERS["int8"]]
     assert len([line for line in step_log(runner, running) if line.startswith("aclnn")]) == 1  # the choice of tokens
 
 
