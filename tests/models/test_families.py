@@ -152,7 +152,9 @@ def test_official_configs_are_models_of_their_size(
     assert sum(layer.elements for _, layer in layers_of(model)) == pytest.approx(billions * 1e9, abs=0.05e9)
 
 
-@pytest.mark.parametrize(("row", "name", "mistake"), MISTAKES, ids=str)
+@pytest.mark.parametrize(
+    ("row", "name", "mistake"), MISTAKES, ids=lambda value: None if callable(value) else str(value)
+)
 def test_a_known_mistake_changes_the_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Row, name: str, mistake: Mistake
 ) -> None:

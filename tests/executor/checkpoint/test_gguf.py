@@ -92,7 +92,9 @@ def test_every_type_is_read(tmp_path: Path) -> None:
 
 # Row; types of gates and ups, downs, attention and values; what the CPU keeps of experts, queries and keys, values.
 @pytest.mark.parametrize(
-    ("kinds", "ranks"), covering([(row, *kept) for row in FILES for kept in row.kept], [1, 2]), ids=str
+    ("kinds", "ranks"),
+    covering([(row, *kept) for row in FILES for kept in row.kept], [1, 2]),
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
 def test_every_bit_is_kept(tmp_path: Path, kinds: tuple[Row, str, str], ranks: int) -> None:
     row, types, kept = kinds
