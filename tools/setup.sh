@@ -50,6 +50,7 @@ umbra_make() {
 # Builds the native module:  umbra_build SOURCES BUILD_FOLDER FOLDER_FOR_THE_MODULE
 umbra_build() {
     local cmake=.venv/bin/cmake python=$PWD/.venv/bin/python
+    mkdir -p "$2"
     {
         "$cmake" -S "$1" -B "$2" -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
             -DPython_EXECUTABLE="$python" -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" &&
