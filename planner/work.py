@@ -91,8 +91,7 @@ class CountedRank:
             getattr(torch, facts.activations or case.model_config.dtype),
             case.cache_config.page_size,
             case.parallel_sizes.physical(config.expert_count),
-            kernels=counting.kernels,
-            most_columns=counting.most_columns,
+            counting.costs,
         )
         self.notes = ops.notes
         own = parallel_of(case.parallel_sizes, 0, {})

@@ -1,19 +1,19 @@
 """The work that a device does in a step beside what its tensors' shapes say, for predictions of times."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from umbra.executor.config.case import Case
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.models.config import ModelConfig
 from umbra.models.registry import load
+from umbra.ops.counted import Costs, CountedOps
 
 
 @dataclass(frozen=True)
 class Counting:
-    kernels: Mapping[str, int]  # of the ops that are not one kernel
-    most_columns: int  # of matrices that kernels for few rows take
+    costs: Callable[[CountedOps], Costs]  # what the device's ops take beyond their specs
     exchanged: int  # rows of the largest step whose experts' rows are exchanged; 0: rows are always gathered
 
 
@@ -22,4 +22,4 @@ def counting_of(case: Case, config: ModelConfig) -> Counting:
     if where := PLATFORMS[case.platform].counting:
         counting: Counting = load(where)(case, config)
         return counting
-    return Counting({}, sys.maxsize, sys.maxsize if case.parallel_sizes.expert_slots else 0)
+    return Counting(Costs, sys.maxsize if case.parallel_sizes.expert_slots else 0)

@@ -26,7 +26,7 @@ from tests.ascend.engine import (
 from tests.ascend.log import device_log
 from umbra.executor.platform.ascend import device
 from umbra.ops.ascend.cann import ALL_ABILITIES
-from umbra.ops.counted import ASCEND_KERNELS
+from umbra.ops.ascend.counted import KERNELS
 
 ATTENTION = [
     "aclnnMatmulWeightNz (3,128)bfloat16 (128,512)bfloat16:NZ (3,512)bfloat16",
@@ -117,7 +117,7 @@ def test_kernels_of_attention_over_latents_are_counted() -> None:
     heads = ("head_linear", "latent_attention", "head_linear")
     ops = ("linear", "rms_norm", "linear", "rope_write_latents", *heads, "linear", "add_rms_norm")
     norms = [i for i, line in enumerate(LAYERS[V3.name]) if line.startswith("aclnnAddRmsNorm")]
-    assert sum(ASCEND_KERNELS.get(op, 1) for op in ops) == norms[1] - norms[0]
+    assert sum(KERNELS.get(op, 1) for op in ops) == norms[1] - norms[0]
 
 
 def test_one_kernel_precedes_attention_over_latents(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from umbra.executor.plan.activations import Ledger
 from umbra.ops import reference
+from umbra.ops.ascend.counted import KERNELS, AscendCosts
 from umbra.ops.ascend.layout import AscendLayout
 from umbra.ops.ascend.ops import AscendOps
-from umbra.ops.counted import ASCEND_KERNELS, CountedOps
+from umbra.ops.counted import CountedOps
 from umbra.ops.interface import Recurrent
 
 KERNEL = 4
@@ -148,7 +149,7 @@ def test_a_plan_counts_what_is_alive(lengths: list[int]) -> None:
         return [ledger.fullest(torch.nn.Identity(), step, Any).nbytes for step in steps]  # type: ignore[arg-type]
 
     real = alive(AscendOps(torch.bfloat16, torch.device("cpu"), "fusion_v2"))
-    planned = alive(CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8))
+    planned = alive(CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, AscendCosts))
     assert all(0.95 * made <= counted <= 1.6 * made for made, counted in zip(real, planned, strict=True))
 
 
@@ -231,7 +232,7 @@ def test_kernels_of_a_captured_step(tmp_path: Path, mode: str) -> None:
         runner.loop.step()
     kernels = [line.split()[1].removeprefix("aclnn") for line in log.lines if line.startswith("captured acl")]
     ops = "causal_conv", "gated_delta_rule", "gated_rms_norm"
-    assert sum(ASCEND_KERNELS[op] for op in ops) == len(MIXER) - 2 - 3
+    assert sum(KERNELS[op] for op in ops) == len(MIXER) - 2 - 3
     assert kernels == ["Embedding"] * 3 + ["RmsNorm", *MIXER, *BLOCK, *ATTENTION, *BLOCK, "MatmulWeightNz"]
     with device_log() as log:
         runner.loop.step()

@@ -1,6 +1,7 @@
 """The tensors of a step that `--plan` counts are those that the Ascend ops make with torch_npu's meta functions."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from umbra.models.build import Build, Formats
 from umbra.models.registry import model_class, read_config
 from umbra.ops.ascend import moe
 from umbra.ops.ascend.cann import ALL_ABILITIES
+from umbra.ops.ascend.counted import AscendCosts
 from umbra.ops.ascend.exchange import AscendExchange
 from umbra.ops.ascend.layout import AscendLayout
 from umbra.ops.ascend.ops import AscendOps
@@ -37,7 +39,8 @@ UNTILED = replace(ALL_ABILITIES, tiled_cache=False, fused_swiglu=False, rounding
 
 
 def counted(routing: str, ledger: Ledger) -> CountedOps:
-    return CountedOps(AscendLayout(BF16), BF16, 128, 8, routing=routing, name=ledger.note)
+    costs = partial(AscendCosts, routing=routing)
+    return CountedOps(AscendLayout(BF16), BF16, 128, 8, costs, name=ledger.note)
 
 
 @pytest.mark.parametrize(

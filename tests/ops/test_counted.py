@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from umbra.ops.ascend.counted import AscendCosts
 from umbra.ops.ascend.layout import AscendLayout
-from umbra.ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message
+from umbra.ops.counted import Costs, CountedExchange, CountedOps, Done, Message
 from umbra.ops.cpu.layout import CpuLayout
 from umbra.ops.formats import FORMATS, Format
-from umbra.ops.interface import Heads, Paged, Recurrent, Rounded
+from umbra.ops.interface import Heads, Ops, Paged, Recurrent, Rounded
+from umbra.ops.specs import SPECS
 
 BF16, META = torch.bfloat16, torch.device("meta")
 PAGE = 128
@@ -24,7 +26,7 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def counted(experts: int = 128) -> CountedOps:
     """Ascend's, in a layer that occurs seven times."""
-    ops = CountedOps(AscendLayout(BF16), BF16, PAGE, experts, kernels=ASCEND_KERNELS)
+    ops = CountedOps(AscendLayout(BF16), BF16, PAGE, experts, AscendCosts)
     ops.notes.multiple = 7
     return ops
 
@@ -32,6 +34,12 @@ def counted(experts: int = 128) -> CountedOps:
 def heads(kv_heads: int, width: int = 2) -> Heads:
     angle = zeros(3, width)
     return Heads(kv_heads, 1e-6, zeros(width), zeros(width), angle, angle)
+
+
+def test_every_op_of_a_step_has_a_spec() -> None:
+    stores = {"matrix", "stack", "expert_matrices", "head_matrices", "table", "fill_table", "kv_cache", "latent_cache"}
+    others = {"vector_type", "paging", "rounding_norm", "latent_prolog", "argmax", "sample"}
+    assert {name for name in vars(Ops) if not name.startswith("_")} == {*SPECS, *stores, *others}
 
 
 def test_ops_on_rows() -> None:
@@ -85,7 +93,7 @@ def test_products_of_a_matrix(kind: str) -> None:
 
 
 def test_four_bits_are_unpacked_where_no_kernel_takes_the_columns() -> None:
-    ops = CountedOps(AscendLayout(BF16), BF16, PAGE, 128, most_columns=8192)
+    ops = CountedOps(AscendLayout(BF16), BF16, PAGE, 128, AscendCosts)
     for columns in (8192, 16384):
         ops.linear(zeros(3, columns), ops.matrix(8, columns, Format("q4", 32), META), None)
     assert [(done.plain, done.few) for done in ops.notes.done] == [(False, True), (False, False)]
@@ -125,12 +133,14 @@ def test_attention_sees_what_is_cached_and_what_came_before_in_the_step() -> Non
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "kernels"), [(AscendLayout, BF16, 5), (CpuLayout, torch.float32, 1)], ids=["ascend", "cpu"]
+    ("layout", "dtype", "costs", "kernels"),
+    [(AscendLayout, BF16, AscendCosts, 5), (CpuLayout, torch.float32, Costs, 1)],
+    ids=["ascend", "cpu"],
 )
 def test_a_mixture_reads_the_experts_that_its_tokens_are_expected_to_use(
-    layout: Any, dtype: torch.dtype, kernels: int
+    layout: Any, dtype: torch.dtype, costs: type[Costs], kernels: int
 ) -> None:
-    ops = CountedOps(layout(BF16), dtype, PAGE, 8, kernels=ASCEND_KERNELS if kernels > 1 else None)
+    ops = CountedOps(layout(BF16), dtype, PAGE, 8, costs)
     experts = ops.expert_matrices(4, 32, 64, FORMATS["bfloat16"], META)
     x = zeros(3, 64, dtype=dtype)
     assert ops.moe(x, zeros(3, 2), zeros(3, 2, dtype=torch.int32), experts, 0).shape == x.shape

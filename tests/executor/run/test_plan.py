@@ -29,6 +29,7 @@ from umbra.executor.platform.ascend.plan.shadows import CountedShadows
 from umbra.executor.run.memory_report import check_fits, print_plan
 from umbra.models.layers.base import layers_of
 from umbra.models.registry import model_class
+from umbra.ops.ascend.counted import AscendCosts
 from umbra.ops.ascend.layout import AscendLayout
 from umbra.ops.ascend.slots import ArenaSlots
 from umbra.ops.ascend.weights import AscendExperts
@@ -192,7 +193,7 @@ def test_a_head_that_guesses_is_counted() -> None:
 )
 def test_a_bank_of_experts_out_of_slots_is_counted_as_it_is_gathered(format: Format) -> None:
     ledger, kind, count, inner, hidden = Ledger(), SILU_EXPERTS, 5, 96, 256
-    ops = CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, name=ledger.note)
+    ops = CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, AscendCosts, name=ledger.note)
     shadow = CountedShadows(load_case("glm46_w4a16_offload"), ops, 8).experts(
         "model.layers.40.mlp", slice(0, 8), inner, hidden, format, kind
     )

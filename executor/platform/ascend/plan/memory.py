@@ -7,6 +7,7 @@ Splits of a model are even (`check_parallel`), or the first ranks hold a little 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,10 +32,10 @@ from umbra.models.config import ModelConfig
 from umbra.models.layers.base import layers_of
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.mtp import MultiTokenPrediction
+from umbra.ops.ascend.counted import AscendCosts
 from umbra.ops.ascend.layout import CAUSAL_MASK, AscendLayout
-from umbra.ops.ascend.vector_core.planes import MOST_ROWS
 from umbra.ops.ascend.weights import AscendExperts
-from umbra.ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps
+from umbra.ops.counted import CountedExchange, CountedOps
 from umbra.ops.interface import Exchange, Ops
 from umbra.ops.parallel.partitions import ParallelSizes, partitions
 
@@ -90,14 +91,15 @@ def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
     dtype: torch.dtype = getattr(torch, case.model_config.dtype)
     experts, routing = case.parallel_sizes.physical(config.expert_count), case.of_device(AscendSettings).moe_routing
     page_size = case.cache_config.page_size
-    return CountedOps(AscendLayout(dtype), dtype, page_size, experts, routing=routing, name=ledger.note)
+    costs = partial(AscendCosts, routing=routing)
+    return CountedOps(AscendLayout(dtype), dtype, page_size, experts, costs, name=ledger.note)
 
 
 def counting(case: Case, config: ModelConfig) -> Counting:
     """Returns the way in which steps of a model with this config run: their kernels, and whether rows are exchanged or
     gathered."""
     settings = platform_settings(case)
-    return Counting(ASCEND_KERNELS, MOST_ROWS, 0 if why_gathered(settings, config) else most_rows(settings))
+    return Counting(AscendCosts, 0 if why_gathered(settings, config) else most_rows(settings))
 
 
 def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[PlanLine]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from umbra.cpu_offload.expert_ring import group_count, group_size
 from umbra.cpu_offload.manager import layer_number
 from umbra.executor.config.case import Case
 from umbra.executor.plan.activations import PlanLine, product
+from umbra.ops.ascend.counted import AscendCosts
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, parts_of
 from umbra.ops.ascend.weights import unfit
 from umbra.ops.counted import CountedOps
@@ -69,15 +71,15 @@ class CountedShadow:
 
     def _long(self, x: Tensor, ids: Tensor) -> Tensor:
         """As long_steps.py. All rows may be those of one group."""
-        ops, shape = self.shadows.ops, (*ids.shape, x.shape[1])
+        ops, costs, shape = self.shadows.ops, self.shadows.costs, (*ids.shape, x.shape[1])
         _numbers = ops.made("places of rows", ids, 2, *ids.shape)
         rows, out = (ops.made(f"rows {which} experts", x, *shape) for which in ("for", "from"))
         bank = self.bank(x, self.each)
         ordered = ops.made("rows in the order of planes", rows, *shape) if self.layout.in_planes else rows
-        _made = ops.products(ordered, bank)
+        _made = costs.products(ordered, bank)
         del bank, rows, ordered, _made
-        if ops.routing == "tp":
-            out = ops.weighted(out, out)
+        if costs.routing == "tp":
+            out = costs.weighted(out, out)
         return ops.made("sums over experts", out, *x.shape)
 
     def bank(self, x: Tensor, count: int) -> CountedBank:
@@ -103,7 +105,8 @@ class CountedShadows:
 
     def __init__(self, case: Case, ops: CountedOps, top_k: int):
         offload, self.groups, self.longest = case.offload_config, case.attn_dp_size, case.prefill_tokens
-        self.ops, self.start_layer, self.top_k = ops, offload.start_layer, top_k
+        self.ops, self.costs = ops, cast(AscendCosts, ops.costs)
+        self.start_layer, self.top_k = offload.start_layer, top_k
         stream = offload.stream_tokens
         # The most tokens of a step whose experts are not streamed.
         self.most = sys.maxsize if stream == 0 else max(case.decode_rows, (stream or 0) - 1)
