@@ -2,8 +2,8 @@
 
 *Work*, on any platform: kernels, bytes and products of each op, from its spec (specs.py), as `Notes` has them.
 
-*Memory*, as a device's ops use it: a device's `Costs` makes the outputs and temporaries of each op as tensors on meta,
-with the shapes, types and lifetimes that they have on the device. Where it has none for an op, the op makes its result.
+*Memory*, as a device's ops use it: its `OpCosts` makes the outputs and temporaries of each op as tensors on meta, with
+the shapes, types and lifetimes that they have on the device. Where it has none for an op, the op makes its result.
 """
 
 from collections.abc import Callable
@@ -58,8 +58,8 @@ class Notes:
         self.multiple = 1
 
 
-class Costs:
-    """What a device's ops take beyond their specs: here nothing, each op being one kernel that makes its result. A
+class OpCosts:
+    """The costs of a device's ops beyond their specs: here none, each op being one kernel that makes its result. A
     method of an op's name, with its parameters, makes the op's tensors and returns its result."""
 
     def __init__(self, ops: "CountedOps"):
@@ -92,7 +92,7 @@ class CountedOps:
         dtype: torch.dtype,
         page_size: int,
         experts: int,
-        costs: Callable[["CountedOps"], Costs] = Costs,
+        costs: Callable[["CountedOps"], OpCosts] = OpCosts,
         name: Callable[[Tensor, str], object] | None = None,
     ):
         self.layout, self.dtype, self.page_size, self.experts = layout, dtype, page_size, experts

@@ -21,7 +21,7 @@ Formula = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What one call of an op takes."""
+    """The bytes, values and multiply-adds of one call of an op."""
 
     label: str  # the op's name, where it has variants that cost differently also which
     values: float  # activations that it reads and writes
@@ -96,12 +96,12 @@ def applied(formula: Formula, operands: Mapping[str, Any]) -> Any:
 
 
 def in_int8(weights: Any) -> bool:
-    """Whether products multiply by these matrices as they are, in int8, which rounds their rows too."""
+    """Returns whether products multiply by these matrices as they are, in int8, which rounds their rows too."""
     return any(t.dtype == torch.int8 for t in weights.storages)
 
 
 def plain(weights: Any) -> bool:
-    """Whether products multiply by these matrices as they are: floats, or int8."""
+    """Returns whether products multiply by these matrices as they are: floats, or int8."""
     return in_int8(weights) or all(t.is_floating_point() for t in weights.storages)
 
 

@@ -8,12 +8,12 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.platforms import PLATFORMS
 from umbra.models.config import ModelConfig
 from umbra.models.registry import load
-from umbra.ops.counted import Costs, CountedOps
+from umbra.ops.counted import CountedOps, OpCosts
 
 
 @dataclass(frozen=True)
 class Counting:
-    costs: Callable[[CountedOps], Costs]  # what the device's ops take beyond their specs
+    costs: Callable[[CountedOps], OpCosts]  # what the device's ops take beyond their specs
     exchanged: int  # rows of the largest step whose experts' rows are exchanged; 0: rows are always gathered
 
 
@@ -22,4 +22,4 @@ def counting_of(case: Case, config: ModelConfig) -> Counting:
     if where := PLATFORMS[case.platform].counting:
         counting: Counting = load(where)(case, config)
         return counting
-    return Counting(Costs, sys.maxsize if case.parallel_sizes.expert_slots else 0)
+    return Counting(OpCosts, sys.maxsize if case.parallel_sizes.expert_slots else 0)

@@ -1,5 +1,5 @@
-"""What Ascend's ops take beyond their specs: the tensors that each makes, with their shapes, types and lifetimes on the
-NPU, and kernels where an op is not one.
+"""The costs of Ascend's ops beyond their specs: the tensors that each makes, with their shapes, types and lifetimes
+on the NPU, and kernels where an op is not one.
 
 tests/ascend/test_shapes.py compares the tensors with those of AscendOps. Workspaces inside torch_npu's operators are
 not counted, nor what attention with sinks makes in float16. With the kernels of ops/ascend/vector_core, and with
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from umbra.ops.ascend.vector_core.planes import MOST_ROWS
-from umbra.ops.counted import Costs, CountedExchange, CountedOps
+from umbra.ops.counted import CountedExchange, CountedOps, OpCosts
 from umbra.ops.interface import (
     SILU_EXPERTS,
     Groups,
@@ -50,7 +50,7 @@ KERNELS = {
 MOE_BY_INT8 = 4  # kernels of "moe" by int8
 
 
-class AscendCosts(Costs):
+class AscendCosts(OpCosts):
     """`routing` is one of ops.ascend.moe.ROUTINGS."""
 
     def __init__(self, ops: CountedOps, routing: str = "fusion_v2"):

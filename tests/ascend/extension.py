@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from umbra.ops.ascend.vector_core import extension, schemas  # noqa: F401 (declares the ops)
+from umbra.ops.ascend.vector_core import extension, headers, schemas  # noqa: F401 (declares the ops)
 
 
 @functools.cache
 def built() -> Path:
     """The extension, compiled once for each content of its sources. Several processes may call this at the same
     time."""
-    sources = extension.SOURCE.read_bytes() + Path(extension.__file__).read_bytes()
+    files = (extension.SOURCE, headers.TORCH, Path(extension.__file__))
+    sources = b"".join(path.read_bytes() for path in files)
     where = Path(sys.prefix) / f"umbra_ascendc-{hashlib.sha256(sources).hexdigest()[:16]}.so"
     if not where.is_file():
         with tempfile.TemporaryDirectory(dir=sys.prefix) as folder:

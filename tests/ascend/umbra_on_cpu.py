@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fakes.ascend_c.launch import ARGUMENTS, launch
+from tests.fakes.ascend_c.launch import OPS, launch
 from umbra.ops.ascend.shadow import ShadowNodes
-from umbra.ops.ascend.vector_core import reference
+from umbra.ops.ascend.vector_core import reference, signatures
 from umbra.tools.npu_check.numbers import SMALL
 
 LIBRARY = torch.library.Library("umbra", "IMPL")
@@ -21,22 +21,15 @@ def counted(name: str) -> Any:
         CALLS[name] += 1
         if name in TWIN and given[0].shape[1] == SMALL.hidden:
             kernel = name.removesuffix("_w4a16")
-            tensors = len(ARGUMENTS[kernel])
+            tensors = len(OPS[kernel].operands)
             return launch(kernel, *given[:tensors], attributes=given[tensors:])[0]
-        made: Tensor | None = getattr(reference, name)(*given)
-        return made
+        result: Tensor | None = reference.compute(name, *given)
+        return result
 
     return op
 
 
-for name in (
-    "fused_moe_w4a16",
-    "fused_moe_scores_w4a16",
-    "fused_moe_slots_w4a16",
-    "gemv_w4a16",
-    "unpack_w4a16",
-    "unpack_tiles_w4a16",
-):
+for name in signatures.CALLS:
     LIBRARY.impl(name, counted(name), "CPU")
 
 

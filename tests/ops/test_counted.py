@@ -10,7 +10,7 @@ from torch import Tensor
 
 from umbra.ops.ascend.counted import AscendCosts
 from umbra.ops.ascend.layout import AscendLayout
-from umbra.ops.counted import Costs, CountedExchange, CountedOps, Done, Message
+from umbra.ops.counted import CountedExchange, CountedOps, Done, Message, OpCosts
 from umbra.ops.cpu.layout import CpuLayout
 from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import Heads, Ops, Paged, Recurrent, Rounded
@@ -134,11 +134,11 @@ def test_attention_sees_what_is_cached_and_what_came_before_in_the_step() -> Non
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "costs", "kernels"),
-    [(AscendLayout, BF16, AscendCosts, 5), (CpuLayout, torch.float32, Costs, 1)],
+    [(AscendLayout, BF16, AscendCosts, 5), (CpuLayout, torch.float32, OpCosts, 1)],
     ids=["ascend", "cpu"],
 )
 def test_a_mixture_reads_the_experts_that_its_tokens_are_expected_to_use(
-    layout: Any, dtype: torch.dtype, costs: type[Costs], kernels: int
+    layout: Any, dtype: torch.dtype, costs: type[OpCosts], kernels: int
 ) -> None:
     ops = CountedOps(layout(BF16), dtype, PAGE, 8, costs)
     experts = ops.expert_matrices(4, 32, 64, FORMATS["bfloat16"], META)

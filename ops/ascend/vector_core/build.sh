@@ -48,5 +48,5 @@ installers=("$BUILD"/package/custom_opp_*.run)
 [ -f "${installers[0]}" ] || fail "CANN made no package in $BUILD/package: see above"
 bash "${installers[0]}" --quiet --install-path="$PWD/$BUILD/opp"
 [ -f "$BUILD/opp/vendors/umbra/op_api/lib/libcust_opapi.so" ] || fail "the package was not installed: see above"
-"$python" -m ops.ascend.vector_core.extension "$BUILD/umbra_ascendc.so" # last: it says that all is there
+"$python" -m umbra.ops.ascend.vector_core.extension "$BUILD/umbra_ascendc.so" # last: it says that all is there
 echo "built for ${socs[*]}: $BUILD"

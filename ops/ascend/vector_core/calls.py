@@ -23,21 +23,8 @@ def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, float_sums: boo
 
 def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None, float_sums: bool) -> Tensor:
     """Computes a mixture of experts in one launch. Experts on other ranks add nothing."""
-    w13, w2 = experts.w13, experts.w2
-    return torch.ops.umbra.fused_moe_w4a16(
-        x,
-        w13.data,
-        w13.scales,
-        w13.offsets,
-        w2.data,
-        w2.scales,
-        w2.offsets,
-        ids if first_expert is None else ids - first_expert,
-        weights,
-        w13.format.group,
-        w2.format.group,
-        float_sums,
-    )
+    local = ids if first_expert is None else ids - first_expert
+    return torch.ops.umbra.fused_moe_w4a16(x, *_planes(experts), local, weights, *_groups(experts), float_sums)
 
 
 def moe_of_scores(
@@ -51,23 +38,9 @@ def moe_of_scores(
     float_sums: bool,
 ) -> Tensor:
     """Computes the same of the experts that `scores` choose."""
-    w13, w2 = experts.w13, experts.w2
+    choice = top_k, sigmoid, first_expert or 0
     return torch.ops.umbra.fused_moe_scores_w4a16(
-        x,
-        w13.data,
-        w13.scales,
-        w13.offsets,
-        w2.data,
-        w2.scales,
-        w2.offsets,
-        scores,
-        bias,
-        top_k,
-        sigmoid,
-        first_expert or 0,
-        w13.format.group,
-        w2.format.group,
-        float_sums,
+        x, *_planes(experts), scores, bias, *choice, *_groups(experts), float_sums
     )
 
 
@@ -84,18 +57,9 @@ def moe_slots(
     """Computes the same with experts in slots: arena (bytes) uint8, places (experts of this rank) int32. Experts that
     are not resident, and experts on other ranks, add nothing. This cannot be used in GE graphs, in which experts on the
     CPU are refused."""
-    return torch.ops.umbra.fused_moe_slots_w4a16(
-        x,
-        arena,
-        places,
-        ids if first_expert is None else ids - first_expert,
-        weights,
-        layout.inner,
-        layout.group,
-        layout.group2,
-        layout.zeros,
-        float_sums,
-    )
+    local = ids if first_expert is None else ids - first_expert
+    sizes = layout.inner, layout.group, layout.group2, layout.zeros
+    return torch.ops.umbra.fused_moe_slots_w4a16(x, arena, places, local, weights, *sizes, float_sums)
 
 
 def unpacked(matrix: StoredMatrices) -> Tensor:
@@ -113,6 +77,15 @@ def unpacked(matrix: StoredMatrices) -> Tensor:
 def unpack_into(experts: StoredMatrices, bank: Tensor) -> None:
     """Writes the values of experts to `bank` (E, N, K), which is in FRACTAL_NZ."""
     torch.ops.umbra.unpack_tiles_w4a16(experts.data, experts.scales, experts.offsets, *_layout(experts), bank)
+
+
+def _planes(experts: Bank) -> tuple[Tensor | None, ...]:
+    w13, w2 = experts.w13, experts.w2
+    return w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets
+
+
+def _groups(experts: Bank) -> tuple[int, int]:
+    return experts.w13.format.group, experts.w2.format.group
 
 
 def _layout(matrix: StoredMatrices) -> tuple[int, bool, bool]:

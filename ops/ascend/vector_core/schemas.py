@@ -1,4 +1,5 @@
-"""Schemas and Meta functions of the vector-core ops, `torch.ops.umbra.*`. torch_npu is not needed.
+"""The vector-core ops in torch, `torch.ops.umbra.*`: their schemas, as signatures.py describes them, and their Meta
+functions, which check the arguments. torch_npu is not needed.
 
 T tokens (1 to 8), k experts for each token, E experts, groups G and G2 of 32, 64 or 128 that divide K. K % 32 == 0, N %
 8 == 0. Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices are in planes
@@ -25,10 +26,13 @@ Sums of eight products are float16, all others float32. With float_sums, all are
 each other (docs/vector_core.md, "Precision").
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from umbra.ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
+from umbra.ops.ascend.vector_core.signatures import CALLS, BlockSizes, ExpertChoice, InPlanes, TorchCall
 from umbra.ops.formats import GROUP_SIZES
 
 MOST_TOKENS = 8
@@ -36,63 +40,20 @@ MOST_SCORED, MOST_CHOSEN = 512, 8  # experts to choose from, and of each token, 
 BLOCK = 32  # K is a multiple of this
 TILE = 16  # rows and columns of a tile of FRACTAL_NZ
 
-LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this does
-for schema in (
-    "fused_moe_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, Tensor ids, "
-    "Tensor weights, int group, int group2, bool float_sums=False) -> Tensor",
-    "fused_moe_scores_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, "
-    "Tensor scores, Tensor? bias, int top_k, bool sigmoid, int first_expert, int group, int group2, "
-    "bool float_sums=False) -> Tensor",
-    "fused_moe_slots_w4a16(Tensor x, Tensor arena, Tensor places, Tensor ids, Tensor weights, int inner, int group, "
-    "int group2, bool zeros, bool float_sums=False) -> Tensor",
-    "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, int group, bool float_sums=False) -> Tensor",
-    "unpack_w4a16(Tensor w, Tensor scales, Tensor? zeros, int group, bool ordered, bool pairs) -> Tensor",
-    "unpack_tiles_w4a16(Tensor w, Tensor scales, Tensor? zeros, int group, bool ordered, bool pairs, "
-    "Tensor(a!) bank) -> ()",
-):
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-
-def fused_moe_w4a16(
-    x: Tensor,
-    w13: Tensor,
-    s13: Tensor,
-    z13: Tensor | None,
-    w2: Tensor,
-    s2: Tensor,
-    z2: Tensor | None,
-    ids: Tensor,
-    weights: Tensor,
-    group: int,
-    group2: int,
-    float_sums: bool = False,
-) -> Tensor:
-    _check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2)
+def fused_moe_w4a16(x: Tensor, up: InPlanes, down: InPlanes, ids: Tensor, weights: Tensor) -> Tensor:
+    _check_mixture(x, up, down)
     _check("ids", ids, torch.int32, x.shape[0], None)
     _check("weights", weights, x.dtype, x.shape[0], ids.shape[1])
     return x.new_empty(x.shape)
 
 
 def fused_moe_scores_w4a16(
-    x: Tensor,
-    w13: Tensor,
-    s13: Tensor,
-    z13: Tensor | None,
-    w2: Tensor,
-    s2: Tensor,
-    z2: Tensor | None,
-    scores: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    first_expert: int,
-    group: int,
-    group2: int,
-    float_sums: bool = False,
+    x: Tensor, up: InPlanes, down: InPlanes, scores: Tensor, bias: Tensor | None, choice: ExpertChoice
 ) -> Tensor:
-    _check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2)
+    _check_mixture(x, up, down)
     _check("scores", scores, torch.float32 if scores.dtype == torch.float32 else x.dtype, x.shape[0], None)
-    scored, here = scores.shape[1], w13.shape[0]
+    (top_k, sigmoid, first_expert), scored, here = choice, scores.shape[1], up.words.shape[0]
     if scored > MOST_SCORED:
         raise RuntimeError(f"scores: {tuple(scores.shape)}: must be of {MOST_SCORED} experts at most")
     if not 1 <= top_k <= min(MOST_CHOSEN, scored):
@@ -107,55 +68,53 @@ def fused_moe_scores_w4a16(
 
 
 def fused_moe_slots_w4a16(
-    x: Tensor,
-    arena: Tensor,
-    places: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    inner: int,
-    group: int,
-    group2: int,
-    zeros: bool,
-    float_sums: bool = False,
+    x: Tensor, arena: Tensor, places: Tensor, ids: Tensor, weights: Tensor, sizes: BlockSizes
 ) -> Tensor:
     _check_activations(x)
     for name, given, dtype in (("arena", arena, torch.uint8), ("places", places, torch.int32)):
         if given.dtype != dtype or given.dim() != 1:
             raise RuntimeError(f"{name}: {tuple(given.shape)} {given.dtype}: must have one dimension, of {dtype}")
-    _check_inner(inner)
-    _layout("group", group, x.shape[1], False)
-    _layout("group2", group2, inner, True)
+    _check_inner(sizes.inner)
+    _layout("group", sizes.group, x.shape[1], False)
+    _layout("group2", sizes.group2, sizes.inner, True)
     _check("ids", ids, torch.int32, x.shape[0], None)
     _check("weights", weights, x.dtype, x.shape[0], ids.shape[1])
     return x.new_empty(x.shape)
 
 
-def gemv_w4a16(
-    x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, float_sums: bool = False
-) -> Tensor:
+def gemv_w4a16(x: Tensor, weight: InPlanes) -> Tensor:
     _check_activations(x)
-    planes = _layout("group", group, x.shape[1], False)
-    return x.new_empty(x.shape[0], _check_weights(("w", "scales", "zeros"), w, scales, zeros, 0, x.dtype, planes))
+    planes = _layout("group", weight.group, x.shape[1], False)
+    return x.new_empty(x.shape[0], _check_weights(("w", "scales", "zeros"), weight, 0, x.dtype, planes))
 
 
-def unpack_w4a16(w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ordered: bool, pairs: bool) -> Tensor:
+def unpack_w4a16(weight: InPlanes, ordered: bool, pairs: bool) -> Tensor:
+    w, scales = weight.words, weight.scales
     if w.dim() != 4:
         raise RuntimeError(f"w: {tuple(w.shape)}: must be (E, planes, N, bytes)")
-    planes = _layout("group", group, w.shape[1] * w.shape[3] * 2, ordered)
-    columns = _check_weights(("w", "scales", "zeros"), w, scales, zeros, 1, scales.dtype, planes)
+    planes = _layout("group", weight.group, w.shape[1] * w.shape[3] * 2, ordered)
+    columns = _check_weights(("w", "scales", "zeros"), weight, 1, scales.dtype, planes)
     if pairs and columns % (2 * PAIRS):
         raise RuntimeError(f"w: {tuple(w.shape)}: columns of gate and up must be a multiple of {2 * PAIRS}")
     return scales.new_empty(w.shape[0], columns, planes.rows)
 
 
-def unpack_tiles_w4a16(
-    w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ordered: bool, pairs: bool, bank: Tensor
-) -> None:
-    made = unpack_w4a16(w, scales, zeros, group, ordered, pairs)
-    if (bank.shape, bank.dtype) != (made.shape, made.dtype) or made.shape[1] % TILE:
+def unpack_tiles_w4a16(weight: InPlanes, ordered: bool, pairs: bool, bank: Tensor) -> None:
+    values = unpack_w4a16(weight, ordered, pairs)
+    if (bank.shape, bank.dtype) != (values.shape, values.dtype) or values.shape[1] % TILE:
         raise RuntimeError(
-            f"bank: {tuple(bank.shape)} {bank.dtype}: must be {tuple(made.shape)} {made.dtype}, N a multiple of {TILE}"
+            f"bank: {tuple(bank.shape)} {bank.dtype}: must be {tuple(values.shape)} {values.dtype}, "
+            f"N a multiple of {TILE}"
         )
+
+
+LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this does
+
+
+def _declare(call: TorchCall, checked: Callable[..., Tensor | None]) -> None:
+    """Declares a torch op, of which `checked` is the Meta function."""
+    LIBRARY.define(call.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(call.name, lambda *given, **more: checked(**call.objects(*given, **more)), "Meta")
 
 
 for function in (
@@ -166,7 +125,7 @@ for function in (
     unpack_w4a16,
     unpack_tiles_w4a16,
 ):
-    LIBRARY.impl(function.__name__, function, "Meta")
+    _declare(CALLS[function.__name__], function)
 
 
 def _check_activations(x: Tensor) -> None:
@@ -180,22 +139,13 @@ def _check_activations(x: Tensor) -> None:
         raise RuntimeError(f"x: K of {x.shape[1]}: must be {MOST_ROWS} at most")
 
 
-def _check_mixture(
-    x: Tensor,
-    w13: Tensor,
-    s13: Tensor,
-    z13: Tensor | None,
-    w2: Tensor,
-    s2: Tensor,
-    z2: Tensor | None,
-    group: int,
-    group2: int,
-) -> None:
+def _check_mixture(x: Tensor, up: InPlanes, down: InPlanes) -> None:
     _check_activations(x)
-    first = _layout("group", group, x.shape[1], False)
-    columns = _check_weights(("w13", "s13", "z13"), w13, s13, z13, 1, x.dtype, first)
+    first = _layout("group", up.group, x.shape[1], False)
+    columns = _check_weights(("w13", "s13", "z13"), up, 1, x.dtype, first)
     _check_inner(columns // 2)
-    outputs = _check_weights(("w2", "s2", "z2"), w2, s2, z2, 1, x.dtype, _layout("group2", group2, columns // 2, True))
+    second = _layout("group2", down.group, columns // 2, True)
+    outputs, w13, w2 = _check_weights(("w2", "s2", "z2"), down, 1, x.dtype, second), up.words, down.words
     if columns % 2 or outputs != x.shape[1] or w2.shape[0] != w13.shape[0]:
         raise RuntimeError(
             f"w2: {tuple(w2.shape)} with w13 {tuple(w13.shape)}: must have as many experts, and {x.shape[1]} columns"
@@ -213,16 +163,9 @@ def _layout(name: str, group: int, rows: int, ordered: bool) -> Planes:
     return planes_of(rows, group, ordered)
 
 
-def _check_weights(
-    names: tuple[str, str, str],
-    w: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    lead: int,
-    dtype: torch.dtype,
-    planes: Planes,
-) -> int:
+def _check_weights(names: tuple[str, str, str], weight: InPlanes, lead: int, dtype: torch.dtype, planes: Planes) -> int:
     """Checks a matrix and returns its number of columns. `lead` is the number of dimensions before the planes."""
+    w, scales, zeros, _ = weight
     if w.dtype != torch.uint8:
         raise TypeError(f"{names[0]}: {w.dtype}: must be uint8, two nibbles in a byte")
     columns = w.shape[-2] if w.dim() > 1 else 0

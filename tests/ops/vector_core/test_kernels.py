@@ -13,6 +13,7 @@ from tests.ops.vector_core.weights import Mutation, Weight, distinct, random_wei
 from tests.variants import thorough_but
 from umbra.ops.ascend.vector_core import reference
 from umbra.ops.ascend.vector_core.planes import planes_of
+from umbra.ops.ascend.vector_core.signatures import InPlanes
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def gemv(
     weight = random_matrix(k, n, group, dtype, zeros)
     x = (torch.randn(rows, k) * scale).to(dtype)
     y, _ = launch("gemv", x, *weight, attributes=(group, float_sums), cores=cores)
-    return y, reference.gemv_w4a16(x, *weight, group, precise=True)
+    return y, reference.gemv_w4a16(x, InPlanes(*weight, group), precise=True)
 
 
 def fused(
@@ -83,7 +84,7 @@ def fused(
     weights = torch.rand(ids.shape).to(dtype)
     inputs = x, *up, *down, ids, weights
     y, _ = launch("fused_moe", *inputs, attributes=(*groups, float_sums), cores=cores, library=library)
-    return y, reference.fused_moe_w4a16(*inputs, *groups, precise=True)
+    return y, reference.compute("fused_moe_w4a16", *inputs, *groups, precise=True)
 
 
 SHAPES = [  # K, N; also more rows than the buffers hold, and two sections of K
@@ -149,7 +150,7 @@ def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
     x = (x + torch.randn(4, k) / 64).to(dtype)
     w = torch.full(planes.words_shape(n), 0x77, dtype=torch.uint8)
     scales = torch.full(planes.scales_shape(n), 0.01).to(dtype)
-    expected = reference.gemv_w4a16(x, w, scales, None, group, precise=True)
+    expected = reference.gemv_w4a16(x, InPlanes(w, scales, None, group), precise=True)
     errors = [worst_row(launch("gemv", x, w, scales, None, attributes=(group, each))[0], expected) for each in (0, 1)]
     assert errors[1] < BOUND[dtype] < errors[0]
 
@@ -188,7 +189,7 @@ def test_extreme_activations(scale: float, dtype: torch.dtype) -> None:
     w, scales, _ = random_matrix(256, 128, 128, dtype, False)
     x = (torch.randn(3, 256) * torch.tensor([[1e4], [1e-2], [0.0]])).to(dtype)
     y, _ = launch("gemv", x, w, scales * 0.1, None, attributes=(128,))
-    assert worst_row(y, reference.gemv_w4a16(x, w, scales * 0.1, None, 128, precise=True)) < BOUND[dtype]
+    assert worst_row(y, reference.gemv_w4a16(x, InPlanes(w, scales * 0.1, None, 128), precise=True)) < BOUND[dtype]
 
 
 def test_any_number_of_cores_gives_the_same_bits() -> None:
@@ -211,7 +212,7 @@ def test_unpack(k: int, n: int, group: int, ordered: bool, zeros: bool, pairs: b
     """Every value is rounded once, so the bits are the reference's."""
     for dtype, cores in ((HALF, 48), (BFLOAT, 3)):
         weight = random_weight(3, k, n, group, dtype, zeros, ordered)
-        expected = reference.unpack_w4a16(*weight, group, ordered, pairs)
+        expected = reference.unpack_w4a16(InPlanes(*weight, group), ordered, pairs)
         for tiles in (False, True):
             y, counts = launch("unpack", *weight, attributes=(group, ordered, pairs, tiles), cores=cores)
             assert torch.equal(y.flatten(), (reference.tiles(expected) if tiles else expected).flatten())
@@ -367,7 +368,7 @@ UNPACKED_WRONG += [("kPitch - columns", "0")]
 
 def unpacks(library: Library) -> bool:
     weight = random_weight(2, 768, 32, 32, BFLOAT, True)
-    expected = reference.unpack_w4a16(*weight, 32, False, True)
+    expected = reference.unpack_w4a16(InPlanes(*weight, 32), False, True)
     rows, tiles = (
         launch("unpack", *weight, attributes=(32, False, True, tiles), cores=3, library=library)[0].flatten()
         for tiles in (False, True)

@@ -9,21 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from umbra.base.files import ROOT
 from umbra.executor.config.load import load_case
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.registry import start_environment
 from umbra.ops.ascend import vector_core
-from umbra.ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
+from umbra.ops.ascend.vector_core import headers, signatures
 
 pytestmark = pytest.mark.slow
 
 FOLDER = ROOT / "ops/ascend/vector_core"
-OPS = {"UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16", "UmbraFusedMoeScoresW4a16": "umbra_fused_moe_scores_w4a16"}
-OPS |= {"UmbraFusedMoeSlotsW4a16": "umbra_fused_moe_slots_w4a16", "UmbraGemvW4a16": "umbra_gemv_w4a16"}
-OPS |= {"UmbraUnpackW4a16": "umbra_unpack_w4a16"}
+OPS = {op.ge_name: f"umbra_{op.name}" for op in signatures.OPS}
 
 
 def found(pattern: str, *files: Path) -> list[Any]:
@@ -35,29 +32,15 @@ def test_names_agree(op: str, file: str) -> None:
     host = FOLDER / "op_host" / f"{file}.cpp"
     for pattern in (r"OP_ADD\((\w+)\)", r"REGISTER_TILING_DATA_CLASS\((\w+),", r"class (\w+) : public OpDef"):
         assert found(pattern, host) == [op], pattern
-    schema = torch_schema(file)
-    attributes = found(r'Attr\("(\w+)"\)\.AttrType\((\w+)\)\.(\w+)\((\w*)\)', host)
-    given = [
-        (name, "OPTIONAL", "Bool", "false") if name == "float_sums" else (name, "REQUIRED", type.title(), "")
-        for name, type in schema
-        if not type.startswith("Tensor")
-    ]
-    assert attributes == given
-    inputs = found(r'(?:activation|optional|fixed|variants)\(Input\("(\w+)"', host)
-    assert inputs == [name for name, type in schema if type.startswith("Tensor")]
-    absent = found(r'optional\(Input\("(\w+)"', host) + found(r'Input\("(\w+)"\), OPTIONAL', host)
-    assert absent == [name for name, type in schema if type == "Tensor?"]
-    assert found(r'Output\("(\w+)"', host) == ["y"]
-    (call,) = found(rf"EXEC_NPU_CMD_EXT\(aclnn{op}, ([\w,\s]+)\)", FOLDER / "torch" / "umbra_ops.cpp")
-    assert re.split(r",\s+", call) == [*(name for name, _ in schema), "y"]
+    (op_of_file,) = (of for of in signatures.OPS if of.ge_name == op)
+    (kernel,) = found(r"__aicore__ void \w+\(([^)]*)\)", FOLDER / "op_kernel" / f"{file}.cpp")
+    operands = [operand.name for operand in op_of_file.operands]
+    assert re.findall(r"GM_ADDR (\w+)", kernel) == [*operands, "y", "workspace", "tiling"]
 
 
-def torch_schema(file: str) -> list[tuple[str, str]]:
-    """[(name, type)] of the op's arguments; two torch ops unpack, with and without `tiles`."""
-    op = getattr(torch.ops.umbra, file.removeprefix("umbra_")).default
-    types = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor?", "int": "int", "bool": "bool"}
-    arguments = [(a.name, types[str(a.type)]) for a in op._schema.arguments]
-    return [*arguments, ("tiles", "bool")] if file == "umbra_unpack_w4a16" else arguments
+def test_headers_are_as_the_ops_are_described() -> None:
+    assert headers.HOST.read_text() == headers.host()
+    assert headers.TORCH.read_text() == headers.torch()
 
 
 def test_every_op_has_its_files() -> None:
@@ -127,7 +110,7 @@ foreach(name library package_add kernel_library)
 endforeach()
 """
 INSTALLER = 'lib=${2#--install-path=}/vendors/umbra/op_api/lib; mkdir -p "$lib"; touch "$lib/libcust_opapi.so"'
-PYTHON = '#!/bin/sh\n[ "$1 $2" = "-m ops.ascend.vector_core.extension" ] && touch "$3"\n'
+PYTHON = '#!/bin/sh\n[ "$1 $2" = "-m umbra.ops.ascend.vector_core.extension" ] && touch "$3"\n'
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def mixture(
     x = torch.randn(len(scores), HIDDEN).to(dtype)
     inputs, attributes = (x, *up, *down, scores, bias), (top_k, sigmoid, here.start if here else 0, *GROUPS)
     y, counts = launch("fused_moe_scores", *inputs, attributes=(*attributes, float_sums), cores=cores, library=library)
-    return y, reference.fused_moe_scores_w4a16(*inputs, *attributes, precise=True), counts
+    return y, reference.compute("fused_moe_scores_w4a16", *inputs, *attributes, precise=True), counts
 
 
 SIZES = [(1, 8, 128), (8, 8, 256), (3, 2, 5), (5, 3, 200), (2, 4, 512)]

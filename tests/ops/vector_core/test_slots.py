@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.ops.vector_core.weights import Mutation, distinct, random_weight, unn
 from umbra.ops.ascend.vector_core import reference
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
 from umbra.ops.ascend.vector_core.planes import planes_of
+from umbra.ops.ascend.vector_core.signatures import InPlanes
 from umbra.ops.formats import Format
 from umbra.ops.interface import SILU_EXPERTS
 
@@ -154,7 +155,14 @@ class Mixture:
         """The result computed from the planes themselves, without an arena."""
         place = torch.tensor(self.places)[self.ids.long().clamp(0, len(self.places) - 1)]
         ids = torch.where(place < 0, -1, self.ids.int())
-        return reference.fused_moe_w4a16(self.x, *self.up, *self.down, ids, self.weights, *self.groups, precise=True)
+        return reference.fused_moe_w4a16(
+            self.x,
+            InPlanes(*self.up, self.groups[0]),
+            InPlanes(*self.down, self.groups[1]),
+            ids,
+            self.weights,
+            precise=True,
+        )
 
     def error(self) -> float:
         return worst_row(self.run()[0], self.expected())
@@ -180,7 +188,7 @@ def test_numbers(dtype: torch.dtype, zeros: bool, float_sums: bool) -> None:
         mixture = Mixture(places, ids, hidden, inner, groups, dtype, zeros, float_sums)
         assert mixture.error() < BOUND[dtype], (hidden, inner)
         given: Any = (*mixture.inputs, *mixture.attributes)
-        own = partial(reference.fused_moe_slots_w4a16, precise=True)(*given)
+        own = reference.compute("fused_moe_slots_w4a16", *given, precise=True)
         assert torch.equal(own, mixture.expected())
 
 

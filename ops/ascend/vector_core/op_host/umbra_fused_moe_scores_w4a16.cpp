@@ -8,9 +8,7 @@ REGISTER_TILING_DATA_CLASS(UmbraFusedMoeScoresW4a16, UmbraGemvTiling)
 
 namespace fused_moe_scores {
 
-enum Place : size_t { X, W13, S13, Z13, W2, S2, Z2, SCORES, BIAS };
-
-enum Attribute : size_t { TOP_K, SIGMOID, FIRST_EXPERT, GROUP, GROUP2, FLOAT_SUMS };
+using namespace umbra::fused_moe_scores_w4a16;
 
 ge::graphStatus tiling(gert::TilingContext* context) {
     if (!umbra::has_rank(context, SCORES, 2)) return ge::GRAPH_FAILED;
@@ -48,23 +46,7 @@ namespace ops {
 class UmbraFusedMoeScoresW4a16 : public OpDef {
 public:
     explicit UmbraFusedMoeScoresW4a16(const char* name) : OpDef(name) {
-        const size_t twice = 2;  // scores are of the type of x, or float
-        umbra::activation(Input("x"), twice);
-        umbra::fixed(Input("w13"), ge::DT_UINT8, twice);
-        umbra::activation(Input("s13"), twice);
-        umbra::optional(Input("z13"), twice);
-        umbra::fixed(Input("w2"), ge::DT_UINT8, twice);
-        umbra::activation(Input("s2"), twice);
-        umbra::optional(Input("z2"), twice);
-        umbra::variants(Input("scores"), REQUIRED, {ge::DT_FLOAT16, ge::DT_BF16, ge::DT_FLOAT, ge::DT_FLOAT});
-        umbra::variants(Input("bias"), OPTIONAL, umbra::repeated(ge::DT_FLOAT, ge::DT_FLOAT, twice));
-        umbra::activation(Output("y"), twice);
-        Attr("top_k").AttrType(REQUIRED).Int();
-        Attr("sigmoid").AttrType(REQUIRED).Bool();
-        Attr("first_expert").AttrType(REQUIRED).Int();
-        Attr("group").AttrType(REQUIRED).Int();
-        Attr("group2").AttrType(REQUIRED).Int();
-        Attr("float_sums").AttrType(OPTIONAL).Bool(false);
+        umbra::fused_moe_scores_w4a16::define(*this);
         SetInferShape(umbra::shape_of_x).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::fused_moe_scores::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

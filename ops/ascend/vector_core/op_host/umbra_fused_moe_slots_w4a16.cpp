@@ -9,8 +9,7 @@ REGISTER_TILING_DATA_CLASS(UmbraFusedMoeSlotsW4a16, UmbraGemvTiling)
 
 namespace fused_moe_slots {
 
-enum Place : size_t { X, ARENA, PLACES, IDS, WEIGHTS };
-enum Attribute : size_t { INNER, GROUP, GROUP2, HAS_ZEROS, FLOAT_SUMS };
+using namespace umbra::fused_moe_slots_w4a16;
 
 constexpr int64_t kPlace = 512;  // bytes
 
@@ -37,7 +36,7 @@ ge::graphStatus tiling(gert::TilingContext* context) {
         !umbra::has_rank(context, WEIGHTS, 2))
         return ge::GRAPH_FAILED;
     const int64_t* inner = context->GetAttrs()->GetInt(INNER);
-    const bool* zeros = context->GetAttrs()->GetBool(HAS_ZEROS);
+    const bool* zeros = context->GetAttrs()->GetBool(ZEROS);
     if (!inner || !zeros) return umbra::fail(context, "inner and zeros must be given", 0), ge::GRAPH_FAILED;
     const gert::Shape &x = *umbra::shape_at(context, X), &ids = *umbra::shape_at(context, IDS);
     const int64_t hidden = x.GetDim(1), experts = umbra::shape_at(context, PLACES)->GetDim(0);
@@ -71,17 +70,7 @@ namespace ops {
 class UmbraFusedMoeSlotsW4a16 : public OpDef {
 public:
     explicit UmbraFusedMoeSlotsW4a16(const char* name) : OpDef(name) {
-        umbra::activation(Input("x"));
-        umbra::fixed(Input("arena"), ge::DT_UINT8);
-        umbra::fixed(Input("places"), ge::DT_INT32);
-        umbra::fixed(Input("ids"), ge::DT_INT32);
-        umbra::activation(Input("weights"));
-        umbra::activation(Output("y"));
-        Attr("inner").AttrType(REQUIRED).Int();
-        Attr("group").AttrType(REQUIRED).Int();
-        Attr("group2").AttrType(REQUIRED).Int();
-        Attr("zeros").AttrType(REQUIRED).Bool();
-        Attr("float_sums").AttrType(OPTIONAL).Bool(false);
+        umbra::fused_moe_slots_w4a16::define(*this);
         SetInferShape(umbra::shape_of_x).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::fused_moe_slots::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

@@ -8,9 +8,7 @@ REGISTER_TILING_DATA_CLASS(UmbraFusedMoeW4a16, UmbraGemvTiling)
 
 namespace fused_moe {
 
-enum Place : size_t { X, W13, S13, Z13, W2, S2, Z2, IDS, WEIGHTS };
-
-enum Attribute : size_t { GROUP, GROUP2, FLOAT_SUMS };
+using namespace umbra::fused_moe_w4a16;
 
 ge::graphStatus tiling(gert::TilingContext* context) {
     if (!umbra::has_rank(context, IDS, 2) || !umbra::has_rank(context, WEIGHTS, 2)) return ge::GRAPH_FAILED;
@@ -32,19 +30,7 @@ namespace ops {
 class UmbraFusedMoeW4a16 : public OpDef {
 public:
     explicit UmbraFusedMoeW4a16(const char* name) : OpDef(name) {
-        umbra::activation(Input("x"));
-        umbra::fixed(Input("w13"), ge::DT_UINT8);
-        umbra::activation(Input("s13"));
-        umbra::optional(Input("z13"));
-        umbra::fixed(Input("w2"), ge::DT_UINT8);
-        umbra::activation(Input("s2"));
-        umbra::optional(Input("z2"));
-        umbra::fixed(Input("ids"), ge::DT_INT32);
-        umbra::activation(Input("weights"));
-        umbra::activation(Output("y"));
-        Attr("group").AttrType(REQUIRED).Int();
-        Attr("group2").AttrType(REQUIRED).Int();
-        Attr("float_sums").AttrType(OPTIONAL).Bool(false);
+        umbra::fused_moe_w4a16::define(*this);
         SetInferShape(umbra::shape_of_x).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::fused_moe::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

@@ -7,9 +7,7 @@ REGISTER_TILING_DATA_CLASS(UmbraGemvW4a16, UmbraGemvTiling)
 
 namespace gemv {
 
-enum Place : size_t { X, W, SCALES, ZEROS };
-
-enum Attribute : size_t { GROUP, FLOAT_SUMS };
+using namespace umbra::gemv_w4a16;
 
 ge::graphStatus tiling(gert::TilingContext* context) {
     if (!umbra::has_rank(context, X, 2) || !umbra::has_rank(context, W, 3)) return ge::GRAPH_FAILED;
@@ -41,13 +39,7 @@ namespace ops {
 class UmbraGemvW4a16 : public OpDef {
 public:
     explicit UmbraGemvW4a16(const char* name) : OpDef(name) {
-        umbra::activation(Input("x"));
-        umbra::fixed(Input("w"), ge::DT_UINT8);
-        umbra::activation(Input("scales"));
-        umbra::optional(Input("zeros"));
-        umbra::activation(Output("y"));
-        Attr("group").AttrType(REQUIRED).Int();
-        Attr("float_sums").AttrType(OPTIONAL).Bool(false);
+        umbra::gemv_w4a16::define(*this);
         SetInferShape(optiling::gemv::infer_shape).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::gemv::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

@@ -8,8 +8,7 @@ REGISTER_TILING_DATA_CLASS(UmbraUnpackW4a16, UmbraGemvTiling)
 
 namespace unpack {
 
-enum Place : size_t { W, SCALES, ZEROS };
-enum Attribute : size_t { GROUP, ORDERED, PAIRS, TILES };
+using namespace umbra::unpack_w4a16;
 
 constexpr uint32_t kAnyCores = 0;  // schedule mode: no core waits for another
 
@@ -59,14 +58,7 @@ namespace ops {
 class UmbraUnpackW4a16 : public OpDef {
 public:
     explicit UmbraUnpackW4a16(const char* name) : OpDef(name) {
-        umbra::fixed(Input("w"), ge::DT_UINT8);
-        umbra::activation(Input("scales"));
-        umbra::optional(Input("zeros"));
-        umbra::activation(Output("y"));
-        Attr("group").AttrType(REQUIRED).Int();
-        Attr("ordered").AttrType(REQUIRED).Bool();
-        Attr("pairs").AttrType(REQUIRED).Bool();
-        Attr("tiles").AttrType(REQUIRED).Bool();
+        umbra::unpack_w4a16::define(*this);
         SetInferShape(optiling::unpack::infer_shape).SetInferDataType(optiling::unpack::infer_type);
         AICore().SetTiling(optiling::unpack::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

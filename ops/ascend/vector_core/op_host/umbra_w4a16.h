@@ -7,12 +7,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <vector>
 
-#include "register/op_def_registry.h"
 #include "tiling/platform/platform_ascendc.h"
 #include "umbra_gemv_tiling.h"
 #include "umbra_planes.h"
+#include "umbra_signatures.h"
 
 namespace umbra {
 
@@ -203,26 +202,6 @@ inline ge::graphStatus launch(gert::TilingContext* context, const Problem& probl
 
     return fill(context, problem, type, *floatSums ? kFloatSums : 0, fused ? workspace_bytes(problem) : 0, block,
                 scoring);
-}
-
-// Definitions: every parameter has two variants, half and bfloat16, as often as another one has types beside these.
-inline void variants(ops::OpParamDef& param, ops::Option presence, std::vector<ge::DataType> types) {
-    const std::vector<ge::Format> formats(types.size(), ge::FORMAT_ND);
-    param.ParamType(presence).DataType(types).Format(formats).AutoContiguous();
-}
-inline std::vector<ge::DataType> repeated(ge::DataType half, ge::DataType bfloat16, size_t times) {
-    std::vector<ge::DataType> types;
-    for (; times; --times) types.insert(types.end(), {half, bfloat16});
-    return types;
-}
-inline void activation(ops::OpParamDef& param, size_t times = 1) {
-    variants(param, ops::REQUIRED, repeated(ge::DT_FLOAT16, ge::DT_BF16, times));
-}
-inline void optional(ops::OpParamDef& param, size_t times = 1) {
-    variants(param, ops::OPTIONAL, repeated(ge::DT_FLOAT16, ge::DT_BF16, times));
-}
-inline void fixed(ops::OpParamDef& param, ge::DataType type, size_t times = 1) {
-    variants(param, ops::REQUIRED, repeated(type, type, times));
 }
 
 inline ge::graphStatus shape_of_x(gert::InferShapeContext* context) {

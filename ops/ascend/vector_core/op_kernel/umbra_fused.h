@@ -229,4 +229,19 @@ __aicore__ inline void FusedMoe(const Experts& experts, GM_ADDR xAt, GM_ADDR fro
         tokens.Store(column, Least(own.width, own.end - column));
 }
 
+// What the tiling key of a mixture asks for: 1 half, 2 bfloat16; 3, 4 the same with float sums.
+template <template <typename> class Pairs>
+__aicore__ inline void FusedMoeByKey(const Experts& experts, GM_ADDR x, GM_ADDR from, GM_ADDR with, GM_ADDR y,
+                                     GM_ADDR workspace, const UmbraGemvTiling& t) {
+    GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
+    if (TILING_KEY_IS(1))
+        FusedMoe<half, false, Pairs<half>>(experts, x, from, with, y, ours, t);
+    else if (TILING_KEY_IS(2))
+        FusedMoe<bfloat16_t, false, Pairs<bfloat16_t>>(experts, x, from, with, y, ours, t);
+    else if (TILING_KEY_IS(3))
+        FusedMoe<half, true, Pairs<half>>(experts, x, from, with, y, ours, t);
+    else if (TILING_KEY_IS(4))
+        FusedMoe<bfloat16_t, true, Pairs<bfloat16_t>>(experts, x, from, with, y, ours, t);
+}
+
 }  // namespace umbra

@@ -8,13 +8,5 @@ extern "C" __global__ __aicore__ void umbra_fused_moe_scores_w4a16(GM_ADDR x, GM
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     GET_TILING_DATA(t, tiling);
     const umbra::Experts experts{{w13, s13, z13, 0}, {w2, s2, z2, 0}, nullptr};
-    GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
-    if (TILING_KEY_IS(1))
-        umbra::FusedMoe<half, false, umbra::FromScores<half>>(experts, x, scores, bias, y, ours, t);
-    else if (TILING_KEY_IS(2))
-        umbra::FusedMoe<bfloat16_t, false, umbra::FromScores<bfloat16_t>>(experts, x, scores, bias, y, ours, t);
-    else if (TILING_KEY_IS(3))
-        umbra::FusedMoe<half, true, umbra::FromScores<half>>(experts, x, scores, bias, y, ours, t);
-    else if (TILING_KEY_IS(4))
-        umbra::FusedMoe<bfloat16_t, true, umbra::FromScores<bfloat16_t>>(experts, x, scores, bias, y, ours, t);
+    umbra::FusedMoeByKey<umbra::FromScores>(experts, x, scores, bias, y, workspace, t);
 }

@@ -9,13 +9,5 @@ extern "C" __global__ __aicore__ void umbra_fused_moe_slots_w4a16(GM_ADDR x, GM_
     constexpr uint64_t kApart = umbra::kPlace;
     const umbra::Experts experts{
         {arena, arena + t.s13, arena + t.z13, kApart}, {arena + t.w2, arena + t.s2, arena + t.z2, kApart}, places};
-    GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
-    if (TILING_KEY_IS(1))
-        umbra::FusedMoe<half, false, umbra::FromMemory<half>>(experts, x, ids, weights, y, ours, t);
-    else if (TILING_KEY_IS(2))
-        umbra::FusedMoe<bfloat16_t, false, umbra::FromMemory<bfloat16_t>>(experts, x, ids, weights, y, ours, t);
-    else if (TILING_KEY_IS(3))
-        umbra::FusedMoe<half, true, umbra::FromMemory<half>>(experts, x, ids, weights, y, ours, t);
-    else if (TILING_KEY_IS(4))
-        umbra::FusedMoe<bfloat16_t, true, umbra::FromMemory<bfloat16_t>>(experts, x, ids, weights, y, ours, t);
+    umbra::FusedMoeByKey<umbra::FromMemory>(experts, x, ids, weights, y, workspace, t);
 }

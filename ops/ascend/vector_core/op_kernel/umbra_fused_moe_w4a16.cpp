@@ -8,13 +8,5 @@ extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(GM_ADDR x, GM_ADDR w
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     GET_TILING_DATA(t, tiling);
     const umbra::Experts experts{{w13, s13, z13, 0}, {w2, s2, z2, 0}, nullptr};
-    GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
-    if (TILING_KEY_IS(1))
-        umbra::FusedMoe<half, false, umbra::FromMemory<half>>(experts, x, ids, weights, y, ours, t);
-    else if (TILING_KEY_IS(2))
-        umbra::FusedMoe<bfloat16_t, false, umbra::FromMemory<bfloat16_t>>(experts, x, ids, weights, y, ours, t);
-    else if (TILING_KEY_IS(3))
-        umbra::FusedMoe<half, true, umbra::FromMemory<half>>(experts, x, ids, weights, y, ours, t);
-    else if (TILING_KEY_IS(4))
-        umbra::FusedMoe<bfloat16_t, true, umbra::FromMemory<bfloat16_t>>(experts, x, ids, weights, y, ours, t);
+    umbra::FusedMoeByKey<umbra::FromMemory>(experts, x, ids, weights, y, workspace, t);
 }

@@ -1,5 +1,5 @@
-// The NPU kernels of torch.ops.umbra.* (schemas.py describes their arguments). Each checks its arguments, allocates the
-// output and makes one aclnn call.
+// The NPU kernels of torch.ops.umbra.* (schemas.py has what they compute, umbra_calls.h their arguments). Each checks its
+// arguments, allocates the output and makes one aclnn call.
 //
 // EXEC_NPU_CMD_EXT finds the call in libcust_opapi.so below ASCEND_CUSTOM_OPP_PATH and puts it into torch_npu's task
 // queue, as torch_npu's own ops do (their EXEC_NPU_CMD needs symbols that the wheel does not export). So the call is
@@ -19,6 +19,8 @@ using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 using umbra::kStep;
+
+#include "umbra_calls.h"
 
 void check_rows(const Tensor& x) {
     TORCH_CHECK_TYPE(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16, "x: ", x.scalar_type(),
@@ -87,137 +89,108 @@ void check_routing(const Tensor& x, const Tensor& ids, const Tensor& weights) {
 }
 
 // Checks the matrices of a mixture.
-void check_mixture(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
-                   const Tensor& s2, const MaybeTensor& z2, int64_t group, int64_t group2) {
-    check_rows(x);
-    const umbra::Planes first = layout("group", group, x.size(1), false);
-    const int64_t columns = check_weight({"w13", "s13", "z13"}, w13, s13, z13, 4, x.scalar_type(), first);
+template <class Call> void check_mixture(const Call& of) {
+    const at::ScalarType type = of.x.scalar_type();
+    check_rows(of.x);
+    const umbra::Planes first = layout("group", of.group, of.x.size(1), false);
+    const int64_t columns = check_weight({"w13", "s13", "z13"}, of.w13, of.s13, of.z13, 4, type, first);
     check_inner(columns / 2);
-    const umbra::Planes second = layout("group2", group2, columns / 2, true);
-    const int64_t n = check_weight({"w2", "s2", "z2"}, w2, s2, z2, 4, x.scalar_type(), second);
-    TORCH_CHECK(n == x.size(1) && w2.size(0) == w13.size(0), "w2: ", w2.sizes(), ": must be as many experts as w13 ",
-                w13.sizes(), ", and ", x.size(1), " columns");
-    TORCH_CHECK(z13.has_value() == z2.has_value(), "z2: ", z2 ? "given" : "absent", ": must be given where z13 is");
+    const umbra::Planes second = layout("group2", of.group2, columns / 2, true);
+    const int64_t n = check_weight({"w2", "s2", "z2"}, of.w2, of.s2, of.z2, 4, type, second);
+    TORCH_CHECK(n == of.x.size(1) && of.w2.size(0) == of.w13.size(0), "w2: ", of.w2.sizes(),
+                ": must be as many experts as w13 ", of.w13.sizes(), ", and ", of.x.size(1), " columns");
+    TORCH_CHECK(of.z13.has_value() == of.z2.has_value(), "z2: ", of.z2 ? "given" : "absent",
+                ": must be given where z13 is");
 }
 
-Tensor fused_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
-                 const Tensor& s2, const MaybeTensor& z2, const Tensor& ids, const Tensor& weights, int64_t group,
-                 int64_t group2, bool float_sums) {
-    check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2);
-    check_routing(x, ids, weights);
-    const at::OptionalDeviceGuard guard(at::device_of(x));
-    Tensor y = at::empty(x.sizes(), x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeW4a16, x, w13, s13, z13, w2, s2, z2, ids, weights, group, group2, float_sums, y);
+// Computes a call whose result has `sizes` and is like `like`.
+template <class Call> Tensor launched(const Call& of, at::IntArrayRef sizes, const Tensor& like) {
+    const at::OptionalDeviceGuard guard(at::device_of(like));
+    Tensor y = at::empty(sizes, like.options());
+    of.launch(y);
     return y;
 }
 
-Tensor fused_moe_scores(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
-                        const Tensor& s2, const MaybeTensor& z2, const Tensor& scores, const MaybeTensor& bias,
-                        int64_t top_k, bool sigmoid, int64_t first_expert, int64_t group, int64_t group2,
-                        bool float_sums) {
-    check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2);
-    const int64_t here = w13.size(0);
+Tensor compute(const fused_moe_w4a16& of) {
+    check_mixture(of);
+    check_routing(of.x, of.ids, of.weights);
+    return launched(of, of.x.sizes(), of.x);
+}
+
+Tensor compute(const fused_moe_scores_w4a16& of) {
+    check_mixture(of);
+    const Tensor &x = of.x, &scores = of.scores;
+    const int64_t here = of.w13.size(0);
     TORCH_CHECK_TYPE(scores.scalar_type() == at::kFloat || scores.scalar_type() == x.scalar_type(),
                      "scores: ", scores.scalar_type(), ": must be float32 or ", x.scalar_type());
     TORCH_CHECK(scores.dim() == 2 && scores.size(0) == x.size(0) && scores.size(1) <= umbra::kMostScored,
                 "scores: ", scores.sizes(), ": must be (", x.size(0), ", experts) with ", umbra::kMostScored,
                 " experts at most");
     const int64_t scored = scores.size(1);
-    TORCH_CHECK(top_k >= 1 && top_k <= umbra::kMostChosen && top_k <= scored, "top_k: ", top_k, ": must be 1 to ",
-                umbra::kMostChosen, ", and at most the ", scored, " experts of the scores");
-    TORCH_CHECK(first_expert >= 0 && first_expert + here <= scored, "first_expert: ", first_expert, ": this and the ",
-                here - 1, " experts after it must be among the ", scored, " of the scores");
-    TORCH_CHECK(sigmoid || !bias, "bias: must be absent where scores do not become sigmoids");
-    if (bias) {
-        check_kept("bias", *bias, at::kFloat);
-        TORCH_CHECK(bias->dim() == 1 && bias->size(0) == scored, "bias: ", bias->sizes(), ": must be (", scored, ")");
+    TORCH_CHECK(of.top_k >= 1 && of.top_k <= umbra::kMostChosen && of.top_k <= scored, "top_k: ", of.top_k,
+                ": must be 1 to ", umbra::kMostChosen, ", and at most the ", scored, " experts of the scores");
+    TORCH_CHECK(of.first_expert >= 0 && of.first_expert + here <= scored, "first_expert: ", of.first_expert,
+                ": this and the ", here - 1, " experts after it must be among the ", scored, " of the scores");
+    TORCH_CHECK(of.sigmoid || !of.bias, "bias: must be absent where scores do not become sigmoids");
+    if (of.bias) {
+        check_kept("bias", *of.bias, at::kFloat);
+        TORCH_CHECK(of.bias->dim() == 1 && of.bias->size(0) == scored, "bias: ", of.bias->sizes(), ": must be (",
+                    scored, ")");
     }
-    const at::OptionalDeviceGuard guard(at::device_of(x));
-    Tensor y = at::empty(x.sizes(), x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeScoresW4a16, x, w13, s13, z13, w2, s2, z2, scores, bias, top_k, sigmoid,
-                     first_expert, group, group2, float_sums, y);
-    return y;
+    return launched(of, x.sizes(), x);
 }
 
-Tensor fused_moe_slots(const Tensor& x, const Tensor& arena, const Tensor& places, const Tensor& ids,
-                       const Tensor& weights, int64_t inner, int64_t group, int64_t group2, bool zeros,
-                       bool float_sums) {
-    check_rows(x);
-    check_kept("arena", arena, at::kByte);
-    check_kept("places", places, at::kInt);
-    TORCH_CHECK(arena.dim() == 1, "arena: ", arena.sizes(), ": must have one dimension");
-    TORCH_CHECK(places.dim() == 1 && places.size(0) >= 1 && places.size(0) <= umbra::kMostExperts,
-                "places: ", places.sizes(), ": must have one dimension, of 1 to ", umbra::kMostExperts, " experts");
-    check_inner(inner);
-    layout("group", group, x.size(1), false);
-    layout("group2", group2, inner, true);
-    check_routing(x, ids, weights);
-    const at::OptionalDeviceGuard guard(at::device_of(x));
-    Tensor y = at::empty(x.sizes(), x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeSlotsW4a16, x, arena, places, ids, weights, inner, group, group2, zeros,
-                     float_sums, y);
-    return y;
+Tensor compute(const fused_moe_slots_w4a16& of) {
+    check_rows(of.x);
+    check_kept("arena", of.arena, at::kByte);
+    check_kept("places", of.places, at::kInt);
+    TORCH_CHECK(of.arena.dim() == 1, "arena: ", of.arena.sizes(), ": must have one dimension");
+    TORCH_CHECK(of.places.dim() == 1 && of.places.size(0) >= 1 && of.places.size(0) <= umbra::kMostExperts,
+                "places: ", of.places.sizes(), ": must have one dimension, of 1 to ", umbra::kMostExperts, " experts");
+    check_inner(of.inner);
+    layout("group", of.group, of.x.size(1), false);
+    layout("group2", of.group2, of.inner, true);
+    check_routing(of.x, of.ids, of.weights);
+    return launched(of, of.x.sizes(), of.x);
 }
 
-Tensor gemv(const Tensor& x, const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group,
-            bool float_sums) {
-    check_rows(x);
-    const umbra::Planes planes = layout("group", group, x.size(1), false);
-    const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 3, x.scalar_type(), planes);
-    const at::OptionalDeviceGuard guard(at::device_of(x));
-    Tensor y = at::empty({x.size(0), n}, x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraGemvW4a16, x, w, scales, zeros, group, float_sums, y);
-    return y;
+Tensor compute(const gemv_w4a16& of) {
+    check_rows(of.x);
+    const umbra::Planes planes = layout("group", of.group, of.x.size(1), false);
+    const int64_t n = check_weight({"w", "scales", "zeros"}, of.w, of.scales, of.zeros, 3, of.x.scalar_type(), planes);
+    return launched(of, {of.x.size(0), n}, of.x);
 }
 
 // Checks what both ops that unpack need, and returns the shape (E, N, K) of the values.
-std::vector<int64_t> unpacked_sizes(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group,
-                                    bool ordered, bool pairs) {
+template <class Call> std::vector<int64_t> unpacked_sizes(const Call& of) {
+    const Tensor &w = of.w, &scales = of.scales;
     TORCH_CHECK(w.dim() == 4, "w: ", w.sizes(), ": must have 4 dimensions");
     TORCH_CHECK_TYPE(scales.scalar_type() == at::kHalf || scales.scalar_type() == at::kBFloat16,
                      "scales: ", scales.scalar_type(), ": must be float16 or bfloat16");
-    const umbra::Planes planes = layout("group", group, w.size(1) * w.size(3) * 2, ordered);
-    const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 4, scales.scalar_type(), planes);
-    TORCH_CHECK(!pairs || n % (2 * umbra::kPairs) == 0, "w: ", w.sizes(),
+    const umbra::Planes planes = layout("group", of.group, w.size(1) * w.size(3) * 2, of.ordered);
+    const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, of.zeros, 4, scales.scalar_type(), planes);
+    TORCH_CHECK(!of.pairs || n % (2 * umbra::kPairs) == 0, "w: ", w.sizes(),
                 ": columns of gate and up must be a multiple of ", 2 * umbra::kPairs);
     return {w.size(0), n, planes.k};
 }
 
-void launch_unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
-                   bool pairs, bool tiles, Tensor& y) {
-    const at::OptionalDeviceGuard guard(at::device_of(w));
-    EXEC_NPU_CMD_EXT(aclnnUmbraUnpackW4a16, w, scales, zeros, group, ordered, pairs, tiles, y);
-}
-
-Tensor unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
-              bool pairs) {
-    const std::vector<int64_t> sizes = unpacked_sizes(w, scales, zeros, group, ordered, pairs);
-    Tensor y = at::empty(sizes, scales.options());
-    launch_unpack(w, scales, zeros, group, ordered, pairs, false, y);
-    return y;
-}
+Tensor compute(const unpack_w4a16& of) { return launched(of, unpacked_sizes(of), of.scales); }
 
 // The operator's y is ND, so it gets the memory of `bank` as a tensor in ND.
-void unpack_tiles(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
-                  bool pairs, const Tensor& bank) {
-    const std::vector<int64_t> sizes = unpacked_sizes(w, scales, zeros, group, ordered, pairs);
-    check_kept("bank", bank, scales.scalar_type());
+void compute(const unpack_tiles_w4a16& of) {
+    const std::vector<int64_t> sizes = unpacked_sizes(of);
+    const Tensor& bank = of.bank;
+    check_kept("bank", bank, of.scales.scalar_type());
     TORCH_CHECK(bank.sizes() == at::IntArrayRef(sizes) && sizes[1] % umbra::kPairs == 0, "bank: ", bank.sizes(),
                 ": must be ", at::IntArrayRef(sizes), ", N a multiple of ", umbra::kPairs);
     const int64_t format = at_npu::native::get_npu_format(bank);
     TORCH_CHECK(format == ACL_FORMAT_FRACTAL_NZ && bank.storage_offset() == 0, "bank: format ", format,
                 ": must be FRACTAL_NZ, and the whole of its storage");
-    Tensor y = at_npu::native::from_blob(bank.data_ptr(), sizes, scales.options());
-    launch_unpack(w, scales, zeros, group, ordered, pairs, true, y);
+    Tensor y = at_npu::native::from_blob(bank.data_ptr(), sizes, of.scales.options());
+    const at::OptionalDeviceGuard guard(at::device_of(of.w));
+    of.launch(y);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) {
-    ops.impl("fused_moe_w4a16", fused_moe);
-    ops.impl("fused_moe_scores_w4a16", fused_moe_scores);
-    ops.impl("fused_moe_slots_w4a16", fused_moe_slots);
-    ops.impl("gemv_w4a16", gemv);
-    ops.impl("unpack_w4a16", unpack);
-    ops.impl("unpack_tiles_w4a16", unpack_tiles);
-}
+TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) { register_ops(ops); }
