@@ -15,6 +15,7 @@ from pathlib import Path
 
 from umbra.base.files import ROOT
 from umbra.models.registry import families
+from umbra.ops.formats import SPECS
 
 FOLDERS = sorted(f"umbra.models.{path.parent.name}" for path in (ROOT / "models").glob("*/config.py"))
 DEVICES = sorted(path.parent.name for path in (ROOT / "executor/platform").glob("*/facts.py"))
@@ -285,3 +286,26 @@ def test_neutral_code_hardly_names_a_device() -> None:
         if OF_ONE_DEVICE.search(line)
     ]
     assert len(named) <= 5, "\n".join(named)
+
+
+KERNELS = ROOT / "ops" / "cpu" / "csrc" / "kernels"
+
+
+def test_files_of_an_instruction_set_name_no_format() -> None:
+    """They ask the rows of formats.h. Comments may name formats as examples."""
+    names = "|".join(["format_named", "Format::", *(rf"\b{name}\b" for name, spec in SPECS.items() if spec.quantised)])
+    for path in (*(KERNELS / "x86").iterdir(), *(KERNELS / "arm").iterdir()):
+        assert not re.findall(names, re.sub(r"//.*", "", path.read_text())), path
+
+
+def test_few_neutral_files_name_a_format() -> None:
+    """Besides formats, devices, readers and writers of checkpoints, commands and benchmarks."""
+    own = ("ops/formats", "ops/ascend", "executor/platform", "executor/checkpoint/formats", "umbra", "tools")
+    kinds = {name for name, spec in SPECS.items() if spec.quantised}
+    named = {
+        path: sum(isinstance(node, ast.Constant) and node.value in kinds for node in ast.walk(tree_of(path)))
+        for path in SOURCES.values()
+        if not str(path.relative_to(ROOT)).startswith(own) and "benchmarks" not in path.parts
+    }
+    assert sum(named.values()) <= 30, {path: count for path, count in named.items() if count}
+    assert not re.findall("w8a8", "".join(path.read_text() for path in named))

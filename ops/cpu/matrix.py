@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from umbra.ops.cpu._native import Given, SplitMatrix, Table
 
 ROWS, BLOCK = 16, 32
-# In the order of csrc/kernels/matrix.h.
-KERNELS = ["float32", "bfloat16", "float16", "q8", "q4", "f8", "mxfp4", "q4_k", "q5_k", "q6_k", "iq4", "w8a8"]
 ALIGNMENT = 64
 KINDS = {
     torch.float32: 0,
@@ -38,7 +36,7 @@ STRANGE, LARGE_SCALE = 1, 2  # what csrc/kernels/pack.h returns
 
 def code_of(kind: str) -> int:
     """The number by which the kernels know the format of this name."""
-    return KERNELS.index(kind)
+    return module.format_names().index(kind)
 
 
 def padded(size: int, multiple: int) -> int:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from umbra.ops.formats import Format, FormatSpec
+from umbra.ops.cpu.engine import module
+from umbra.ops.formats import SPECS, Format, FormatSpec
 from umbra.ops.formats.f8 import F8
 from umbra.ops.formats.q4 import Q4
 from umbra.ops.formats.q8 import Q8
@@ -38,6 +39,10 @@ def levels(spec: FormatSpec, group: int, zeros: bool) -> Quantised:
     kind = torch.float8_e4m3fn if spec is F8 else torch.uint8
     points = torch.zeros(1, 128 // group, dtype=torch.uint8) if zeros else None
     return Quantised(spec, torch.zeros(1, 128, dtype=torch.uint8).view(kind), torch.ones(1, 128 // group), points)
+
+
+def test_every_format_has_a_row_of_kernel_traits() -> None:
+    assert {*module.format_names()} == {*SPECS}
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,12 @@ OF_MACHINE = {"x86_64": ["-Wno-uninitialized", "-Wno-maybe-uninitialized"], "aar
 # Instructions per weight and activation row: (set, format) -> {activation rows: count}. Counts, not speed.
 COUNTS: dict[tuple[str, str], dict[int, float]] = {("neon_dotprod", "q4"): {1: 0.227, 2: 0.177, 4: 0.155}}
 COUNTS |= {("neon_dotprod", "q8"): {1: 0.219, 2: 0.160, 4: 0.149}}
-COUNTS |= {("neon_dotprod", "bf16"): {1: 0.706, 2: 0.486, 4: 0.400}}
-COUNTS |= {("neon_dotprod", "f16"): {1: 0.769, 2: 0.486, 4: 0.400}}
-COUNTS |= {("neon_dotprod", "f32"): {1: 0.550, 2: 0.408, 4: 0.361}, ("neon_i8mm", "q4"): {1: 0.254, 2: 0.150, 4: 0.119}}
+COUNTS |= {("neon_dotprod", "bfloat16"): {1: 0.706, 2: 0.486, 4: 0.400}}
+COUNTS |= {("neon_dotprod", "float16"): {1: 0.769, 2: 0.486, 4: 0.400}}
+COUNTS |= {
+    ("neon_dotprod", "float32"): {1: 0.550, 2: 0.408, 4: 0.361},
+    ("neon_i8mm", "q4"): {1: 0.254, 2: 0.150, 4: 0.119},
+}
 COUNTS |= {("neon_i8mm", "q8"): {1: 0.244, 2: 0.142, 4: 0.115}}
 COUNTED_WITH = "12"  # the major version of GCC
 

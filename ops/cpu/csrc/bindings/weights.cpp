@@ -20,6 +20,14 @@ const SplitMatrix& fitting(const SplitMatrix& w) {
 }
 
 void bind_weights(py::module_& m) {
+    m.def(
+        "format_names",
+        [] {
+            std::vector<std::string> names;
+            for (const FormatTraits& format : kFormatTraits) names.emplace_back(format.name);
+            return names;
+        },
+        "The formats that kernels multiply, by their numbers.");
     py::class_<Matrix>(m, "Matrix")
         .def(py::init([](int format, int64_t n, int64_t k, int64_t group, uintptr_t quants, uintptr_t scales,
                          uintptr_t zeros, uintptr_t bias) {

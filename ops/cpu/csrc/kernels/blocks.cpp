@@ -12,34 +12,32 @@ struct Lanes16 {  // the block of each lane
     const uint8_t* at[kRows];
 };
 
-int columns_of(Ggml type) {
-    switch (type) {
-        case Ggml::q2_k:
-        case Ggml::q3_k:
-        case Ggml::q4_k:
-        case Ggml::q5_k:
-        case Ggml::q6_k:
-        case Ggml::iq4_xs: return 256;
-        default: return 32;
-    }
-}
-
-int bytes_of(Ggml type) {
-    switch (type) {
-        case Ggml::q4_0:
-        case Ggml::iq4_nl: return 18;
-        case Ggml::q4_1: return 20;
-        case Ggml::q5_0: return 22;
-        case Ggml::q5_1: return 24;
-        case Ggml::q8_0: return 34;
-        case Ggml::q2_k: return 84;
-        case Ggml::q3_k: return 110;
-        case Ggml::q4_k: return 144;
-        case Ggml::q5_k: return 176;
-        case Ggml::q6_k: return 210;
-        case Ggml::iq4_xs: return 136;
-        default: return 17;
-    }
+// A type's blocks. A weight is (byte - middle) * unit * scale, where the byte is a level or its code's.
+struct Layout {
+    Ggml type;
+    int columns, bytes, middle;
+    const uint8_t* codes = nullptr;
+    float unit = 1;
+};
+constexpr Layout kLayouts[] = {
+    {Ggml::q4_0, 32, 18, 8},
+    {Ggml::q4_1, 32, 20, 0},
+    {Ggml::q5_0, 32, 22, 0},
+    {Ggml::q5_1, 32, 24, 0},
+    {Ggml::q8_0, 32, 34, 128},
+    {Ggml::q2_k, 256, 84, 0},
+    {Ggml::q3_k, 256, 110, 4},
+    {Ggml::q4_k, 256, 144, 0},
+    {Ggml::q5_k, 256, 176, 0},
+    {Ggml::q6_k, 256, 210, 32},
+    {Ggml::iq4_nl, 32, 18, 128, kIq4},
+    {Ggml::iq4_xs, 256, 136, 128, kIq4},
+    {Ggml::mxfp4, 32, 17, 12, kE2m1, 0.5f},
+};
+const Layout& layout_of(Ggml type) {
+    const Layout* at = kLayouts;
+    while (at->type != type) at++;
+    return *at;
 }
 
 ALWAYS_INLINE uint32_t word(const uint8_t* at) {
@@ -94,20 +92,6 @@ ALWAYS_INLINE void pieces(const Lanes16& from, int offset, int shift, int bits, 
             v |= (w >> more_shift & more_mask) << bits;
         }
         store(v, to.of[i]);
-    }
-}
-
-// What is taken off a level, or off the number of its code.
-int zero_of(Ggml type) {
-    switch (type) {
-        case Ggml::q3_k: return 4;
-        case Ggml::q4_0: return 8;
-        case Ggml::mxfp4: return kMx4Zero;
-        case Ggml::q6_k: return 32;
-        case Ggml::q8_0:
-        case Ggml::iq4_nl:
-        case Ggml::iq4_xs: return 128;
-        default: return 0;
     }
 }
 
@@ -202,9 +186,10 @@ ALWAYS_INLINE void scales_of(Ggml type, const uint8_t* b, int s, int l, BlockSca
 
 ALWAYS_INLINE void read(const Blocks& from, const LaneRows& rows, int64_t start, Words& levels, BlockScales& scales) {
     const int64_t c = start + from.skipped;
-    const int each = columns_of(from.type), part = static_cast<int>(c % each / kBlock);
+    const Layout& of = layout_of(from.type);
+    const int part = static_cast<int>(c % of.columns / kBlock);
     Lanes16 lanes;
-    for (int l = 0; l < kRows; l++) lanes.at[l] = from.at + rows.row(l) * from.row + c / each * bytes_of(from.type);
+    for (int l = 0; l < kRows; l++) lanes.at[l] = from.at + rows.row(l) * from.row + c / of.columns * of.bytes;
     levels_of(from.type, lanes, part, levels);
     scales.finite = true;
     for (int l = 0; l < kRows; l++) scales_of(from.type, lanes.at[l], part, l, scales);
@@ -221,28 +206,27 @@ CLONES bool dequantise_blocks(const Blocks& from, const LaneRows& rows, int64_t 
     BlockScales scales;
     read(from, rows, start, levels, scales);
     const bool unsigned_scales = from.type == Ggml::q4_k || from.type == Ggml::q5_k;
-    const bool mxfp4 = from.type == Ggml::mxfp4;
+    const bool exponents = from.type == Ggml::mxfp4;
+    const Layout& of = layout_of(from.type);
     alignas(64) float scale[2][kRows], lowest[2][kRows];
     for (int i = 0; i < 2; i++)
         for (int l = 0; l < kRows; l++) {
             const uint8_t byte = scales.scale[i][l];
             const float wide = static_cast<float>(unsigned_scales ? byte : static_cast<int8_t>(byte));
-            scale[i][l] = mxfp4 ? 0.5f * mx4_scale(byte) : half_to_float(scales.d[l]) * wide;
+            scale[i][l] = exponents ? of.unit * e8m0_to_float(byte) : half_to_float(scales.d[l]) * wide;
             lowest[i][l] = half_to_float(scales.dmin[l]) * static_cast<float>(scales.minimum[i][l]);
         }
-    const bool codes = mxfp4 || from.type == Ggml::iq4_nl || from.type == Ggml::iq4_xs;
-    const uint8_t* table = mxfp4 ? kMx4Levels : kIq4Levels;
     for (int c = 0; c < kBlock; c++) {
         typedef int32_t Ints __attribute__((vector_size(64)));
         Bits level;
         Lanes times, less;
         std::memcpy(&level, levels.of[c / 4], sizeof level);
         level = level >> c % 4 * 8 & 255;
-        if (codes)
-            for (int l = 0; l < kRows; l++) level[l] = table[level[l]];
+        if (of.codes)
+            for (int l = 0; l < kRows; l++) level[l] = of.codes[level[l]];
         load(scale[c / 16], times);
         load(lowest[c / 16], less);
-        const Lanes value = __builtin_convertvector(reinterpret_cast<Ints>(level) - zero_of(from.type), Lanes);
+        const Lanes value = __builtin_convertvector(reinterpret_cast<Ints>(level) - of.middle, Lanes);
         const Lanes v = value * times - less;
         std::memcpy(to[c], &v, sizeof v);
     }

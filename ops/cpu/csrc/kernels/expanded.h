@@ -72,7 +72,7 @@ class Expanded {
     }
 
     // Whether blocks of a matrix have elements of products.
-    static bool kept(const SplitMatrix& w) { return kDepth == 2 && w.like().format == Format::bf16; }
+    static bool kept(const SplitMatrix& w) { return kDepth == 2 && w.like().traits().storage == Storage::bf16; }
 
     template <class Element>
     static const Element* block_of(const SplitMatrix& w, int64_t head, int64_t row) {

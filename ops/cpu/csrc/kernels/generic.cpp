@@ -21,27 +21,28 @@ void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* 
 }
 
 // What 32 columns from c on add to the product of row r of the block, without the activations' scale. The sums are those
-// of levels times activations, of 16 columns each, and of activations.
+// of bytes less the middle times activations, of 16 columns each, and of activations.
 template <Format F>
 float scaled(const Matrix& w, int block, int c, int r, const int32_t* dots, int32_t sum) {
+    constexpr FormatTraits kOf = kTraits<F>;
     const int32_t dot = dots[0] + dots[1];
-    if constexpr (nested(F)) {
+    if constexpr (kOf.nested()) {
         const uint16_t* scales = w.scales + block * w.scale_count();
         const auto half = [&](int which) { return half_to_float(w.nested_halves(scales, c, which)[r]); };
         const auto byte = [&](int which) { return w.nested_bytes(scales, c, which)[r]; };
-        if (lowered(F))
+        if (kOf.minimums())
             return half(0) * static_cast<float>(byte(0) * dot) - half(1) * static_cast<float>(byte(1) * sum);
         const auto scale = [&](int which) { return half(0) * static_cast<float>(static_cast<int8_t>(byte(which))); };
-        if (F == Format::q6k) return scale(0) * static_cast<float>(dots[0]) + scale(1) * static_cast<float>(dots[1]);
+        if (kOf.sixteens()) return scale(0) * static_cast<float>(dots[0]) + scale(1) * static_cast<float>(dots[1]);
         return scale(0) * static_cast<float>(dot);
-    } else if constexpr (F == Format::mx4) {
-        return 0.5f * mx4_scale(w.mx4_scales(block)[c / w.group * kRows + r]) * static_cast<float>(dot);
+    } else if constexpr (kOf.scales == Scales::exponents) {
+        return kOf.unit * e8m0_to_float(w.exponents(block)[c / w.group * kRows + r]) * static_cast<float>(dot);
+    } else if constexpr (kOf.scales == Scales::floats) {
+        return kOf.unit * w.float_scales(block)[c / w.group * kRows + r] * static_cast<float>(dot);
     } else {
         const size_t at = block * w.scale_count() + static_cast<size_t>(c / w.group) * kRows + r;
-        const int zero = w.zeros ? w.zeros[at] : whole_bytes(F) ? 128 : 8;
-        const float scale =
-            F == Format::w8a8 ? w.float_scales(block)[c / w.group * kRows + r] : half_to_float(w.scales[at]);
-        return scale * static_cast<float>(dot - zero * sum);
+        const int zero = w.zeros ? w.zeros[at] - kOf.middle : 0;
+        return kOf.unit * half_to_float(w.scales[at]) * static_cast<float>(dot - zero * sum);
     }
 }
 
@@ -53,12 +54,12 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
         const size_t row = index ? index[t] : t;
         float sums[kRows] = {};
         for (int b = 0; b < blocks; b++) {
-            const uint8_t* plane = w.quants + block * w.quant_stride() + b * w.block_bytes();
+            const uint8_t* plane = w.quants + block * w.quant_stride() + b * kTraits<F>.block_bytes();
             const Block& x = rows.blocks[row * blocks + b];
             for (int r = 0; r < kRows; r++) {
                 int32_t dots[2] = {};
                 for (int c = 0; c < kBlock; c++)
-                    dots[c / 16] += level_of(F, quant_at(F, w.order, plane, r, c)) * x.q[c];
+                    dots[c / 16] += (byte_at(kTraits<F>, w.order, plane, r, c) - kTraits<F>.middle) * x.q[c];
                 sums[r] += scaled<F>(w, block, b * kBlock, r, dots, x.sum()) * x.scale;
             }
         }
@@ -105,13 +106,19 @@ void quantise(const float* x, int count, Block* to) {
 }  // namespace
 
 const Kernels& kernels_generic() {
-    static const Kernels kernels{
-        "generic",
-        {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-         product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>, product_quantised<Format::q4k>,
-         product_quantised<Format::q5k>, product_quantised<Format::q6k>, product_quantised<Format::iq4>,
-         product_quantised<Format::w8a8>},
-        quantise};
+    static const Kernels kernels = [] {
+        Kernels all{"generic", quantise};
+        each_format([&](auto format) {
+            constexpr Format F = decltype(format)::value;
+            if constexpr (kTraits<F>.quantised())
+                all.put(F, product_quantised<F>);
+            else if constexpr (kTraits<F>.storage == Storage::e4m3)
+                all.put(F, product_f8);
+            else
+                all.put(F, product_float<Stored<F>>);
+        });
+        return all;
+    }();
     return kernels;
 }
 

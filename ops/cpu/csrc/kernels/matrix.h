@@ -13,18 +13,18 @@
 //   q4         4 vectors of 64 bytes: the low nibbles of vector i hold columns          fp16 [k/group][16];
 //              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
 //                                                                                       the zero point is 8
-//   mx4        as q4; a nibble is the code of an e2m1 float                             e8m0 u8 [k/32][16]
-//   q4k        as q4                                                                   [k/group] of d, dmin fp16 [16] and
+//   mxfp4      as q4; a nibble is the code of an e2m1 float                             e8m0 u8 [k/32][16]
+//   q4_k       as q4                                                                   [k/group] of d, dmin fp16 [16] and
 //                                                                                      [group/32] of scale, minimum u8 [16]
-//   q5k        as q4, then a vector whose byte 4r + c % 4 has the fifth bit of row r,   the same
+//   q5_k       as q4, then a vector whose byte 4r + c % 4 has the fifth bit of row r,   the same
 //              column c as its bit c / 4
-//   q6k        as q4, then two vectors, of 16 columns each, whose byte 4r + c % 4 has   [k/group] of d fp16 [16] and
+//   q6_k       as q4, then two vectors, of 16 columns each, whose byte 4r + c % 4 has   [k/group] of d fp16 [16] and
 //              bits 4 and 5 of row r, column c, the lower as its bit 2(c / 4 % 4)       [group/32] of two scales i8 [16]
 //   iq4        as q4; a nibble is the code of one of 16 levels                          the same with one scale
-//   w = (quant - zero) * scale; in f8 and mx4, w = value * scale. Activations of f8 stay floats, as those of float formats;
+//   w = (quant - zero) * scale; in f8 and mxfp4, w = value * scale. Activations of f8 stay floats, as those of float formats;
 //   sets with products of bfloat16 round those of bf16 to it.
-//   In the last four, GGUF's, whose `group` are the columns that share d: w = d * scale * quant - dmin * minimum in q4k
-//   and q5k, d * scale * (quant - 32) with a scale for each 16 columns in q6k, d * scale * level in iq4.
+//   In the last four, GGUF's, whose `group` are the columns that share d: w = d * scale * quant - dmin * minimum in q4_k
+//   and q5_k, d * scale * (quant - 32) with a scale for each 16 columns in q6_k, d * scale * level in iq4.
 //   Any matrix may have a bias, float [n] in a plane of its own, which mixtures of experts add to their products.
 //
 // This is the order of q8 and q4 for x86; ARM's sets have their own (Order): signed quants, with the top bit of each
@@ -45,55 +45,9 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/formats.h"
+
 namespace umbra {
-
-constexpr int kRows = 16;   // rows of a block
-constexpr int kBlock = 32;  // columns of an activation block
-
-enum class Format : int32_t {
-    f32 = 0,
-    bf16 = 1,
-    f16 = 2,
-    q8 = 3,
-    q4 = 4,
-    f8 = 5,
-    mx4 = 6,
-    q4k = 7,
-    q5k = 8,
-    q6k = 9,
-    iq4 = 10,
-    w8a8 = 11
-};
-constexpr int kFormats = 12;
-
-// Formats with scales of scales (GGUF's).
-constexpr bool nested(Format format) { return format >= Format::q4k && format <= Format::iq4; }
-// Those with minimums.
-constexpr bool lowered(Format format) { return format == Format::q4k || format == Format::q5k; }
-// Their vectors of 16 halves for each group, and of 16 bytes for each 32 columns.
-constexpr int halves_of(Format format) { return lowered(format) ? 2 : nested(format) ? 1 : 0; }
-constexpr int bytes_of(Format format) { return format == Format::iq4 ? 1 : nested(format) ? 2 : 0; }
-
-// Formats whose quants are bytes, or nibbles, and the bits that they have beyond these.
-constexpr bool whole_bytes(Format format) { return format == Format::q8 || format == Format::w8a8; }
-constexpr bool nibbles(Format format) { return format == Format::q4 || format == Format::mx4 || nested(format); }
-constexpr int high_bits(Format format) { return format == Format::q5k ? 1 : format == Format::q6k ? 2 : 0; }
-// Bytes of a block of 32 columns; quantised formats.
-constexpr int block_bytes_of(Format format) { return whole_bytes(format) ? 512 : 256 + 64 * high_bits(format); }
-
-// Twice the value of each e2m1 code, plus 12: products of mx4 multiply these bytes as they do the levels of q4, with the
-// zero point 12, and their sums are twice too large.
-constexpr int kMx4Zero = 12;
-constexpr uint8_t kMx4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-// The levels of iq4, plus 128, so that they multiply as the bytes of q8 do.
-constexpr uint8_t kIq4Levels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-// 2^(e - 127) for an e8m0 scale; 255 is NaN and never stored. The smallest is a subnormal float.
-inline float mx4_scale(uint8_t e) {
-    const uint32_t bits = e ? static_cast<uint32_t>(e) << 23 : 1u << 22;
-    float scale;
-    __builtin_memcpy(&scale, &bits, 4);
-    return scale;
-}
 
 // The order of q8's bytes and of nibbles in memory. A matrix has that of the kernels it was packed for, and only they can read it; the
 // generic kernels read all.
@@ -107,57 +61,52 @@ struct F16 {
 };
 
 struct Matrix {
-    Format format = Format::f32;
+    Format format{};
     Order order = Order::fours;
     int32_t n = 0;  // rows, padded to a multiple of 16
     int32_t k = 0;
-    int32_t group = 0;                // columns that share a scale; formats with scales only
-    const uint8_t* quants = nullptr;  // 64-byte aligned
-    const uint16_t* scales =
-        nullptr;  // halves; floats in f8 and w8a8, bytes in mx4, halves and bytes where scales are nested
+    int32_t group = 0;                 // columns that share a scale; formats with scales only
+    const uint8_t* quants = nullptr;   // 64-byte aligned
+    const uint16_t* scales = nullptr;  // halves; floats, bytes, or halves and bytes, as the format's traits say
     const uint8_t* zeros = nullptr;
     const float* bias = nullptr;  // (n), or null
+
+    const FormatTraits& traits() const { return traits_of(format); }
+    bool quantised() const { return traits().quantised(); }
+    size_t block_bytes() const { return traits().block_bytes(); }
 
     // Bytes of one row block in each plane.
     size_t quant_stride() const {
         const size_t weights = static_cast<size_t>(k) * kRows;
-        switch (format) {
-            case Format::f32: return weights * 4;
-            case Format::bf16:
-            case Format::f16: return weights * 2;
-            case Format::q8:
-            case Format::f8: return weights;
-            default: return weights / (kRows * kBlock) * block_bytes();
-        }
+        if (!quantised()) return weights * traits().bits / 8;
+        return weights / (kRows * kBlock) * block_bytes();
     }
-    size_t block_bytes() const { return block_bytes_of(format); }
     // Of one row block, in units of two bytes.
     size_t scale_count() const {
         const size_t scales_of_block = group ? static_cast<size_t>(k) / group * kRows : 0;
-        if (nested(format)) {
-            const size_t bytes = static_cast<size_t>(k) / kBlock * bytes_of(format) * kRows;
-            return scales_of_block * halves_of(format) + bytes / 2;
+        if (traits().nested()) {
+            const size_t bytes = static_cast<size_t>(k) / kBlock * traits().scale_bytes() * kRows;
+            return scales_of_block * traits().scale_halves() + bytes / 2;
         }
-        return wide_scales() ? scales_of_block * 2 : format == Format::mx4 ? scales_of_block / 2 : scales_of_block;
+        if (traits().scales == Scales::floats) return scales_of_block * 2;
+        return traits().scales == Scales::exponents ? scales_of_block / 2 : scales_of_block;
     }
     // Of a row block's nested scales: the 16 halves of number `which` of the group that column c is in, and the bytes
     // of its 32 columns.
     const uint16_t* nested_halves(const uint16_t* of_block, int64_t c, int which) const {
-        const int of_group = halves_of(format) * kRows + group / kBlock * bytes_of(format) * kRows / 2;
+        const int of_group = traits().scale_halves() * kRows + group / kBlock * traits().scale_bytes() * kRows / 2;
         return of_block + c / group * of_group + which * kRows;
     }
     const uint8_t* nested_bytes(const uint16_t* of_block, int64_t c, int which) const {
-        const uint8_t* first = reinterpret_cast<const uint8_t*>(nested_halves(of_block, c, halves_of(format)));
-        return first + (c % group / kBlock * bytes_of(format) + which) * kRows;
+        const uint8_t* first = reinterpret_cast<const uint8_t*>(nested_halves(of_block, c, traits().scale_halves()));
+        return first + (c % group / kBlock * traits().scale_bytes() + which) * kRows;
     }
-    bool wide_scales() const { return format == Format::f8 || format == Format::w8a8; }  // floats
     const float* float_scales(int64_t block) const {
         return reinterpret_cast<const float*>(scales + block * scale_count());
     }
-    const uint8_t* mx4_scales(int64_t block) const {
+    const uint8_t* exponents(int64_t block) const {
         return reinterpret_cast<const uint8_t*>(scales + block * scale_count());
     }
-    bool quantised() const { return whole_bytes(format) || nibbles(format); }  // whether activations become int8
 
     // Matrix `index` of those that follow this one in each plane.
     Matrix at(int64_t index) const {
@@ -266,8 +215,8 @@ void delta_of_four(const GatedDelta&, int64_t sequence, int64_t head, int64_t co
 
 struct Kernels {
     const char* name;
-    Product product[kFormats];
     Quantise quantise;
+    Product product[kFormats] = {};
     Products several[kFormats] = {};                                      // or null: one row block after the other
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
     Attend latents[4] = {attend_latents_f32, attend_latents_bf16, attend_latents_f16, attend_latents_i8};
@@ -275,25 +224,34 @@ struct Kernels {
     Delta delta = delta_of_four;
     const SlotKernels* slots = &slots_generic;
     Order order = Order::fours;  // of the matrices that `product` reads
+
+    void put(Format format, Product one, Products more = nullptr) {
+        product[static_cast<int>(format)] = one;
+        several[static_cast<int>(format)] = more;
+    }
 };
 
 // What each byte is changed by where quants are signed.
-inline uint8_t sign_bits(Format format, Order order) {
+inline uint8_t sign_bits(const FormatTraits& traits, Order order) {
     if (order == Order::fours) return 0;
-    return whole_bytes(format) ? 0x80 : format == Format::q4 || format == Format::q4k ? 0x88 : 0;
+    return traits.bytes() ? 0x80 : traits.plain_nibbles() ? 0x88 : 0;
 }
 
-// The quant of row r, column c in a block of 32 columns, as x86 has it: a code in mx4 and iq4.
-inline int quant_at(Format format, Order order, const uint8_t* block, int r, int c) {
+// The quant of row r, column c in a block of 32 columns, as x86 has it: a code in formats of codes.
+inline int quant_at(const FormatTraits& traits, Order order, const uint8_t* block, int r, int c) {
     const int shift = order == Order::signed_eights ? 3 : 2;  // 8 or 4 columns side by side
-    const int column = whole_bytes(format) ? c : c % 16, within = column & ((1 << shift) - 1);
-    const int byte = block[(column - within) * kRows + (r << shift) + within] ^ sign_bits(format, order);
-    if (whole_bytes(format)) return byte;
-    const int low = c < 16 ? byte & 15 : byte >> 4, bits = high_bits(format);
+    const int column = traits.bytes() ? c : c % 16, within = column & ((1 << shift) - 1);
+    const int byte = block[(column - within) * kRows + (r << shift) + within] ^ sign_bits(traits, order);
+    if (traits.bytes()) return byte;
+    const int low = c < 16 ? byte & 15 : byte >> 4, bits = traits.high_bits();
     if (!bits) return low;
     const int four = c / 4, each = 8 / bits;  // columns of a byte
     const int high = block[256 + four / each * 64 + 4 * r + c % 4] >> four % each * bits & ((1 << bits) - 1);
     return high << 4 | low;
+}
+// The byte that it stands for.
+inline int byte_at(const FormatTraits& traits, Order order, const uint8_t* block, int r, int c) {
+    return traits.byte_of(quant_at(traits, order, block, r, c));
 }
 
 inline float half_to_float(uint16_t h) {
@@ -320,21 +278,16 @@ inline float bf16_to_float(uint16_t b) {
     return v.f;
 }
 
-// What a quant stands for; in mx4 twice that, in q8 and q4 before the zero point is subtracted.
-inline int level_of(Format format, int quant) {
-    switch (format) {
-        case Format::mx4: return kMx4Levels[quant] - kMx4Zero;
-        case Format::iq4: return kIq4Levels[quant] - 128;
-        case Format::q6k: return quant - 32;
-        default: return quant;
-    }
-}
-
 // The bits of an e4m3 float stand in those of a half with the bias 15 in place of 7: the half is 2^-8 of the value.
 constexpr float kF8Unit = 256.0f;
 inline float f8_to_float(uint8_t b) {
     return half_to_float(static_cast<uint16_t>((b & 0x80) << 8 | (b & 0x7f) << 7)) * kF8Unit;
 }
+
+// The type of a float format's weights.
+template <Format F>
+using Stored = std::conditional_t<kTraits<F>.storage == Storage::f32, float,
+                                  std::conditional_t<kTraits<F>.storage == Storage::bf16, Bf16, F16>>;
 
 inline float widen(float v) { return v; }
 inline float widen(int8_t v) { return v; }

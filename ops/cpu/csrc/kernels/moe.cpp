@@ -145,7 +145,8 @@ private:
             const int64_t first = task % tiles * kSlotTile;
             const int64_t stop = std::min(w.n, first + (end - task) * kSlotTile);
             const uint8_t* next = end < all ? of(end).data : nullptr;
-            if (next && end % tiles) next += end % tiles * kSlotTile * (w.in_planes() ? w.lanes * 4 : w.bits()) / 8;
+            if (next && end % tiles)
+                next += end % tiles * kSlotTile * (w.in_planes() ? w.lanes * 4 : w.traits().bits) / 8;
             const int start_of = start_of_[hit_[task / tiles]], end_of = start_of_[hit_[task / tiles] + 1];
             for (int start = start_of; start < end_of; start += kSlotRows) {
                 float y[kSlotRows * kSlotWindow];

@@ -31,38 +31,42 @@ void unpack_nested(const Matrix& w, const Place& from, int64_t c, int lane, floa
     const auto half = [&](int which) { return half_to_float(w.nested_halves(from.scales, c, which)[lane]); };
     const auto byte = [&](int which) { return w.nested_bytes(from.scales, c, which)[lane]; };
     const auto scale = [&](int which) { return half(0) * static_cast<float>(static_cast<int8_t>(byte(which))); };
-    const float lowest = lowered(w.format) ? half(1) * static_cast<float>(byte(1)) : 0;
+    const FormatTraits& of = w.traits();
+    const float lowest = of.minimums() ? half(1) * static_cast<float>(byte(1)) : 0;
     for (int i = 0; i < kBlock; i++) {
-        const int level = level_of(w.format, quant_at(w.format, w.order, block, lane, i));
-        to[i] = scale(w.format == Format::q6k && i >= 16) * static_cast<float>(level) - lowest;
+        const int level = byte_at(of, w.order, block, lane, i) - of.middle;
+        to[i] = scale(of.sixteens() && i >= 16) * static_cast<float>(level) - lowest;
+    }
+}
+
+// The scale of the group at `at` in units of its plane's elements; formats without nested scales.
+float scale_of(const Matrix& w, const Place& from, int64_t at) {
+    switch (w.traits().scales) {
+        case Scales::floats: return reinterpret_cast<const float*>(from.scales)[at];
+        case Scales::exponents: return e8m0_to_float(reinterpret_cast<const uint8_t*>(from.scales)[at]);
+        default: return half_to_float(from.scales[at]);
     }
 }
 
 void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
+    const FormatTraits& of = w.traits();
     for (int64_t c = 0; c < w.k; c += kBlock) {
         const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
-        if (nested(w.format)) {
+        if (of.nested()) {
             unpack_nested(w, from, c, lane, to + c);
             continue;
         }
         const int64_t at = c / w.group * kRows + lane;
-        if (w.format == Format::mx4) {
-            const float scale = mx4_scale(reinterpret_cast<const uint8_t*>(from.scales)[at]) * 0.5f;
-            for (int i = 0; i < kBlock; i++)
-                to[c + i] = static_cast<float>(level_of(w.format, quant_at(w.format, w.order, block, lane, i))) * scale;
-            continue;
-        }
-        const int zero = from.zeros ? from.zeros[at] : whole_bytes(w.format) ? 128 : 8;
-        const float scale =
-            w.wide_scales() ? reinterpret_cast<const float*>(from.scales)[at] : half_to_float(from.scales[at]);
-        if (w.format == Format::q8 && w.order == Order::fours) {  // as below, four at once
+        const int zero = from.zeros ? from.zeros[at] : of.middle;
+        const float scale = scale_of(w, from, at) * of.unit;
+        if (of.bytes() && w.order == Order::fours) {  // as below, four at once
             for (int i = 0; i < kBlock; i += 4)
                 for (int j = 0; j < 4; j++)
                     to[c + i + j] = static_cast<float>(block[i * kRows + lane * 4 + j] - zero) * scale;
             continue;
         }
         for (int i = 0; i < kBlock; i++)
-            to[c + i] = static_cast<float>(quant_at(w.format, w.order, block, lane, i) - zero) * scale;
+            to[c + i] = static_cast<float>(byte_at(of, w.order, block, lane, i) - zero) * scale;
     }
 }
 
@@ -116,15 +120,16 @@ void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, i
 // The scales of 32 columns from `c` on, and at the beginning of a group their own.
 int pack_nested(const RowBlock& to, const Given& from, int64_t c) {
     const Matrix& w = to.w;
+    const FormatTraits& of = w.traits();
     const auto halves = [&](int which) { return const_cast<uint16_t*>(w.nested_halves(to.place.scales, c, which)); };
     const auto bytes = [&](int which) { return const_cast<uint8_t*>(w.nested_bytes(to.place.scales, c, which)); };
     int flags = 0;
     for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {
-        const int64_t row = to.rows.row(l), each = w.format == Format::q6k ? kBlock / 2 : kBlock;
+        const int64_t row = to.rows.row(l), each = of.sixteens() ? kBlock / 2 : kBlock;
         bytes(0)[l] = byte_at(from.scales, row, c / each);
-        if (lowered(w.format)) bytes(1)[l] = byte_at(from.zeros, row, c / each);
-        if (w.format == Format::q6k) bytes(1)[l] = byte_at(from.scales, row, c / each + 1);
-        for (int which = 0; which < halves_of(w.format) && c % w.group == 0; which++) {
+        if (of.minimums()) bytes(1)[l] = byte_at(from.zeros, row, c / each);
+        if (of.sixteens()) bytes(1)[l] = byte_at(from.scales, row, c / each + 1);
+        for (int which = 0; which < of.scale_halves() && c % w.group == 0; which++) {
             const uint16_t half = half_at(which ? from.of_zeros : from.of_scales, row, c / from.group);
             if ((half & 0x7c00) == 0x7c00) flags = kStrange;
             halves(which)[l] = half;
@@ -136,22 +141,23 @@ int pack_nested(const RowBlock& to, const Given& from, int64_t c) {
 // The levels of 32 columns from `c` on, and their scales.
 int pack_blocks(const RowBlock& to, const Blocks& from, int64_t c) {
     const Matrix& w = to.w;
+    const FormatTraits& of = w.traits();
     Words levels;
     BlockScales scales;
     read_blocks(from, to.rows, c, levels, scales);
-    write_levels(w.format, w.order, levels, to.rows, to.place.quants + c / kBlock * w.block_bytes());
+    write_levels(of, w.order, levels, to.rows, to.place.quants + c / kBlock * w.block_bytes());
     const auto put = [&](auto* plane, const auto* given) {
         std::copy_n(given + to.rows.lane, to.rows.count, plane + to.rows.lane);
     };
-    if (w.format == Format::mx4) {
+    if (of.scales == Scales::exponents) {
         put(reinterpret_cast<uint8_t*>(to.place.scales) + c / w.group * kRows, scales.scale[0]);
-    } else if (!nested(w.format)) {
+    } else if (!of.nested()) {
         put(to.place.scales + c / w.group * kRows, scales.d);
     } else {
-        const uint8_t* second = lowered(w.format) ? scales.minimum[0] : scales.scale[1];
-        for (int which = 0; which < bytes_of(w.format); which++)
+        const uint8_t* second = of.minimums() ? scales.minimum[0] : scales.scale[1];
+        for (int which = 0; which < of.scale_bytes(); which++)
             put(const_cast<uint8_t*>(w.nested_bytes(to.place.scales, c, which)), which ? second : scales.scale[0]);
-        for (int which = 0; which < halves_of(w.format) && c % w.group == 0; which++)
+        for (int which = 0; which < of.scale_halves() && c % w.group == 0; which++)
             put(const_cast<uint16_t*>(w.nested_halves(to.place.scales, c, which)), which ? scales.dmin : scales.d);
     }
     return scales.finite ? 0 : kStrange;
@@ -160,23 +166,24 @@ int pack_blocks(const RowBlock& to, const Blocks& from, int64_t c) {
 // The levels of 32 columns from `c` on, and at the beginning of a group its scales and zero points.
 int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
     const Matrix& w = to.w;
+    const FormatTraits& of = w.traits();
     if (from.blocks.at) return pack_blocks(to, from.blocks, c);
     Panel panel;
     read_levels(from.values, to.rows, c, kBlock, panel);
-    write_levels(w.format, w.order, panel, to.rows, to.place.quants + c / kBlock * w.block_bytes());
-    if (nested(w.format)) return pack_nested(to, from, c);
+    write_levels(of, w.order, panel, to.rows, to.place.quants + c / kBlock * w.block_bytes());
+    if (of.nested()) return pack_nested(to, from, c);
     if (c % w.group) return 0;
     int flags = 0;
     for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {
         const int64_t at = c / w.group * kRows + l, row = to.rows.row(l);
-        if (w.format == Format::mx4) {
+        if (of.scales == Scales::exponents) {
             const uint8_t e = byte_at(from.scales, row, c / from.group);
             if (e == 255) flags |= kStrange;
             reinterpret_cast<uint8_t*>(to.place.scales)[at] = e;
             continue;
         }
         const float scale = scale_at(from.scales, row, c / from.group);
-        if (w.wide_scales()) {
+        if (of.scales == Scales::floats) {
             if (!std::isfinite(scale)) flags |= kStrange;
             reinterpret_cast<float*>(to.place.scales)[at] = scale;
             continue;
@@ -206,11 +213,12 @@ int pack_f8(const RowBlock& to, const Given& from, int64_t c) {
 // 32 columns of floats from `c` on, or fewer at the end of a row; in quantised formats a group at its beginning.
 int pack_floats(const RowBlock& to, const Given& from, int64_t c, int64_t columns) {
     const Matrix& w = to.w;
-    if (!w.quantised()) {
+    const FormatTraits& of = w.traits();
+    if (!of.quantised()) {
         Panel panel;
         const int count = static_cast<int>(std::min<int64_t>(kBlock, columns - c));
         const bool finite = read_floats(from, to.rows, c, count, panel);
-        write_floats(w.format, panel, to.rows, count, to.place.quants + c * (w.format == Format::f32 ? 4 : 2) * kRows);
+        write_floats(of.storage, panel, to.rows, count, to.place.quants + c * of.bits / 8 * kRows);
         return finite ? 0 : kStrange;
     }
     if (c % w.group) return 0;
@@ -218,19 +226,19 @@ int pack_floats(const RowBlock& to, const Given& from, int64_t c, int64_t column
     const int count = w.group / kBlock;
     bool finite = true;
     for (int i = 0; i < count; i++) finite &= read_floats(from, to.rows, c + i * kBlock, kBlock, panels[i]);
-    if (w.format == Format::mx4) {
+    if (of.scales == Scales::exponents) {
         uint8_t exponents[kRows];
-        quantise_mx4(panels[0], exponents);
-        write_levels(w.format, w.order, panels[0], to.rows, to.place.quants + c / kBlock * w.block_bytes());
+        quantise_e2m1(panels[0], exponents);
+        write_levels(of, w.order, panels[0], to.rows, to.place.quants + c / kBlock * w.block_bytes());
         uint8_t* scales = reinterpret_cast<uint8_t*>(to.place.scales) + c / kBlock * kRows;
         std::copy_n(exponents + to.rows.lane, to.rows.count, scales + to.rows.lane);
         return finite ? 0 : kStrange;
     }
     uint16_t scales[kRows];
     uint8_t zeros[kRows];
-    quantise_group(w.format, panels, count, scales, to.place.zeros ? zeros : nullptr);
+    quantise_group(of.bits, panels, count, scales, to.place.zeros ? zeros : nullptr);
     for (int i = 0; i < count; i++)
-        write_levels(w.format, w.order, panels[i], to.rows, to.place.quants + (c / kBlock + i) * w.block_bytes());
+        write_levels(of, w.order, panels[i], to.rows, to.place.quants + (c / kBlock + i) * w.block_bytes());
     for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {
         to.place.scales[c / w.group * kRows + l] = scales[l];
         if (to.place.zeros) to.place.zeros[c / w.group * kRows + l] = zeros[l];
@@ -240,13 +248,13 @@ int pack_floats(const RowBlock& to, const Given& from, int64_t c, int64_t column
 
 void unpack(const Matrix& w, const Place& from, int lane, float* out) {
     if (w.quantised()) return unpack_quantised(w, from, lane, out);
-    if (w.format == Format::f8) {
+    if (w.traits().storage == Storage::e4m3) {
         const float* scales = reinterpret_cast<const float*>(from.scales) + lane;
         for (int64_t c = 0; c < w.k; c++)
             out[c] = f8_to_float(from.quants[c * kRows + lane]) * scales[c / w.group * kRows];
         return;
     }
-    with_type(static_cast<Type>(w.format), [&](auto example) {
+    with_type(static_cast<Type>(w.traits().storage), [&](auto example) {
         using T = decltype(example);
         const T* column = reinterpret_cast<const T*>(from.quants) + lane;
         for (int64_t c = 0; c < w.k; c++) out[c] = widen(column[c * kRows]);
@@ -269,7 +277,7 @@ int pack_rows(Context& context, const SplitMatrix& split, const RowRange& where,
             for (int i = 0; i < found; i++) {
                 if (!keep)
                     seen |= pack_floats(to[i], from, c, columns);
-                else if (to[i].w.format == Format::f8)
+                else if (to[i].w.traits().storage == Storage::e4m3)
                     seen |= pack_f8(to[i], from, c);
                 else
                     seen |= pack_levels(to[i], from, c);
@@ -301,7 +309,7 @@ bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t col
             T tile[kBlock][kRows];
             for (int64_t c = 0; c < columns; c += kBlock) {
                 if (!dequantise_blocks(from.blocks, lanes, c, panel.floats)) finite = false;
-                write_floats(static_cast<Format>(type), panel, lanes, kBlock, reinterpret_cast<uint8_t*>(tile));
+                write_floats(static_cast<Storage>(type), panel, lanes, kBlock, reinterpret_cast<uint8_t*>(tile));
                 for (int l = 0; l < lanes.count; l++) {
                     T* out = static_cast<T*>(to) + (first + l) * columns + c;
                     for (int i = 0; i < kBlock; i++) out[i] = tile[i][l];

@@ -20,7 +20,7 @@ constexpr int kLargeScale = 2;  // a scale is beyond the range of halves
 // of theirs; if the matrix has zero points but the rows have none, every zero point is the middle of the levels. Without
 // `keep` the values are written, rounded to the nearest level in quantised formats (not f8, nor with nested scales). With zero points, scale and
 // zero point cover the range from the group's least to its largest value, 0 included. Without, the scale is max|w| / 127
-// for q8; for q4 it maps the element of largest magnitude to -8, which uses all sixteen levels. In mx4 it is a power of
+// for q8; for q4 it maps the element of largest magnitude to -8, which uses all sixteen levels. In mxfp4 it is a power of
 // two that the largest is 4 to 8 times.
 int pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, int64_t columns,
               const Given& from, bool keep);

@@ -213,7 +213,7 @@ CLONES bool read_floats(const Given& given, const LaneRows& rows, int64_t start,
 }
 
 // One panel, whose 32 columns share a power of two: the largest lies between 4 and 8 times it, and becomes at most 6.
-CLONES void quantise_mx4(Panel& panel, uint8_t* scales) {
+CLONES void quantise_e2m1(Panel& panel, uint8_t* scales) {
     Bits most{};
     for (const float* column : panel.floats) {
         Bits x;
@@ -225,7 +225,7 @@ CLONES void quantise_mx4(Panel& panel, uint8_t* scales) {
     for (int l = 0; l < kRows; l++) {
         const int exponent = static_cast<int>(most[l] >> 23);  // 127 more than that of the largest
         scales[l] = static_cast<uint8_t>(std::min(std::max(exponent - 2, 0), 254));
-        inverse[l] = 1.0f / mx4_scale(scales[l]);
+        inverse[l] = 1.0f / e8m0_to_float(scales[l]);
     }
     for (float* column : panel.floats) {
         Lanes x;
@@ -239,8 +239,8 @@ CLONES void quantise_mx4(Panel& panel, uint8_t* scales) {
     }
 }
 
-CLONES void quantise_group(Format format, Panel* panels, int count, uint16_t* scales, uint8_t* zeros) {
-    const int largest = format == Format::q8 ? 255 : 15, middle = (largest + 1) / 2;
+CLONES void quantise_group(int bits, Panel* panels, int count, uint16_t* scales, uint8_t* zeros) {
+    const int largest = bits == 8 ? 255 : 15, middle = (largest + 1) / 2;
     Lanes least{}, most{};
     for (int p = 0; p < count; p++)
         for (const float* column : panels[p].floats) {
@@ -255,7 +255,7 @@ CLONES void quantise_group(Format format, Panel* panels, int count, uint16_t* sc
         float exact;
         if (zeros)
             exact = (most[l] - least[l]) / static_cast<float>(largest);
-        else if (format == Format::q8)
+        else if (bits == 8)
             exact = std::max(most[l], -least[l]) / 127.0f;
         else
             exact = (most[l] > -least[l] ? most[l] : least[l]) / -8.0f;
@@ -282,12 +282,12 @@ CLONES void quantise_group(Format format, Panel* panels, int count, uint16_t* sc
         }
 }
 
-CLONES void write_levels(Format format, Order order, const Words& from, const LaneRows& rows, uint8_t* to) {
-    const uint32_t flip = 0x01010101u * sign_bits(format, order);
-    for (int i = 0; i < (whole_bytes(format) ? 8 : 4); i++) {
+CLONES void write_levels(const FormatTraits& of, Order order, const Words& from, const LaneRows& rows, uint8_t* to) {
+    const uint32_t flip = 0x01010101u * sign_bits(of, order);
+    for (int i = 0; i < (of.bytes() ? 8 : 4); i++) {
         Bits out, upper;
         load(from.of[i], out);
-        if (!whole_bytes(format)) {
+        if (!of.bytes()) {
             load(from.of[4 + i], upper);
             out = (out & 0x0f0f0f0f) | (upper & 0x0f0f0f0f) << 4;
         }
@@ -297,7 +297,7 @@ CLONES void write_levels(Format format, Order order, const Words& from, const La
         else
             put(out, rows, to + i * 64);
     }
-    const int bits = high_bits(format), each = bits ? 8 / bits : 0;
+    const int bits = of.high_bits(), each = bits ? 8 / bits : 0;
     for (int vector = 0; vector < bits; vector++) {
         Bits out{};
         for (int i = 0; i < each; i++) {
@@ -309,7 +309,7 @@ CLONES void write_levels(Format format, Order order, const Words& from, const La
     }
 }
 
-CLONES void write_levels(Format format, Order order, const Panel& from, const LaneRows& rows, uint8_t* to) {
+CLONES void write_levels(const FormatTraits& of, Order order, const Panel& from, const LaneRows& rows, uint8_t* to) {
     Words words;
     for (int i = 0; i < kBlock / 4; i++) {
         Bits out{};
@@ -320,19 +320,19 @@ CLONES void write_levels(Format format, Order order, const Panel& from, const La
         }
         store(out, words.of[i]);
     }
-    write_levels(format, order, words, rows, to);
+    write_levels(of, order, words, rows, to);
 }
 
-CLONES void write_floats(Format format, const Panel& from, const LaneRows& rows, int count, uint8_t* to) {
+CLONES void write_floats(Storage storage, const Panel& from, const LaneRows& rows, int count, uint8_t* to) {
     for (int c = 0; c < count; c++) {
         Bits u;
         load(from.levels[c], u);
-        if (format == Format::f32) {
+        if (storage == Storage::f32) {
             put(u, rows, to + c * kRows * 4);
             continue;
         }
         alignas(32) uint16_t halves[kRows];
-        if (format == Format::f16) {
+        if (storage == Storage::f16) {
             for (int l = 0; l < kRows; l++) halves[l] = float_to_half(from.floats[c][l]);
         } else {  // as narrow<Bf16>
             const Bits rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;

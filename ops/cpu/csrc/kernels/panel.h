@@ -60,20 +60,20 @@ bool read_levels(const Table& values, const LaneRows& rows, int64_t start, int c
 // The same as floats: value, (level - zero) * scale, or e4m3 float * scale.
 bool read_floats(const Given& given, const LaneRows& rows, int64_t start, int count, Panel& to);
 
-// Quantises the columns of `count` panels as one group, in place; without zero points `zeros` is null. pack.h has the
-// formulas.
-void quantise_group(Format format, Panel* panels, int count, uint16_t* scales, uint8_t* zeros);
+// Quantises the columns of `count` panels as one group, in place, to 8 or 4 bits; without zero points `zeros` is null.
+// pack.h has the formulas.
+void quantise_group(int bits, Panel* panels, int count, uint16_t* scales, uint8_t* zeros);
 
-// The same of one panel in mx4; its levels become codes.
-void quantise_mx4(Panel& panel, uint8_t* scales);
+// The same of one panel to e2m1 floats, whose codes its levels become.
+void quantise_e2m1(Panel& panel, uint8_t* scales);
 
 // The half at an element.
 uint16_t half_at(const Table& halves, int64_t row, int64_t group);
 
 // Write a panel to the 32 columns at `to`, in the layout of matrix.h, only the lanes of `rows`.
-void write_levels(Format format, Order order, const Panel& from, const LaneRows& rows, uint8_t* to);
-void write_levels(Format format, Order order, const Words& from, const LaneRows& rows, uint8_t* to);
-void write_floats(Format format, const Panel& from, const LaneRows& rows, int count, uint8_t* to);
+void write_levels(const FormatTraits& of, Order order, const Panel& from, const LaneRows& rows, uint8_t* to);
+void write_levels(const FormatTraits& of, Order order, const Words& from, const LaneRows& rows, uint8_t* to);
+void write_floats(Storage storage, const Panel& from, const LaneRows& rows, int count, uint8_t* to);
 void write_f8(const Panel& from, const LaneRows& rows, uint8_t* to);
 
 }  // namespace umbra

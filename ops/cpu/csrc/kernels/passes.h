@@ -34,7 +34,7 @@ void for_passes(const int32_t* index, int count, float* y, size_t stride, Row&& 
 }
 
 // The same for quantised rows of a product with w; f's first argument says, as a constant, whether w has zero points.
-template <int Most, class F>
+template <Format Of, int Most, class F>
 void for_quantised_passes(const Matrix& w, const Rows& rows, const int32_t* index, int count, float* y, size_t stride,
                           F&& f) {
     const auto passes = [&](auto zeros) {
@@ -42,7 +42,10 @@ void for_quantised_passes(const Matrix& w, const Rows& rows, const int32_t* inde
             index, count, y, stride, [&](size_t row) { return rows.blocks + row * (w.k / kBlock); },
             [&](auto m, const Block* const* operands, float* const* out) { f(zeros, m, operands, out); });
     };
-    w.zeros ? passes(std::true_type{}) : passes(std::false_type{});
+    if constexpr (kTraits<Of>.zeros()) {
+        if (w.zeros) return passes(std::true_type{});
+    }
+    passes(std::false_type{});
 }
 
 // Activations 4i .. 4i+3 of a block as one word, i = 0 .. 7.

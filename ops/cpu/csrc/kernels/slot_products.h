@@ -164,7 +164,7 @@ INLINE void lines_of(const SlotWindow& window) {
     const int64_t line = w.line_bytes(), blocks = w.k / kBlock, of_slab = w.slab() / kBlock;
     const int64_t width = window.end - window.first, bytes = w.type == Type::f32 ? 4 : 2;  // of a scale
     const int strips = static_cast<int>((width + Kind::kOutputs - 1) / Kind::kOutputs);
-    const bool scaled = w.format == Format::q4, whole = width == w.n && window.count <= kSlotFew;
+    const bool scaled = w.traits().nibbles(), whole = width == w.n && window.count <= kSlotFew;
     alignas(64) float sums[kSlotFew * kSlotWide], all[kSlotFew * kSlotWide];  // of a slab, and of all
     Ints kept[kSlotFew * kStrips][kVectors];                                  // of few rows, a strip's side by side
     Bytes unpacked[kFours][kVectors];
@@ -208,7 +208,7 @@ INLINE void lines_of(const SlotWindow& window) {
                         Bytes v[kVectors];
                         Ints dots[many()][kVectors] = {};
                         if (i) std::memcpy(dots, kept[s * many()], sizeof dots);
-                        unpack(lines + 4 * i * line + first_of(s) * w.bits() / 8, v);
+                        unpack(lines + 4 * i * line + first_of(s) * w.traits().bits / 8, v);
 #pragma GCC unroll 4
                         for (int j = 0; j < kBytes; j += 16, ahead += 64) __builtin_prefetch(ahead, 0, 3);
                         add_dots<Kind, many()>(v, x, i, dots);
@@ -227,7 +227,7 @@ INLINE void lines_of(const SlotWindow& window) {
             }
             for (int s = 0; s < strips; s++) {
                 for (int i = 0; i < kFours; i++) {
-                    const uint8_t* const at = lines + 4 * i * line + first_of(s) * w.bits() / 8;
+                    const uint8_t* const at = lines + 4 * i * line + first_of(s) * w.traits().bits / 8;
                     unpack(at, unpacked[i]);
                     for (int j = 0; j < 4 && b + 1 < blocks; j++) fetch(at + (kBlock + j) * line);
                 }
@@ -298,7 +298,7 @@ INLINE void float_lines(const SlotWindow& window) {
     for (int64_t b = 0; b < w.k; b += kBlock) {
         const int inputs = static_cast<int>(std::min<int64_t>(kBlock, w.k - b));
         for (int s = 0; s < steps; s++) {
-            const uint8_t* const at = w.data + b * line + outputs[s] * w.bits() / 8;
+            const uint8_t* const at = w.data + b * line + outputs[s] * w.traits().bits / 8;
             if (b + 2 * kBlock <= w.k)
                 for (int i = 0; i < kBlock; i++)
                     for (int j = 0; j < kSide * kBytes; j += 64) fetch(at + (kBlock + i) * line + j);

@@ -99,14 +99,14 @@ void slot_products(const SlotWindow& window) {
     // Strips have up to 128 outputs, and kernels of planes read halves.
     const bool few = w.in_planes() ? w.type == Type::f32 : w.n < kSlotTile;
     const SlotKernels& slots = few ? slots_generic : *window.kernels.slots;
-    (w.in_planes()            ? slots.planes
-     : w.format == Format::q4 ? slots.nibbles
-     : w.quantised()          ? slots.levels
-                              : slots.floats)(window);
+    (w.in_planes()          ? slots.planes
+     : w.traits().nibbles() ? slots.nibbles
+     : w.quantised()        ? slots.levels
+                            : slots.floats)(window);
 }
 
 void finish_slots(const SlotMatrix& w, int64_t first, int64_t count, float* y) {
-    if (w.format == Format::w8a8)
+    if (w.traits().bytes())
         for (int64_t i = 0; i < count; i++) y[i] *= number_at(w.scales, w.type, first + i);
     if (w.bias)
         for (int64_t i = 0; i < count; i++) y[i] += number_at(w.bias, w.of_bias, first + i);

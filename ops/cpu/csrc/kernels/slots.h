@@ -40,7 +40,7 @@ namespace umbra {
 
 // A matrix. That of any expert has the offsets of its planes in a block for pointers, and is `moved` to one.
 struct SlotMatrix {
-    Format format = Format::f32;
+    Format format{};
     Type type = Type::f32;  // of scales and offsets, and of floats
     Type of_bias = Type::f32;
     int32_t group = 0;
@@ -48,15 +48,13 @@ struct SlotMatrix {
     int32_t groups = 0, lanes = 0, unit = 0;  // in planes, else 0
     const uint8_t *data = nullptr, *scales = nullptr, *offsets = nullptr, *bias = nullptr;
 
-    bool quantised() const { return format == Format::w8a8 || format == Format::q4; }
+    const FormatTraits& traits() const { return traits_of(format); }
+    bool quantised() const { return traits().quantised(); }
     bool in_planes() const { return lanes != 0; }
     int64_t sections() const { return k / group / groups; }
     int64_t planes() const { return static_cast<int64_t>(group) * groups / lanes; }  // of a section
     int64_t kept() const { return unit == 1 ? groups : (groups + 7) / 8 * 8; }
-    int64_t line_bytes() const { return n * bits() / 8; }  // of one input
-    int64_t bits() const {
-        return format == Format::q4 ? 4 : format == Format::w8a8 ? 8 : format == Format::f32 ? 32 : 16;
-    }
+    int64_t line_bytes() const { return n * traits().bits / 8; }  // of one input
     SlotMatrix moved(int64_t address) const;
     int64_t slab() const;  // inputs of a slab
     int64_t slabs() const { return (k + slab() - 1) / slab(); }

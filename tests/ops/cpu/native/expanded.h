@@ -12,7 +12,7 @@ struct HeadsMatrices {
     umbra::Matrix matrix;
 
     HeadsMatrices(int heads, int n, int k) : plain(heads * n * k) {
-        matrix.format = umbra::Format::bf16;
+        matrix.format = umbra::format_named("bfloat16");
         matrix.n = (n + umbra::kRows - 1) / umbra::kRows * umbra::kRows, matrix.k = k;
         kept.resize(heads * matrix.n * k);
         const std::vector<float> drawn = rounded(umbra::Type::bf16, random_floats(plain.size()));

@@ -20,9 +20,6 @@ using namespace umbra;
 
 namespace {
 
-const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8",  "q4",  "f8",
-                                      "mx4", "q4k",  "q5k", "q6k", "iq4", "w8a8"};
-
 // The e4m3 float nearest to v, which is 448 at most: they grow with their bits up to 0x7e.
 uint8_t nearest_f8(float v) {
     const float size = std::fabs(v);
@@ -45,16 +42,17 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
     const auto table = [](const auto* at, Kind kind, int64_t columns, int64_t step) {
         return Table{reinterpret_cast<const uint8_t*>(at), kind, columns * static_cast<int64_t>(sizeof *at), step};
     };
-    if (nested(w.format)) {  // any levels and scales, the same of the same floats, of weights below 1
-        const int64_t all = count * w.k, each = w.format == Format::q6k ? 16 : 32;
+    if (traits_of(w.format).nested()) {  // any levels and scales, the same of the same floats, of weights below 1
+        const int64_t all = count * w.k, each = traits_of(w.format).sixteens() ? 16 : 32;
         const auto bits = [&](int64_t i) { return bits_of(from[i]) >> 4; };
         std::vector<uint8_t> levels(all), scales(all / each), lowest(all / 32);
         std::vector<uint16_t> d(all / w.group), dmin(d.size());
-        for (int64_t i = 0; i < all; i++) levels[i] = bits(i) & ((16 << high_bits(w.format)) - 1);
-        for (size_t i = 0; i < scales.size(); i++) scales[i] = bits(i * each) >> 6 & (lowered(w.format) ? 63 : 255);
+        for (int64_t i = 0; i < all; i++) levels[i] = bits(i) & ((16 << traits_of(w.format).high_bits()) - 1);
+        for (size_t i = 0; i < scales.size(); i++)
+            scales[i] = bits(i * each) >> 6 & (traits_of(w.format).minimums() ? 63 : 255);
         for (size_t i = 0; i < lowest.size(); i++) lowest[i] = bits(i * 32) >> 12 & 63;
         for (size_t i = 0; i < d.size(); i++) {
-            d[i] = float_to_half(from[i * w.group] / (w.format == Format::iq4 ? 1 << 14 : 1 << 11));
+            d[i] = float_to_half(from[i * w.group] / (traits_of(w.format).coded() ? 1 << 14 : 1 << 11));
             dmin[i] = float_to_half(from[i * w.group + 1] / 64);
         }
         const Given given{table(levels.data(), Kind::u8, w.k, 4),
@@ -67,7 +65,7 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
         pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
         return;
     }
-    if (!w.wide_scales()) {
+    if (w.traits().scales != Scales::floats) {
         pack_rows(context, w, {index, first, 1}, count, w.k, {table(from, Kind::f32, w.k, 4), {}, {}}, false);
         return;
     }
@@ -76,14 +74,14 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
     for (size_t g = 0; g < scales.size(); g++) {
         float most = 0;
         for (int c = 0; c < w.group; c++) most = std::max(most, std::fabs(from[g * w.group + c]));
-        scales[g] = most / (w.format == Format::f8 ? 448 : 127);
+        scales[g] = most / (w.traits().storage == Storage::e4m3 ? 448 : 127);
         for (int c = 0; c < w.group; c++) {
             const float value = from[g * w.group + c] / scales[g];
             values[g * w.group + c] =
-                w.format == Format::f8 ? nearest_f8(value) : static_cast<uint8_t>(std::lround(value));
+                w.traits().storage == Storage::e4m3 ? nearest_f8(value) : static_cast<uint8_t>(std::lround(value));
         }
     }
-    const Kind kind = w.format == Format::f8 ? Kind::f8 : Kind::i8;
+    const Kind kind = w.traits().storage == Storage::e4m3 ? Kind::f8 : Kind::i8;
     const Given given{
         table(values.data(), kind, w.k, 4), table(scales.data(), Kind::f32, w.k / w.group, 4), {}, w.group};
     pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
@@ -100,7 +98,9 @@ struct Weights {
         matrix.order = order;
         matrix.n = (n + kRows - 1) / kRows * kRows;
         matrix.k = k;
-        matrix.group = format == Format::mx4 ? kBlock : matrix.quantised() || format == Format::f8 ? group : 0;
+        matrix.group = traits_of(format).scales == Scales::none        ? 0
+                       : traits_of(format).scales == Scales::exponents ? kBlock
+                                                                       : group;
         const size_t blocks = static_cast<size_t>(matrix.n / kRows) * copies;
         quants.resize(blocks * matrix.quant_stride() + 64);
         scales.resize(blocks * matrix.scale_count());
@@ -110,10 +110,10 @@ struct Weights {
         matrix.zeros = with_zeros ? zeros.data() : nullptr;
     }
 
-    // Any quants, a quarter of them extreme, in some rows all (0x77 are mx4's largest); `unit` makes all scales 1, so that
+    // Any quants, a quarter of them extreme, in some rows all (0x77 are mxfp4's largest); `unit` makes all scales 1, so that
     // integer sums come out exactly.
     void randomise(bool unit) {
-        if (matrix.format == Format::f8) {
+        if (matrix.traits().storage == Storage::e4m3) {
             for (uint8_t& q : quants) q = static_cast<uint8_t>(below(2) << 7 | below(0x7f));
             float* floats = reinterpret_cast<float*>(scales.data());
             for (size_t i = 0; i < scales.size() / 2; i++) floats[i] = random_floats(1)[0] / 64;
@@ -125,33 +125,33 @@ struct Weights {
             *q = static_cast<uint8_t>(below(4) ? below(256) : below(2) * 255);
             if (const int row = (q - at) % 64 / 4; row < 3) *q = std::array<uint8_t, 3>{0, 255, 0x77}[row];
         }
-        if (matrix.format == Format::mx4) {
+        if (matrix.traits().scales == Scales::exponents) {
             uint8_t* bytes = reinterpret_cast<uint8_t*>(scales.data());
             for (size_t i = 0; i < 2 * scales.size(); i++) bytes[i] = static_cast<uint8_t>(unit ? 127 : 115 + below(8));
             return;
         }
-        if (nested(matrix.format)) {
+        if (traits_of(matrix.format).nested()) {
             for (int64_t b = 0; b < matrix.n / kRows; b++)
                 for (int64_t c = 0; c < matrix.k; c += kBlock) {
                     uint16_t* of_block = scales.data() + b * matrix.scale_count();
-                    for (int i = 0; i < halves_of(matrix.format) * kRows; i++)
+                    for (int i = 0; i < traits_of(matrix.format).scale_halves() * kRows; i++)
                         const_cast<uint16_t*>(matrix.nested_halves(of_block, c, 0))[i] =
                             float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
-                    for (int i = 0; i < bytes_of(matrix.format) * kRows; i++)
+                    for (int i = 0; i < traits_of(matrix.format).scale_bytes() * kRows; i++)
                         const_cast<uint8_t*>(matrix.nested_bytes(of_block, c, 0))[i] =
-                            static_cast<uint8_t>(below(unit                     ? 4
-                                                       : lowered(matrix.format) ? 64
-                                                                                : 256));
+                            static_cast<uint8_t>(below(unit                                  ? 4
+                                                       : traits_of(matrix.format).minimums() ? 64
+                                                                                             : 256));
                 }
             return;
         }
-        if (matrix.wide_scales()) {
+        if (matrix.traits().scales == Scales::floats) {
             float* floats = reinterpret_cast<float*>(scales.data());
             for (size_t i = 0; i < scales.size() / 2; i++) floats[i] = unit ? 1.0f : random_floats(1)[0] / 64;
             return;
         }
         for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
-        for (uint8_t& z : zeros) z = static_cast<uint8_t>(below(matrix.format == Format::q4 ? 16 : 256));
+        for (uint8_t& z : zeros) z = static_cast<uint8_t>(below(matrix.traits().most() + 1));
     }
 
     std::vector<float> dequantised(int copies = 1) const {
@@ -179,7 +179,7 @@ struct Activations {
 std::vector<float> inputs(Format format, int64_t count) {
     std::vector<float> x = random_floats(count);
     for (float& v : x)
-        if (format == Format::bf16) v = widen(narrow<Bf16>(v));
+        if (format == format_named("bfloat16")) v = widen(narrow<Bf16>(v));
     return x;
 }
 
@@ -203,8 +203,8 @@ std::vector<float> product(const Kernels& kernels, const Matrix& w, const Rows& 
 }
 
 void check_products(const Kernels& kernels, Format format, int k, int group, bool zeros, bool unit) {
-    std::printf("product %s, %d columns, groups of %d%s%s\n", kNames[static_cast<int>(format)], k, group,
-                zeros ? ", zeros" : "", unit ? ", exact" : "");
+    std::printf("product %s, %d columns, groups of %d%s%s\n", traits_of(format).name, k, group, zeros ? ", zeros" : "",
+                unit ? ", exact" : "");
     constexpr int kTokens = 11;
     Weights w(format, kernels.order, 2 * kRows, k, group, zeros);
     w.randomise(unit);
@@ -242,13 +242,12 @@ void check_several(const Kernels& kernels, Format format, int k, int group, bool
     const Products several = kernels.several[static_cast<int>(format)];
     if (!several) return;
 #if defined(__x86_64__)
-    const Kernels& other = format == Format::bf16 ? kernels : kernels_avx2();
+    const Kernels& other = format == format_named("bfloat16") ? kernels : kernels_avx2();
     const Product single = other.product[static_cast<int>(format)];
 #else
     const Product single = kernels.product[static_cast<int>(format)];
 #endif
-    std::printf("several %s, %d columns, groups of %d%s\n", kNames[static_cast<int>(format)], k, group,
-                zeros ? ", zeros" : "");
+    std::printf("several %s, %d columns, groups of %d%s\n", traits_of(format).name, k, group, zeros ? ", zeros" : "");
     constexpr int kBlocks = 6, kTokens = 41, kAll = (kBlocks - 1) * kRows + 3;
     Weights w(format, kernels.order, kBlocks * kRows, k, group, zeros);
     w.randomise(false);
@@ -283,7 +282,7 @@ void check_quantise(const Kernels& kernels) {
 }
 
 void check_pack(Format format, Order order, int group) {
-    std::printf("pack and unpack %s, groups of %d\n", kNames[static_cast<int>(format)], group);
+    std::printf("pack and unpack %s, groups of %d\n", traits_of(format).name, group);
     constexpr int kN = 37, kK = 256;
     Weights w(format, order, kN, kK, group, false);
     const std::vector<float> from = random_floats(kN * kK);
@@ -293,13 +292,14 @@ void check_pack(Format format, Order order, int group) {
     back.resize(from.size());  // padding is left out
     const float steps[] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16, 1.0f / 4};  // up to 1
     close("unpacked", back, from,
-          steps[static_cast<int>(format == Format::w8a8 ? Format::q8 : format)] * 1.01f);  // scales are rounded too
+          steps[static_cast<int>(format == format_named("w8a8") ? format_named("q8") : format)] *
+              1.01f);  // scales are rounded too
 }
 
 // The same weights in every order: equal values, equal products by the generic kernels, and equal ones by all of ARM's
 // sets, each of which reads one order.
 void check_orders(Format format, bool zeros) {
-    std::printf("orders of %s%s\n", kNames[static_cast<int>(format)], zeros ? ", zeros" : "");
+    std::printf("orders of %s%s\n", traits_of(format).name, zeros ? ", zeros" : "");
     constexpr int kK = 256, kTokens = 7;
     const std::vector<float> from = random_floats(2 * kRows * kK);
     const Activations activations(kernels_generic(), random_floats(kTokens * kK));
@@ -335,7 +335,7 @@ double dot(const float* w, const float* x, int64_t k) {
 }
 
 void check_linear(const Kernels& kernels, Format format, int64_t tokens) {
-    std::printf("linear %s, %d tokens\n", kNames[static_cast<int>(format)], static_cast<int>(tokens));
+    std::printf("linear %s, %d tokens\n", traits_of(format).name, static_cast<int>(tokens));
     constexpr int kN = 101, kK = 256;
     Weights w(format, kernels.order, kN, kK, 64, false);
     pack(w.matrix, 0, 0, kN, random_floats(kN * kK).data());
@@ -358,7 +358,7 @@ void check_linear(const Kernels& kernels, Format format, int64_t tokens) {
 }
 
 void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewed) {
-    std::printf("moe %s, %d tokens%s\n", kNames[static_cast<int>(format)], static_cast<int>(tokens),
+    std::printf("moe %s, %d tokens%s\n", traits_of(format).name, static_cast<int>(tokens),
                 skewed ? ", all to one expert" : "");
     constexpr int kExperts = 5, kFirst = 2, kHidden = 96, kInner = 64, kTop = 3;
     Weights w13(format, kernels.order, 2 * kInner, kHidden, 32, false, kExperts),
@@ -401,7 +401,7 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
             tokens,     kTop,      kExperts, kFirst,         kHidden,    kInner,     {}}
             .run(context);
         // A value of h between two steps may be rounded up here and down there.
-        const float error = (format == Format::bf16 ? 0.01f : 1e-5f) * std::max(1.0f, largest(expected));
+        const float error = (format == format_named("bfloat16") ? 0.01f : 1e-5f) * std::max(1.0f, largest(expected));
         close("moe", out, expected, error + (w2.matrix.quantised() ? step * largest(dense2) : 0));
         if (threads == 1) first = out;
         same("moe on several threads", out, first);
@@ -409,17 +409,17 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
 }
 
 void check_format(const Kernels& kernels, Format format) {
-    if (format < Format::q8) {
+    if (traits_of(format).scales == Scales::none) {
         for (int k : {1, 35, 256, 1025}) check_products(kernels, format, k, 0, false, false);
         check_several(kernels, format, 301, 0, false);
-    } else if (format == Format::f8) {
+    } else if (traits_of(format).storage == Storage::e4m3) {
         for (int group : {32, 64, 128}) check_products(kernels, format, 384, group, false, false);
         check_products(kernels, format, 96, 96, false, false);
-    } else if (nested(format)) {
+    } else if (traits_of(format).nested()) {
         for (int group : {32, 128})
             for (bool unit : {true, false}) check_products(kernels, format, 384, group, false, unit);
         check_several(kernels, format, 512, 256, false);
-    } else if (format == Format::mx4 || format == Format::w8a8) {
+    } else if (!traits_of(format).zeros()) {
         for (bool unit : {true, false}) check_products(kernels, format, 384, 32, false, unit);
         check_several(kernels, format, 320, 32, false);
     } else {
@@ -430,7 +430,7 @@ void check_format(const Kernels& kernels, Format format) {
         for (bool zeros : {false, true}) check_several(kernels, format, 320, 64, zeros);
     }
     for (int group : {32, 128})
-        if (!nested(format)) check_pack(format, kernels.order, group);
+        if (!traits_of(format).nested()) check_pack(format, kernels.order, group);
     for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
     for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
     check_moe(kernels, format, 30, true);
@@ -438,8 +438,8 @@ void check_format(const Kernels& kernels, Format format) {
 
 void check_all(const Kernels& kernels) {
     std::printf("kernels %s\n", kernels.name);
-    for (Format format : {Format::f32, Format::bf16, Format::f16, Format::q8, Format::q4})
-        check_format(kernels, format);
+    constexpr int kLate = static_cast<int>(format_named("f8"));
+    for (int i = 0; i < kLate; i++) check_format(kernels, static_cast<Format>(i));
     check_quantise(kernels);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8})
         for (int page_size : {16, 6}) check_attention(kernels, type, page_size, 64);
@@ -450,12 +450,11 @@ void check_all(const Kernels& kernels) {
     if (mac_probe(context, 1) <= 0) fail("multiply-adds of the probe", 0, 0, 1);
     // Late: attention's check of int8 caches depends on the numbers drawn before. A value next to a half, about one in a
     // million, is rounded the other way where product and addition are fused.
-    for (Format format : {Format::f8, Format::mx4, Format::q4k, Format::q5k, Format::q6k, Format::iq4, Format::w8a8})
-        check_format(kernels, format);
-    for (Format format : {Format::q8, Format::q4})
-        for (bool zeros : {false, true}) check_orders(format, zeros);
-    for (Format format : {Format::mx4, Format::q4k, Format::q5k, Format::q6k, Format::iq4, Format::w8a8})
-        check_orders(format, false);
+    for (int i = kLate; i < kFormats; i++) check_format(kernels, static_cast<Format>(i));
+    for (int i = 0; i < kFormats; i++)
+        for (bool zeros : {false, true})
+            if (traits_of(static_cast<Format>(i)).quantised() && (!zeros || kFormatTraits[i].zeros()))
+                check_orders(static_cast<Format>(i), zeros);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8}) check_expanded(kernels, type, 48, 10, 21, 40);
     check_expanded(kernels, Type::bf16, 512, 64, 128, 256);
     check_delta(kernels, 2, 6, 24, 48);
@@ -466,15 +465,16 @@ void check_all(const Kernels& kernels) {
 }
 
 int count(const Kernels& kernels, const std::string& name, int rows, int rounds) {
-    const auto format = std::find(kNames, kNames + kFormats, name);
-    if (format == kNames + kFormats || rows < 1 || rounds < 1) return 2;
+    int format = 0;
+    while (format < kFormats && name != kFormatTraits[format].name) format++;
+    if (format == kFormats || rows < 1 || rounds < 1) return 2;
     constexpr int kN = 64, kK = 2048;
-    const Weights w(static_cast<Format>(format - kNames), kernels.order, kN, kK, 32, false);
+    const Weights w(static_cast<Format>(format), kernels.order, kN, kK, 32, false);
     const Activations activations(kernels, random_floats(rows * kK));
     std::vector<float> y(rows * kRows);
     for (int round = 0; round < rounds; round++)
         for (int block = 0; block < kN / kRows; block++)
-            kernels.product[format - kNames](w.matrix, block, activations.rows(), nullptr, rows, y.data(), kRows);
+            kernels.product[format](w.matrix, block, activations.rows(), nullptr, rows, y.data(), kRows);
     std::printf("%d weights a round\n", kN * kK);
     return 0;
 }

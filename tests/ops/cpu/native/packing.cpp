@@ -37,7 +37,7 @@ uint64_t packed(Format format, Kind kind, const Given& given, bool zeros, bool k
     w.format = format;
     w.n = 64;
     w.k = kK;
-    w.group = format < Format::q8 ? 0 : 32;
+    w.group = traits_of(format).scales == Scales::none ? 0 : 32;
     std::vector<uint8_t> planes[3]{std::vector<uint8_t>(64 * w.quant_stride() / kRows + 64),
                                    std::vector<uint8_t>(64 / kRows * w.scale_count() * 2),
                                    std::vector<uint8_t>(zeros ? 64 / kRows * w.scale_count() : 0)};
@@ -74,41 +74,44 @@ int main() {
             given.zeros = {zeros.data(), Kind::u8, kK / kGroup, 1};
             given.group = kGroup;
         }
-        for (Format format : {Format::f32, Format::bf16, Format::f16, Format::q8, Format::q4})
+        for (Format format : {format_named("float32"), format_named("bfloat16"), format_named("float16"),
+                              format_named("q8"), format_named("q4")})
             for (bool with : {false, true})
-                if (format == Format::q4 || !with)
+                if (format == format_named("q4") || !with)
                     std::printf("%d %d %d %016llx\n", static_cast<int>(kind), static_cast<int>(format), with,
                                 static_cast<unsigned long long>(packed(format, kind, given, with, false)));
-        const Format own = kind == Kind::f8 ? Format::f8 : kind < Kind::u4 ? Format::q8 : Format::q4;
+        const Format own = kind == Kind::f8  ? format_named("f8")
+                           : kind < Kind::u4 ? format_named("q8")
+                                             : format_named("q4");
         if (kind >= Kind::f8)
             std::printf("%d kept %016llx\n", static_cast<int>(kind),
-                        static_cast<unsigned long long>(packed(own, kind, given, own == Format::q4, true)));
+                        static_cast<unsigned long long>(packed(own, kind, given, own == format_named("q4"), true)));
     }
     struct Type {
         Ggml type;
         int bytes;  // of 256 columns
         Format own;
     };
-    for (auto [type, bytes, own] : std::initializer_list<Type>{{Ggml::q4_0, 144, Format::q4},
-                                                               {Ggml::q4_1, 160, Format::q4k},
-                                                               {Ggml::q5_0, 176, Format::q5k},
-                                                               {Ggml::q5_1, 192, Format::q5k},
-                                                               {Ggml::q8_0, 272, Format::q8},
-                                                               {Ggml::q4_k, 144, Format::q4k},
-                                                               {Ggml::q5_k, 176, Format::q5k},
-                                                               {Ggml::q6_k, 210, Format::q6k},
-                                                               {Ggml::iq4_nl, 144, Format::iq4},
-                                                               {Ggml::iq4_xs, 136, Format::iq4},
-                                                               {Ggml::mxfp4, 136, Format::mx4},
-                                                               {Ggml::q2_k, 84, Format::f32},
-                                                               {Ggml::q3_k, 110, Format::f32}}) {
+    for (auto [type, bytes, own] : std::initializer_list<Type>{{Ggml::q4_0, 144, format_named("q4")},
+                                                               {Ggml::q4_1, 160, format_named("q4_k")},
+                                                               {Ggml::q5_0, 176, format_named("q5_k")},
+                                                               {Ggml::q5_1, 192, format_named("q5_k")},
+                                                               {Ggml::q8_0, 272, format_named("q8")},
+                                                               {Ggml::q4_k, 144, format_named("q4_k")},
+                                                               {Ggml::q5_k, 176, format_named("q5_k")},
+                                                               {Ggml::q6_k, 210, format_named("q6_k")},
+                                                               {Ggml::iq4_nl, 144, format_named("iq4")},
+                                                               {Ggml::iq4_xs, 136, format_named("iq4")},
+                                                               {Ggml::mxfp4, 136, format_named("mxfp4")},
+                                                               {Ggml::q2_k, 84, format_named("float32")},
+                                                               {Ggml::q3_k, 110, format_named("float32")}}) {
         std::vector<uint8_t> rows(kN * bytes);
         for (uint8_t& byte : rows) byte = static_cast<uint8_t>(below(256)) & 0xbf;  // no scale is infinite
         Given given;
         given.blocks = {rows.data(), type, bytes, 0};
-        for (Format format : {Format::f32, Format::q8, own})
+        for (Format format : {format_named("float32"), format_named("q8"), own})
             std::printf("blocks %d %d %016llx\n", static_cast<int>(type), static_cast<int>(format),
                         static_cast<unsigned long long>(
-                            packed(format, Kind::f32, given, false, format == own && own != Format::f32)));
+                            packed(format, Kind::f32, given, false, format == own && own != format_named("float32"))));
     }
 }

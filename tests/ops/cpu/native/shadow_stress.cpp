@@ -34,7 +34,7 @@ SplitMatrix relative(int rows, int columns, int unit, int64_t quants, int64_t sc
     const std::vector<int> firsts = split(rows / unit);
     for (size_t n = 0; n + 1 < firsts.size(); n++) {
         Matrix part;
-        part.format = Format::q4;
+        part.format = format_named("q4");
         part.n = (firsts[n + 1] - firsts[n]) * unit;
         part.k = columns;
         part.group = 32;

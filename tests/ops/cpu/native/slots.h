@@ -18,7 +18,7 @@ struct Slots {
 
     Slots(Format format, Type type, int64_t n, int64_t k, int group, int lanes, bool zeros, int count, int64_t place) {
         matrix.format = format, matrix.type = matrix.of_bias = type, matrix.n = n, matrix.k = k, matrix.group = group;
-        int64_t of_scales = format == Format::w8a8 ? n : group ? n * k / group : 0;
+        int64_t of_scales = format == format_named("w8a8") ? n : group ? n * k / group : 0;
         if (lanes) {  // as planes.py divides them
             matrix.lanes = lanes;
             matrix.groups = std::min<int32_t>(static_cast<int32_t>(k / group), 4096 / group);
@@ -76,7 +76,7 @@ struct Slots {
     double weight(int64_t expert, int64_t o, int64_t c) const {
         const SlotMatrix& w = matrix;
         if (!w.quantised()) return number(data[expert], w.type, c * w.n + o);
-        if (w.format == Format::w8a8)
+        if (w.format == format_named("w8a8"))
             return static_cast<int8_t>(data[expert][c * w.n + o]) * number(scales[expert], w.type, o);
         int64_t nibble = c * w.n + o, of_group = c / w.group * w.n + o;
         if (w.lanes) {
@@ -181,15 +181,15 @@ void check_slot_rows(const Kernels& kernels, Format format, Type type, int64_t h
 void check_slots(const Kernels& kernels) {
     for (Type type : {Type::bf16, Type::f16})
         for (bool zeros : {false, true}) {
-            check_slot_rows(kernels, Format::q4, type, 256, 128, 32, {0, 0}, zeros, 5);
-            check_slot_rows(kernels, Format::q4, type, 768, 96, 32, {96, 0}, zeros, 3);  // tails of w13 and w2
-            check_slot_rows(kernels, Format::q4, type, 1024, 512, 32, {128, 128}, zeros, 2);
-            check_slot_rows(kernels, Format::q4, type, 512, 384, 128, {128, 96}, zeros, 5);
+            check_slot_rows(kernels, format_named("q4"), type, 256, 128, 32, {0, 0}, zeros, 5);
+            check_slot_rows(kernels, format_named("q4"), type, 768, 96, 32, {96, 0}, zeros, 3);  // tails of w13 and w2
+            check_slot_rows(kernels, format_named("q4"), type, 1024, 512, 32, {128, 128}, zeros, 2);
+            check_slot_rows(kernels, format_named("q4"), type, 512, 384, 128, {128, 96}, zeros, 5);
         }
     for (int64_t tokens : {5, 90}) {  // in slabs of inputs, and not
-        check_slot_rows(kernels, Format::q4, Type::bf16, 544, 96, 32, {0, 0}, true, tokens);
+        check_slot_rows(kernels, format_named("q4"), Type::bf16, 544, 96, 32, {0, 0}, true, tokens);
         for (Type type : {Type::f32, Type::bf16})
-            check_slot_rows(kernels, Format::w8a8, type, 576, 96, 0, {0, 0}, false, tokens);
+            check_slot_rows(kernels, format_named("w8a8"), type, 576, 96, 0, {0, 0}, false, tokens);
     }
     static constexpr Type kTypes[] = {Type::f32, Type::bf16, Type::f16};  // GCC 12 leaves a list of them without values
     for (Type type : kTypes) check_slot_rows(kernels, static_cast<Format>(type), type, 88, 70, 0, {0, 0}, false, 70);

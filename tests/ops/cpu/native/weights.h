@@ -22,7 +22,7 @@ struct Weights {
         std::vector<umbra::Matrix> parts;
         for (int n = 0; n < pool.nodes(); n++) {
             umbra::Matrix part;
-            part.format = umbra::Format::q4;
+            part.format = umbra::format_named("q4");
             part.n = (pool.first(rows / unit, n + 1) - pool.first(rows / unit, n)) * unit;
             part.k = columns;
             part.group = 32;

@@ -45,14 +45,14 @@ TARGET void row_pass(const Matrix& w, int block, const Block* row, float* y) {
         repeat<kFours>([&](auto four) LAMBDA {
             int32x4_t dot = vpaddq_s32(dots[2 * four], dots[2 * four + 1]);
             if constexpr (Zeros) dot = vmlaq_n_s32(dot, stream.zero[four], stream.totals(row->start));
-            if constexpr (F == Format::q4k) dot = vaddq_s32(dot, vdupq_n_s32(stream.totals(row->start)));
-            if constexpr (F == Format::q6k) dot = vaddq_s32(dot, vdupq_n_s32(4 * row->first));
+            if constexpr (Reader::kMoved) dot = vaddq_s32(dot, vdupq_n_s32(stream.totals(row->start)));
+            if constexpr (kTraits<F>.sixteens()) dot = vaddq_s32(dot, vdupq_n_s32(stream.totals(row->first)));
             if constexpr (Reader::kTwo) {
                 float32x4_t sum = vmulq_f32(stream.template factor<0>(four), stream.to_float(dot));
                 float32x4_t other = vcvtq_n_f32_s32(vdupq_n_s32(row->start), 1);
-                if constexpr (F == Format::q6k) {
+                if constexpr (kTraits<F>.sixteens()) {
                     dot = vpaddq_s32(dots[kPairs + 2 * four], dots[kPairs + 2 * four + 1]);
-                    other = stream.to_float(vaddq_s32(dot, vdupq_n_s32(4 * (row->start - row->first))));
+                    other = stream.to_float(vaddq_s32(dot, vdupq_n_s32(stream.totals(row->start - row->first))));
                 }
                 sum = vfmaq_f32(sum, stream.template factor<1>(four), other);
                 sums[four] = vfmaq_n_f32(sums[four], sum, row->scale);
@@ -98,7 +98,7 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
             };
             starts[p] = of_both(&Block::start);
             totals[p] = stream.totals(starts[p]);
-            if constexpr (F == Format::q6k) firsts[p] = of_both(&Block::first) * 4;
+            if constexpr (kTraits<F>.sixteens()) firsts[p] = stream.totals(of_both(&Block::first));
             first++, second++;
         });
         repeat<kFours>([&](auto four) LAMBDA {
@@ -108,10 +108,10 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
                 constexpr int p = i % kSums / kHalves;
                 if constexpr (Zeros)
                     dots[i] = vmulq_s32(spread<i % kHalves>(stream.zero[four]), totals[p]);
-                else if constexpr (F == Format::q4k)
+                else if constexpr (Reader::kMoved)
                     dots[i] = totals[p];
-                else if constexpr (F == Format::q6k)
-                    dots[i] = i < kSums ? firsts[p] : starts[p] * 4 - firsts[p];
+                else if constexpr (kTraits<F>.sixteens())
+                    dots[i] = i < kSums ? firsts[p] : stream.totals(starts[p]) - firsts[p];
                 else
                     dots[i] = nothing();
             });
@@ -134,7 +134,7 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
                     float32x4_t& to = sums[four * kSums + p * kHalves + half];
                     if constexpr (Reader::kTwo) {
                         float32x4_t second = vcvtq_n_f32_s32(starts[p], 1);
-                        if constexpr (F == Format::q6k) second = stream.to_float(dots[kSums + p * kHalves + half]);
+                        if constexpr (kTraits<F>.sixteens()) second = stream.to_float(dots[kSums + p * kHalves + half]);
                         const float32x4_t sum = vmulq_f32(of_rows, stream.to_float(dot));
                         to = vfmaq_f32(to, vfmaq_f32(sum, others, second), scales[p]);
                     } else {
@@ -169,10 +169,10 @@ void quantised_pass(const Matrix& w, int block, const Block* const* rows, float*
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_quantised_passes<kMost>(w, rows, index, count, y, stride,
-                                [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-                                    quantised_pass<F, zeros(), m()>(w, block, operands, out);
-                                });
+    for_quantised_passes<F, kMost>(w, rows, index, count, y, stride,
+                                   [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                       quantised_pass<F, zeros(), m()>(w, block, operands, out);
+                                   });
 }
 
 }  // namespace
@@ -182,14 +182,10 @@ const Kernels& kernels_i8mm() {
         Kernels all = kernels_neon();
         all.name = "neon_i8mm";
         all.order = Order::signed_eights;
-        all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
-        all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
-        all.product[static_cast<int>(Format::mx4)] = product_quantised<Format::mx4>;
-        all.product[static_cast<int>(Format::q4k)] = product_quantised<Format::q4k>;
-        all.product[static_cast<int>(Format::q5k)] = product_quantised<Format::q5k>;
-        all.product[static_cast<int>(Format::q6k)] = product_quantised<Format::q6k>;
-        all.product[static_cast<int>(Format::iq4)] = product_quantised<Format::iq4>;
-        all.product[static_cast<int>(Format::w8a8)] = product_quantised<Format::w8a8>;
+        each_format([&](auto format) {
+            constexpr Format F = decltype(format)::value;
+            if constexpr (kTraits<F>.quantised()) all.put(F, product_quantised<F>);
+        });
         return all;
     }();
     return kernels;

@@ -25,9 +25,9 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
         const int32x4_t starts = starts_of<M>(row), totals = stream.totals(starts);  // used only where sums need them
         const float32x4_t half_starts = vcvtq_n_f32_s32(starts, 1);
         int32x4_t of_halves[2];
-        if constexpr (F == Format::q6k) {
-            of_halves[0] = starts_of<M>(row, &Block::first) * 4;
-            of_halves[1] = starts * 4 - of_halves[0];
+        if constexpr (kTraits<F>.sixteens()) {
+            of_halves[0] = stream.totals(starts_of<M>(row, &Block::first));
+            of_halves[1] = stream.totals(starts) - of_halves[0];
         }
         repeat<kFours / kGroups>([&](auto step) LAMBDA {
             constexpr int first = step * kGroups;
@@ -36,9 +36,9 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
                 constexpr int four = first + i % kGroups, t = i % kChains / kGroups;
                 if constexpr (Zeros)
                     dots[i] = vmulq_laneq_s32(stream.zero[four], totals, t);
-                else if constexpr (F == Format::q4k)
+                else if constexpr (Reader::kMoved)
                     dots[i] = vdupq_laneq_s32(totals, t);
-                else if constexpr (F == Format::q6k)
+                else if constexpr (kTraits<F>.sixteens())
                     dots[i] = vdupq_laneq_s32(of_halves[i / kChains], t);
                 else
                     dots[i] = nothing();
@@ -67,7 +67,7 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
                 if constexpr (Reader::kTwo) {
                     float32x4_t sum = vmulq_f32(stream.template factor<0>(four), stream.to_float(dots[j]));
                     const float32x4_t other = stream.template factor<1>(four);
-                    if constexpr (lowered(F))
+                    if constexpr (kTraits<F>.minimums())
                         sum = vfmaq_laneq_f32(sum, other, half_starts, t);
                     else
                         sum = vfmaq_f32(sum, other, stream.to_float(dots[kChains + j]));
@@ -85,10 +85,10 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_quantised_passes<kMost>(w, rows, index, count, y, stride,
-                                [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-                                    dot_pass<F, zeros(), m()>(w, block, operands, out);
-                                });
+    for_quantised_passes<F, kMost>(w, rows, index, count, y, stride,
+                                   [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                       dot_pass<F, zeros(), m()>(w, block, operands, out);
+                                   });
 }
 
 // Loads sixteen weights of one column.
@@ -205,12 +205,16 @@ TARGET void quantise(const float* x, int count, Block* to) {
 
 const Kernels& kernels_neon() {
     static const Kernels kernels = [] {
-        Kernels all{"neon_dotprod",
-                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
-                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
-                     product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
-                    quantise};
+        Kernels all{"neon_dotprod", quantise};
+        each_format([&](auto format) {
+            constexpr Format F = decltype(format)::value;
+            if constexpr (kTraits<F>.quantised())
+                all.put(F, product_quantised<F>);
+            else if constexpr (kTraits<F>.storage == Storage::e4m3)
+                all.put(F, product_f8);
+            else
+                all.put(F, product_float<Stored<F>>);
+        });
         all.order = Order::signed_fours;
         all.slots = &slots_neon;
         return all;

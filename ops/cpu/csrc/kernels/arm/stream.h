@@ -49,13 +49,30 @@ INLINE int32x4_t nothing() {
     return zeros;
 }
 
+// The bytes of a format's codes, less the middle.
+struct SignedCodes {
+    int8_t of[16];
+};
+constexpr SignedCodes signed_codes(const FormatTraits& of) {
+    SignedCodes codes{};
+    for (int i = 0; i < 16; i++) codes.of[i] = static_cast<int8_t>(of.byte_of(i) - of.middle);
+    return codes;
+}
+template <Format F>
+constexpr SignedCodes kSignedCodes = signed_codes(kTraits<F>);
+
 // One row block, read from its first column to its last.
 template <Format F, bool Zeros>
 struct Stream {
-    static constexpr int kBytes = block_bytes_of(F);        // of a block of 32 columns
-    static constexpr bool kTwo = bytes_of(F) == 2;          // factors
-    static constexpr int kSums = F == Format::q6k ? 2 : 1;  // of a block, with factors of their own
-    static constexpr bool kSixteenths = F == Format::q4 || F == Format::q4k;
+    static constexpr FormatTraits kOf = kTraits<F>;
+    static constexpr int kBytes = kOf.block_bytes();      // of a block of 32 columns
+    static constexpr bool kTwo = kOf.scale_bytes() == 2;  // factors
+    static constexpr int kSums = kOf.sixteens() ? 2 : 1;  // of a block, with factors of their own
+    static constexpr bool kSixteenths = kOf.plain_nibbles();
+    // What weights, as they are multiplied, are less by than the bytes of formats.h. If it is not the middle, sums start
+    // at what the difference adds; those of 16 columns always do.
+    static constexpr int kLess = kOf.bytes() ? 128 : kSixteenths ? 8 : kOf.coded() ? kOf.middle : 0;
+    static constexpr bool kMoved = !Zeros && !kOf.sixteens() && kOf.middle != kLess;
 
     const uint8_t* quants;
     const uint16_t* scales;
@@ -74,21 +91,21 @@ struct Stream {
     INLINE void enter() {
         for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(quants + kAhead + i);
         if (left-- > 0) {
-            if (nested(F)) next();
+            if (kOf.nested()) next();
             return;
         }
         left = per_group - 1;
         __builtin_prefetch(scales + kAhead / 4);
         halves = reinterpret_cast<const float16_t*>(scales);
-        scales += nested(F)           ? halves_of(F) * kRows
-                  : F == Format::mx4  ? kRows / 2
-                  : F == Format::w8a8 ? 2 * kRows
-                                      : kRows;
-        if (nested(F)) next();
+        scales += kOf.nested()                      ? kOf.scale_halves() * kRows
+                  : kOf.scales == Scales::exponents ? kRows / 2
+                  : kOf.scales == Scales::floats    ? 2 * kRows
+                                                    : kRows;
+        if (kOf.nested()) next();
         if constexpr (Zeros) {
             const uint8x16_t bytes = vld1q_u8(zeros);
             const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
-            const int32x4_t middle = vdupq_n_s32(F == Format::q8 ? 128 : 8);
+            const int32x4_t middle = vdupq_n_s32(kLess);
             repeat<2>([&](auto i) LAMBDA {
                 zero[2 * i] = vsubq_s32(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(words[i]))), middle);
                 zero[2 * i + 1] = vsubq_s32(vreinterpretq_s32_u32(vmovl_high_u16(words[i])), middle);
@@ -99,7 +116,7 @@ struct Stream {
 
     INLINE void next() {
         bytes = reinterpret_cast<const uint8_t*>(scales);
-        scales += bytes_of(F) * kRows / 2;
+        scales += kOf.scale_bytes() * kRows / 2;
     }
 
     // Nested scales of row group `four`: number `Which` of the block times its own.
@@ -109,44 +126,43 @@ struct Stream {
         __builtin_memcpy(&word, bytes + Which * kRows + kFour * four, 4);
         const uint8x8_t of_rows = vcreate_u8(word);
         const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(of_rows));
-        const float32x4_t scale = lowered(F) ? vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(of_rows))))
-                                             : vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
-        const float32x4_t own = vcvt_f32_f16(vld1_f16(halves + (lowered(F) ? Which * kRows : 0) + kFour * four));
-        // A minimum meets half of Block::start, which is -8 * total, and in q5k sums that are halves.
-        if (lowered(F) && Which) return vmulq_f32(vmulq_n_f32(own, F == Format::q4k ? 0.25f : 0.125f), scale);
+        const float32x4_t scale = kOf.minimums() ? vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(of_rows))))
+                                                 : vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+        const float32x4_t own = vcvt_f32_f16(vld1_f16(halves + (kOf.minimums() ? Which * kRows : 0) + kFour * four));
+        // A minimum meets half of Block::start, which is -8 * total, and mostly sums that are halves.
+        if (kOf.minimums() && Which) return vmulq_f32(vmulq_n_f32(own, kSixteenths ? 0.25f : 0.125f), scale);
         return vmulq_f32(own, scale);
     }
 
     // Of row group `four`, read anew at each use: registers are scarcer than loads.
     INLINE float32x4_t scale(int four) const {
-        if constexpr (nested(F)) return factor<0>(four);
-        if constexpr (F == Format::mx4) {  // mx4_scale
+        if constexpr (kOf.nested()) return factor<0>(four);
+        if constexpr (kOf.scales == Scales::exponents) {  // e8m0_to_float
             uint32_t word;
             __builtin_memcpy(&word, reinterpret_cast<const uint8_t*>(halves) + kFour * four, 4);
             const uint8x8_t e = vcreate_u8(word);
             const uint32x4_t bits = vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(e))), 23);
             return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(1 << 22)));
         }
-        if constexpr (F == Format::w8a8) return vld1q_f32(reinterpret_cast<const float*>(halves) + kFour * four);
+        if constexpr (kOf.scales == Scales::floats)
+            return vld1q_f32(reinterpret_cast<const float*>(halves) + kFour * four);
         return vcvt_f32_f16(vld1_f16(halves + kFour * four));
     }
 
     // The 16 bytes that are `within` bytes into columns Width * I .. Width * I + Width - 1 of the block, Width being 4 or 8
-    // by the order: values of q4 and q4k in units of 1/16, of mx4 twice the values; quants of q5k and q6k.
+    // by the order: bytes less the middle; plain nibbles less 8, in units of 1/16; of nibbles with higher bits, quants.
     template <int I, int Width>
     INLINE int8x16_t weights(int within) const {
-        constexpr int kStored = (nibbles(F) ? kBlock / 2 : kBlock) / Width;  // the others are the upper nibbles
-        constexpr bool Upper = I / kStored;
-        const uint8_t* at = quants + Width * kRows * (I % kStored) + within;
+        constexpr int kWords = (kOf.nibbles() ? kBlock / 2 : kBlock) / Width;  // the others are the upper nibbles
+        constexpr bool Upper = I / kWords;
+        const uint8_t* at = quants + Width * kRows * (I % kWords) + within;
         const int8x16_t raw = vld1q_s8(reinterpret_cast<const int8_t*>(at));
-        if constexpr (whole_bytes(F)) return raw;
-        if constexpr (nibbles(F) && !kSixteenths) {
+        if constexpr (kOf.bytes()) return raw;
+        if constexpr (kOf.nibbles() && !kSixteenths) {
             const uint8x16_t pairs = vreinterpretq_u8_s8(raw);
             const uint8x16_t codes = Upper ? vshrq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(15));
-            if constexpr (high_bits(F) > 0) return vreinterpretq_s8_u8(with_high<I, Width>(codes, within));
-            const int8x16_t doubled = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-            const int8x16_t iq4 = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-            return vqtbl1q_s8(F == Format::mx4 ? doubled : iq4, codes);
+            if constexpr (kOf.high_bits() > 0) return vreinterpretq_s8_u8(with_high<I, Width>(codes, within));
+            return vqtbl1q_s8(vld1q_s8(kSignedCodes<F>.of), codes);
         }
         // Kunpeng 920 is modelled to need both its vector units for an AND, and one for a shift that inserts zeros.
         return Upper ? vsriq_n_s8(raw, vdupq_n_s8(0), 4) : vshlq_n_s8(raw, 4);
@@ -155,7 +171,7 @@ struct Stream {
     // `codes` with bits 4 and up, which lie four columns to a byte (matrix.h).
     template <int I, int Width>
     INLINE uint8x16_t with_high(uint8x16_t codes, int within) const {
-        constexpr int kBits = high_bits(F), kAt = I * Width / 4 * kBits;
+        constexpr int kBits = kOf.high_bits(), kAt = I * Width / 4 * kBits;
         const uint8_t* from = quants + 256 + 64 * (kAt / 8) + within * 4 / Width;
         uint8x16_t high;
         if constexpr (Width == 4) {
@@ -173,17 +189,19 @@ struct Stream {
         return vbslq_u8(vdupq_n_u8(kBits == 1 ? 16 : 48), high, codes);
     }
 
-    // What a zero point is multiplied by, of Block::start, which is -8 * total: -total in the units of the sums. In q4k,
-    // whose stored levels are less by 8, what that takes from the sums.
+    // Of Block::start, which is -8 * total: what the middle that is left takes off, or -total, which a zero point
+    // multiplies, in the units of the sums.
     template <class T>
     static INLINE T totals(T start) {
-        return F == Format::q4k ? start * -16 : F == Format::q4 ? start * 2 : start >> 3;
+        constexpr int kTimes = (kSixteenths ? 16 : 1) * (kMoved || kOf.sixteens() ? kOf.middle - kLess : 1);
+        return kTimes % 8 ? start * kTimes >> 3 : start * (kTimes / 8);
     }
 
     // Sums of integers as floats, and the last thing that is done to the sums of those.
     static INLINE float32x4_t to_float(int32x4_t dots) { return vcvtq_n_f32_s32(dots, kSixteenths ? 4 : 1); }
     static INLINE float32x4_t result(float32x4_t sum) {
-        return kSixteenths || F == Format::mx4 ? sum : vaddq_f32(sum, sum);
+        constexpr float kUnit = (kSixteenths ? 1 : 2) * kOf.unit;
+        return kUnit == 1 ? sum : kUnit == 2 ? vaddq_f32(sum, sum) : vmulq_n_f32(sum, kUnit);
     }
 };
 

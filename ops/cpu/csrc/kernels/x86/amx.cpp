@@ -6,9 +6,9 @@
 // that share a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the
 // same bits.
 //
-// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mx4, -128 .. 127 of q8 and w8a8 (q8 with
+// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mxfp4, -128 .. 127 of q8 and w8a8 (q8 with
 // zero points of its own can be more, and stays with avx512.cpp). Of GGUF's formats, minimums are added to the scaled
-// sums; q6k, whose scales are for 16 columns, stays with avx512.cpp. One chunk of columns of some row blocks is unpacked,
+// sums; q6_k, whose scales are for 16 columns, stays with avx512.cpp. One chunk of columns of some row blocks is unpacked,
 // then meets all activation rows: 9 KB of weights, 5 of activations and 8 of sums stay in the first cache. The tiles of
 // one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
 //
@@ -42,7 +42,7 @@ constexpr TileShapes kProducts{1,
 struct alignas(64) Weights {  // a chunk of one row block
     int8_t q[kSteps][kBlock / 4][kRows][4];
     float scales[kSteps][kRows];
-    float lowest[kSteps][kRows];  // of q4k and q5k: an eighth of minimums
+    float lowest[kSteps][kRows];  // of q4_k and q5_k: an eighth of minimums
 };
 
 struct alignas(64) Activations {  // a chunk of kTokens rows
@@ -62,9 +62,13 @@ INLINE __m512i bytes(const uint8_t* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 }
 
+// Whether bytes less any zero points have a sign and 7 bits.
+constexpr bool any_zeros(Format f) { return traits_of(f).zeros() && traits_of(f).most() < 128; }
+
 template <Format F>
 __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to) {
-    constexpr int kBytes = block_bytes_of(F);
+    constexpr FormatTraits kOf = kTraits<F>;
+    constexpr int kBytes = kOf.block_bytes();
     const uint8_t* plane = w.quants + block * w.quant_stride() + static_cast<size_t>(first) * kBytes;
     const int per_group = w.group / kBlock;
     size_t group = (static_cast<size_t>(block) * (w.k / w.group) + first / per_group) * kRows;
@@ -72,29 +76,33 @@ __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int fir
     for (int s = 0; s < steps; s++, plane += kBytes) {
         if (left == 0) left = per_group, group += kRows;
         left--;
-        if (nested(F)) {
+        if (kOf.nested()) {
             const uint16_t* of_block = w.scales + block * w.scale_count();
             const int64_t c = static_cast<int64_t>(first + s) * kBlock;
-            for (int which = 0; which < bytes_of(F); which++) {
+            for (int which = 0; which < kOf.scale_bytes(); which++) {
                 __m512i scale = bytes(w.nested_bytes(of_block, c, which));
-                if (!lowered(F)) scale = _mm512_srai_epi32(_mm512_slli_epi32(scale, 24), 24);
+                if (!kOf.minimums()) scale = _mm512_srai_epi32(_mm512_slli_epi32(scale, 24), 24);
                 __m512 own = halves(w.nested_halves(of_block, c, which));
                 if (which) own = _mm512_mul_ps(own, _mm512_set1_ps(0.125f));
                 _mm512_store_ps(which ? to.lowest[s] : to.scales[s], _mm512_mul_ps(own, _mm512_cvtepi32_ps(scale)));
             }
-        } else if (F == Format::mx4) {  // halves of mx4_scale: sums are twice too large
-            const __m512i e = bytes(w.mx4_scales(0) + group);
-            const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
-            _mm512_store_ps(to.scales[s], _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0.5f)));
-        } else if (F == Format::w8a8) {
-            _mm512_store_ps(to.scales[s], _mm512_loadu_ps(w.float_scales(0) + group));
         } else {
-            _mm512_store_ps(to.scales[s], halves(w.scales + group));
+            __m512 scale;
+            if (kOf.scales == Scales::exponents) {  // e8m0_to_float
+                const __m512i e = bytes(w.exponents(0) + group);
+                const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
+                scale = _mm512_castsi512_ps(bits);
+            } else if (kOf.scales == Scales::floats) {
+                scale = _mm512_loadu_ps(w.float_scales(0) + group);
+            } else {
+                scale = halves(w.scales + group);
+            }
+            if (kOf.unit != 1) scale = _mm512_mul_ps(scale, _mm512_set1_ps(kOf.unit));
+            _mm512_store_ps(to.scales[s], scale);
         }
-        constexpr int kZero = F == Format::mx4 ? kMx4Zero : F == Format::q4 ? 8 : lowered(F) ? 0 : -128;
+        constexpr int8_t kZero = static_cast<int8_t>(kOf.middle);
         __m512i zero = _mm512_set1_epi8(kZero);
-        if (F == Format::q4 && w.zeros)
-            zero = _mm512_mullo_epi32(bytes(w.zeros + group), _mm512_set1_epi32(0x01010101));
+        if (any_zeros(F) && w.zeros) zero = _mm512_mullo_epi32(bytes(w.zeros + group), _mm512_set1_epi32(0x01010101));
         for (int i = 0; i < kBytes; i += 64)
             _mm_prefetch(reinterpret_cast<const char*>(plane + kSteps * kBytes + i), _MM_HINT_T0);
         __m512i v[8];
@@ -134,12 +142,12 @@ template <Format F>
 INLINE void add(const int32_t (&dots)[kTokens][kRows], const Weights& weights, const Activations& activations, int step,
                 __m512* sums) {
     const __m512 scale = _mm512_load_ps(weights.scales[step]);
-    const __m512 lowest = lowered(F) ? _mm512_load_ps(weights.lowest[step]) : scale;
+    const __m512 lowest = kTraits<F>.minimums() ? _mm512_load_ps(weights.lowest[step]) : scale;
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; t++) {
         const __m512 factor = _mm512_set1_ps(activations.scales[step][t]);
         const __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[t]));
-        if (lowered(F)) {
+        if (kTraits<F>.minimums()) {
             const __m512 start = _mm512_set1_ps(activations.starts[step][t]);
             sums[t] = _mm512_fmadd_ps(_mm512_fmadd_ps(lowest, start, _mm512_mul_ps(scale, dot)), factor, sums[t]);
         } else {
@@ -218,7 +226,7 @@ TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows,
 template <Format F>
 void several(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count, float* y,
              size_t stride) {
-    const int rest = F == Format::q8 && w.zeros ? count : count % kTokens < kFewest ? count % kTokens : 0;
+    const int rest = !any_zeros(F) && w.zeros ? count : count % kTokens < kFewest ? count % kTokens : 0;
     const int tiled = count - rest;
     for (int b = 0; tiled && b < blocks; b += kBlocks)
         tiles_pass<F>(w, block + b, std::min(kBlocks, blocks - b), rows, index, tiled, y + b * kRows, stride);
@@ -319,20 +327,10 @@ const Kernels& kernels_amx() {
     static const Kernels kernels = [] {
         Kernels all = kernels_avx512_bf16();
         all.name = "amx";
-        all.product[static_cast<int>(Format::q8)] = product<Format::q8>;
-        all.product[static_cast<int>(Format::q4)] = product<Format::q4>;
-        all.product[static_cast<int>(Format::mx4)] = product<Format::mx4>;
-        all.product[static_cast<int>(Format::q4k)] = product<Format::q4k>;
-        all.product[static_cast<int>(Format::q5k)] = product<Format::q5k>;
-        all.product[static_cast<int>(Format::iq4)] = product<Format::iq4>;
-        all.product[static_cast<int>(Format::w8a8)] = product<Format::w8a8>;
-        all.several[static_cast<int>(Format::q8)] = several<Format::q8>;
-        all.several[static_cast<int>(Format::q4)] = several<Format::q4>;
-        all.several[static_cast<int>(Format::mx4)] = several<Format::mx4>;
-        all.several[static_cast<int>(Format::q4k)] = several<Format::q4k>;
-        all.several[static_cast<int>(Format::q5k)] = several<Format::q5k>;
-        all.several[static_cast<int>(Format::iq4)] = several<Format::iq4>;
-        all.several[static_cast<int>(Format::w8a8)] = several<Format::w8a8>;
+        each_format([&](auto format) {
+            constexpr Format F = decltype(format)::value;
+            if constexpr (kTraits<F>.quantised() && !kTraits<F>.sixteens()) all.put(F, product<F>, several<F>);
+        });
         all.attend[static_cast<int>(Type::bf16)] = attend_tiles<Bf16>;
         all.attend[static_cast<int>(Type::i8)] = attend_tiles<int8_t>;
         return all;

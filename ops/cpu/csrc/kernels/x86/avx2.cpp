@@ -68,12 +68,16 @@ TARGET void delta(const GatedDelta& op, int64_t sequence, int64_t head, int64_t 
 
 const Kernels& kernels_avx2() {
     static const Kernels kernels = [] {
-        Kernels own{"avx2",
-                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
-                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
-                     product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
-                    kernels_generic().quantise};
+        Kernels own{"avx2", kernels_generic().quantise};
+        each_format([&](auto format) {
+            constexpr Format F = decltype(format)::value;
+            if constexpr (kTraits<F>.quantised())
+                own.put(F, product_quantised<F>);
+            else if constexpr (kTraits<F>.storage == Storage::e4m3)
+                own.put(F, product_f8);
+            else
+                own.put(F, product_float<Stored<F>>);
+        });
         own.delta = delta;
         own.slots = &slots_avx2;
         return own;

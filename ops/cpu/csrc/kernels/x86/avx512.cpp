@@ -14,99 +14,55 @@
 namespace umbra {
 namespace {
 
+struct Vector {
+    using Floats = __m512;
+    using Ints = __m512i;
+
+    static INLINE Ints none() { return _mm512_setzero_si512(); }
+    static INLINE Floats nothing() { return _mm512_setzero_ps(); }
+    static INLINE Ints all(int32_t v) { return _mm512_set1_epi32(v); }
+    static INLINE Floats all(float v) { return _mm512_set1_ps(v); }
+    static INLINE Ints unsigned_bytes(const uint8_t* at) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    }
+    static INLINE Ints bytes(const uint8_t* at) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    }
+    static INLINE Floats halves(const uint8_t* at) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+    }
+    static INLINE Floats floats(const uint8_t* at) { return _mm512_loadu_ps(reinterpret_cast<const float*>(at)); }
+    static INLINE Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+    static INLINE Floats as_floats(Ints v) { return _mm512_castsi512_ps(v); }
+    static INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+    static INLINE Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+    static INLINE Ints times(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+    static INLINE Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+    static INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+    static INLINE Ints larger(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
+    template <int By>
+    static INLINE Ints shift_left(Ints v) {
+        return _mm512_slli_epi32(v, By);
+    }
+    template <int By>
+    static INLINE Ints shift_right(Ints v) {
+        return _mm512_srai_epi32(v, By);
+    }
+};
+
+}  // namespace
+}  // namespace umbra
+
+#include "kernels/x86/scales.h"
+
+namespace umbra {
+namespace {
+
 constexpr int kAhead = 4096;
 constexpr int kMost = 8;        // activation rows of one pass
 constexpr int kMostOfPair = 4;  // of one with two row blocks
 // Two row blocks at once are faster than one after the other where passes are full, or activation rows many.
 constexpr int kMostUnpaired = 12;
-
-// The scales of a row block, and what products need with them, from the first column to the last.
-template <Format F, bool Zeros>
-struct Scales {
-    static constexpr bool kTwo = bytes_of(F) == 2;  // factors
-
-    const uint8_t* at;
-    const uint8_t* zeros;
-    __m512 of_group[2];  // of nested scales
-    __m512 factor[2];
-    __m512i zero;
-
-    INLINE Scales(const Matrix& w, int block)
-        : at(reinterpret_cast<const uint8_t*>(w.scales + block * w.scale_count())),
-          zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr), zero(_mm512_setzero_si512()) {
-        of_group[0] = of_group[1] = factor[0] = factor[1] = _mm512_setzero_ps();
-    }
-
-    INLINE __m512i bytes() {
-        const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-        at += kRows;
-        return lowered(F) || F == Format::mx4 ? _mm512_cvtepu8_epi32(sixteen) : _mm512_cvtepi8_epi32(sixteen);
-    }
-    INLINE __m512 halves() {
-        const __m256i sixteen = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-        at += 2 * kRows;
-        return _mm512_cvtph_ps(sixteen);
-    }
-
-    INLINE __m512 floats() {
-        const __m512 sixteen = _mm512_loadu_ps(at);
-        at += 4 * kRows;
-        return sixteen;
-    }
-
-    // Where a group begins.
-    INLINE void enter() {
-        if (F == Format::mx4) {  // mx4_scale
-            const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(bytes(), 23), _mm512_set1_epi32(1 << 22));
-            factor[0] = _mm512_castsi512_ps(bits);
-        } else if (nested(F)) {
-            of_group[0] = halves();
-            if (lowered(F)) of_group[1] = _mm512_mul_ps(halves(), _mm512_set1_ps(0.125f));  // of Block::start
-        } else {
-            factor[0] = F == Format::w8a8 ? floats() : halves();
-        }
-        if (Zeros) {
-            zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
-            zeros += kRows;
-        }
-    }
-    // At each block.
-    INLINE void next() {
-        if (!nested(F)) return;
-        factor[0] = _mm512_mul_ps(of_group[0], _mm512_cvtepi32_ps(bytes()));
-        if (kTwo) factor[1] = _mm512_mul_ps(of_group[lowered(F)], _mm512_cvtepi32_ps(bytes()));
-    }
-
-    // What sums of products start at: all of them, or of the first and the last 16 columns.
-    INLINE void start(const Block& x, __m512i& first, __m512i& second) const {
-        const __m512i all = _mm512_set1_epi32(x.start);
-        second = _mm512_setzero_si512();
-        if (lowered(F))
-            first = second;
-        else if (F == Format::q6k)
-            first = _mm512_slli_epi32(_mm512_set1_epi32(x.first), 2),
-            second = _mm512_sub_epi32(_mm512_slli_epi32(all, 2), first);
-        else if (Zeros)
-            first = _mm512_srai_epi32(_mm512_mullo_epi32(zero, all), 3);
-        else if (F == Format::mx4)
-            first = _mm512_add_epi32(all, _mm512_srai_epi32(all, 1));  // 12 = 8 + 4
-        else
-            first = F == Format::q4 ? all : _mm512_slli_epi32(all, 4);
-    }
-    // Adds those sums, as they are or scaled.
-    INLINE __m512 add(__m512i first, __m512i second, const Block& x, __m512 to) const {
-        const __m512 scale = _mm512_set1_ps(x.scale);
-        if (!kTwo) return _mm512_fmadd_ps(_mm512_mul_ps(factor[0], scale), _mm512_cvtepi32_ps(first), to);
-        const __m512 other = _mm512_cvtepi32_ps(lowered(F) ? _mm512_set1_epi32(x.start) : second);
-        const __m512 sum = _mm512_fmadd_ps(factor[1], other, _mm512_mul_ps(factor[0], _mm512_cvtepi32_ps(first)));
-        return _mm512_fmadd_ps(sum, scale, to);
-    }
-};
-
-template <Format F>
-INLINE __m512 result(__m512 sum) {
-    return F == Format::mx4 ? _mm512_mul_ps(sum, _mm512_set1_ps(0.5f)) : sum;
-}
 
 INLINE void prefetch(const uint8_t* at, int lines) {
     for (int i = 0; i < lines; i++) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + 64 * i), _MM_HINT_T0);
@@ -114,9 +70,9 @@ INLINE void prefetch(const uint8_t* at, int lines) {
 
 template <Format F, bool Zeros, int M>
 TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
-    constexpr int kBytes = block_bytes_of(F);
+    constexpr int kBytes = kTraits<F>.block_bytes();
     const uint8_t* plane = w.quants + block * w.quant_stride();
-    Scales<F, Zeros> scales(w, block);
+    RowScales<F, Zeros, 0> scales(w, block);
     const int per_group = w.group / kBlock;
     __m512 sums[M];
     for (int t = 0; t < M; t++) sums[t] = _mm512_setzero_ps();
@@ -146,11 +102,11 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
                 first = _mm512_dpbusd_epi32(first, v[i], _mm512_set1_epi32(four(x, i)));
                 second = _mm512_dpbusd_epi32(second, v[4 + i], _mm512_set1_epi32(four(x, 4 + i)));
             }
-            if (F != Format::q6k) first = _mm512_add_epi32(first, second);
+            if (!kTraits<F>.sixteens()) first = _mm512_add_epi32(first, second);
             sums[t] = scales.add(first, second, x, sums[t]);
         }
     }
-    for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], result<F>(sums[t]));
+    for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], scales.result(sums[t]));
 }
 
 // Two row blocks at once: an activation is loaded for both, and two loads a cycle no longer bound two products a cycle.
@@ -159,10 +115,10 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
 template <Format F, bool Zeros, int M, int Lines>
 TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows, float* const* y,
                            const uint8_t* ahead) {
-    constexpr int kBytes = block_bytes_of(F);
-    constexpr bool kHalves = F == Format::q6k;  // sums of 16 columns
+    constexpr int kBytes = kTraits<F>.block_bytes();
+    constexpr bool kHalves = kTraits<F>.sixteens();  // sums of 16 columns
     const uint8_t* plane[2] = {w.quants + block * w.quant_stride(), w.quants + (block + 1) * w.quant_stride()};
-    Scales<F, Zeros> scales[2] = {{w, block}, {w, block + 1}};
+    RowScales<F, Zeros, 0> scales[2] = {{w, block}, {w, block + 1}};
     const int per_group = w.group / kBlock;
     __m512 sums[M][2];
     for (int t = 0; t < M; t++) sums[t][0] = sums[t][1] = _mm512_setzero_ps();
@@ -204,7 +160,7 @@ TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows,
         }
     }
     for (int t = 0; t < M; t++)
-        for (int b = 0; b < 2; b++) _mm512_storeu_ps(y[t] + b * kRows, result<F>(sums[t][b]));
+        for (int b = 0; b < 2; b++) _mm512_storeu_ps(y[t] + b * kRows, scales[b].result(sums[t][b]));
 }
 
 INLINE __m512 load16(const float* at) { return _mm512_loadu_ps(at); }
@@ -280,10 +236,10 @@ void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* ind
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_quantised_passes<kMost>(w, rows, index, count, y, stride,
-                                [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-                                    quantised_pass<F, zeros(), m()>(w, block, operands, out);
-                                });
+    for_quantised_passes<F, kMost>(w, rows, index, count, y, stride,
+                                   [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                       quantised_pass<F, zeros(), m()>(w, block, operands, out);
+                                   });
 }
 
 // The passes over the activation rows share the lines of the next pair, so that memory is read all the time and not only in
@@ -295,16 +251,16 @@ void several_quantised(const Matrix& w, int block, int blocks, const Rows& rows,
     const auto pairs = [&](auto lines) {
         for (; b + 1 < blocks; b += 2) {
             const uint8_t* ahead = w.quants + (block + b + 2) * w.quant_stride();
-            for_quantised_passes<kMostOfPair>(w, rows, index, count, y + b * kRows, stride,
-                                              [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-                                                  quantised_pair<F, zeros(), m(), lines()>(w, block + b, operands, out,
-                                                                                           ahead);
-                                                  ahead += w.k / kBlock * lines() * 64;
-                                              });
+            for_quantised_passes<F, kMostOfPair>(
+                w, rows, index, count, y + b * kRows, stride,
+                [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                    quantised_pair<F, zeros(), m(), lines()>(w, block + b, operands, out, ahead);
+                    ahead += w.k / kBlock * lines() * 64;
+                });
         }
     };
-    constexpr int kLines = block_bytes_of(F) / 32;  // of a pair, for 32 columns
-    if (count == kMostOfPair && block_bytes_of(F) == 512)
+    constexpr int kLines = kTraits<F>.block_bytes() / 32;  // of a pair, for 32 columns
+    if (count == kMostOfPair && kTraits<F>.block_bytes() == 512)
         ;  // reading bounds these: a quarter slower in pairs
     else if (count == kMostOfPair)
         pairs(std::integral_constant<int, kLines>{});
@@ -348,15 +304,16 @@ TARGET void delta(const GatedDelta& op, int64_t sequence, int64_t head, int64_t 
 
 const Kernels& kernels_avx512() {
     static const Kernels kernels = [] {
-        Kernels own{"avx512_vnni",
-                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
-                     product_quantised<Format::q4>, product_f8, product_quantised<Format::mx4>,
-                     product_quantised<Format::q4k>, product_quantised<Format::q5k>, product_quantised<Format::q6k>,
-                     product_quantised<Format::iq4>, product_quantised<Format::w8a8>},
-                    quantise,
-                    {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>, nullptr,
-                     several_quantised<Format::mx4>, several_quantised<Format::q4k>, several_quantised<Format::q5k>,
-                     several_quantised<Format::q6k>, several_quantised<Format::iq4>, several_quantised<Format::w8a8>}};
+        Kernels own{"avx512_vnni", quantise};
+        each_format([&](auto format) {
+            constexpr Format F = decltype(format)::value;
+            if constexpr (kTraits<F>.quantised())
+                own.put(F, product_quantised<F>, several_quantised<F>);
+            else if constexpr (kTraits<F>.storage == Storage::e4m3)
+                own.put(F, product_f8);
+            else
+                own.put(F, product_float<Stored<F>>);
+        });
         own.delta = delta;
         own.slots = &slots_avx512;
         return own;

@@ -104,8 +104,9 @@ const Kernels& kernels_avx512_bf16() {
     static const Kernels kernels = [] {
         Kernels own = kernels_avx512();
         own.name = "avx512_bf16";
-        own.product[static_cast<int>(Format::bf16)] = product_bf16;
-        own.several[static_cast<int>(Format::bf16)] = several_bf16;
+        each_format([&](auto format) {
+            if (kTraits<decltype(format)::value>.storage == Storage::bf16) own.put(format, product_bf16, several_bf16);
+        });
         own.attend[static_cast<int>(Type::bf16)] = attend<Bf16Dot, Bf16>;
         own.attend[static_cast<int>(Type::i8)] = attend<Bf16Dot, int8_t>;
         own.latents[static_cast<int>(Type::bf16)] = attend<Bf16Dot, Bf16, true>;

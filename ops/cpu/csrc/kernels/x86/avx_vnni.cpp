@@ -10,14 +10,10 @@ const Kernels& kernels_avx_vnni() {
     static const Kernels kernels = [] {
         Kernels all = kernels_avx2();
         all.name = "avx_vnni";
-        all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
-        all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
-        all.product[static_cast<int>(Format::mx4)] = product_quantised<Format::mx4>;
-        all.product[static_cast<int>(Format::q4k)] = product_quantised<Format::q4k>;
-        all.product[static_cast<int>(Format::q5k)] = product_quantised<Format::q5k>;
-        all.product[static_cast<int>(Format::q6k)] = product_quantised<Format::q6k>;
-        all.product[static_cast<int>(Format::iq4)] = product_quantised<Format::iq4>;
-        all.product[static_cast<int>(Format::w8a8)] = product_quantised<Format::w8a8>;
+        each_format([&](auto format) {
+            constexpr Format F = decltype(format)::value;
+            if constexpr (kTraits<F>.quantised()) all.put(F, product_quantised<F>);
+        });
         return all;
     }();
     return kernels;

@@ -12,17 +12,17 @@ namespace {
 // Columns 4i .. 4i+3 of a block as v[i], four bytes for each of 16 rows.
 template <Format F>
 INLINE void unpack(const uint8_t* plane, __m512i (&v)[8]) {
-    constexpr int kVectors = nibbles(F) ? 4 : 8, kBits = high_bits(F);
+    constexpr FormatTraits kOf = kTraits<F>;
+    constexpr int kVectors = kOf.nibbles() ? 4 : 8, kBits = kOf.high_bits();
     const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) {
         v[i] = _mm512_load_si512(plane + 64 * i);
-        if (!nibbles(F)) continue;
+        if (!kOf.nibbles()) continue;
         v[4 + i] = _mm512_and_si512(_mm512_srli_epi16(v[i], 4), low);
         v[i] = _mm512_and_si512(v[i], low);
-        if (F != Format::mx4 && F != Format::iq4) continue;
-        const uint8_t* levels = F == Format::mx4 ? kMx4Levels : kIq4Levels;
-        const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels)));
+        if (!kOf.coded()) continue;
+        const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kOf.codes)));
         v[i] = _mm512_shuffle_epi8(table, v[i]);
         v[4 + i] = _mm512_shuffle_epi8(table, v[4 + i]);
     }

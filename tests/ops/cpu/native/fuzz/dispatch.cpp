@@ -72,14 +72,14 @@ void machine(Input& input) {
 void product(Input& input) {
     Matrix w;
     w.format = static_cast<Format>(input.range(0, kFormats - 1));
-    const bool grouped = w.format >= Format::q8;
+    const bool grouped = traits_of(w.format).scales != Scales::none;
     w.n = input.range(1, 6) * kRows;
     w.group = grouped ? input.one_of({32, 64, 128}) : 0;
     w.k = grouped ? w.group * input.range(1, 3) : input.range(1, 70);
     const std::vector<std::string> sets = usable_sets();
     const Kernels& kernels = choose_kernels(sets[input.range<size_t>(0, sets.size() - 1)]);
     w.order = kernels.order;
-    const bool zeros = w.format == Format::q4 && input.flag();
+    const bool zeros = w.format == format_named("q4") && input.flag();
     const auto fill = [&](const Plane& plane, size_t bytes) {
         const std::vector<uint8_t> values = input.values<uint8_t>(bytes);
         std::copy(values.begin(), values.end(), plane.at());

@@ -36,7 +36,7 @@ struct Layer {
     std::shared_ptr<JobWork> work(int64_t layer, int64_t tokens, Type type) {
         const auto matrix = [](size_t at, int64_t n, int64_t k) {
             Matrix w;
-            w.format = Format::q4, w.n = static_cast<int32_t>(n), w.k = static_cast<int32_t>(k), w.group = 32;
+            w.format = format_named("q4"), w.n = static_cast<int32_t>(n), w.k = static_cast<int32_t>(k), w.group = 32;
             w.quants = reinterpret_cast<const uint8_t*>(at);
             w.scales = reinterpret_cast<const uint16_t*>(at + n * k / 2);
             return w;

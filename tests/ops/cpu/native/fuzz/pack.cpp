@@ -60,12 +60,13 @@ struct Type256 {
     int64_t bytes;  // of 256 columns
     Format own;
 };
-constexpr Type256 kTypes[] = {
-    {Ggml::q4_0, 144, Format::q4},    {Ggml::q4_1, 160, Format::q4k},  {Ggml::q5_0, 176, Format::q5k},
-    {Ggml::q5_1, 192, Format::q5k},   {Ggml::q8_0, 272, Format::q8},   {Ggml::q4_k, 144, Format::q4k},
-    {Ggml::q5_k, 176, Format::q5k},   {Ggml::q6_k, 210, Format::q6k},  {Ggml::iq4_nl, 144, Format::iq4},
-    {Ggml::iq4_xs, 136, Format::iq4}, {Ggml::mxfp4, 136, Format::mx4}, {Ggml::q2_k, 84, Format::f32},
-    {Ggml::q3_k, 110, Format::f32}};
+constexpr Type256 kTypes[] = {{Ggml::q4_0, 144, format_named("q4")},     {Ggml::q4_1, 160, format_named("q4_k")},
+                              {Ggml::q5_0, 176, format_named("q5_k")},   {Ggml::q5_1, 192, format_named("q5_k")},
+                              {Ggml::q8_0, 272, format_named("q8")},     {Ggml::q4_k, 144, format_named("q4_k")},
+                              {Ggml::q5_k, 176, format_named("q5_k")},   {Ggml::q6_k, 210, format_named("q6_k")},
+                              {Ggml::iq4_nl, 144, format_named("iq4")},  {Ggml::iq4_xs, 136, format_named("iq4")},
+                              {Ggml::mxfp4, 136, format_named("mxfp4")}, {Ggml::q2_k, 84, format_named("float32")},
+                              {Ggml::q3_k, 110, format_named("float32")}};
 
 float sum_of(const std::vector<float>& values) {
     float sum = 0;
@@ -133,34 +134,36 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const std::vector<uint8_t> memory = input.values<uint8_t>(shift + rows * row);
         Given given;
         given.blocks = {memory.data() + shift, type.type, row, skipped};
-        const bool keep = type.own != Format::f32 && input.flag();
+        const bool keep = type.own != format_named("float32") && input.flag();
         const Format format = keep ? type.own : static_cast<Format>(input.range(0, 4));
-        Target target(format, static_cast<Order>(input.range(0, 2)), pool, 1, 2, k, format >= Format::q8 ? 32 : 0,
-                      false);
+        Target target(format, static_cast<Order>(input.range(0, 2)), pool, 1, 2, k,
+                      traits_of(format).scales != Scales::none ? 32 : 0, false);
         const SplitMatrix w(target.parts);
         pack_rows(context, w, {0, 3, 1}, rows, k, given, keep);
         std::vector<float> back(rows * k);
         unpack_rows(context, w, {0, 3, 1}, rows, back.data());
         std::vector<float> table(rows * k);
         if (rows) fill_table(context, table.data(), Type::f32, rows, k, given);
-        if (keep || format == Format::f32)
+        if (keep || format == format_named("float32"))
             demand(!rows || memcmp(back.data(), table.data(), rows * k * 4) == 0 || std::isnan(sum_of(back)),
                    "blocks mean the same in a matrix and in a table");
         return 0;
     }
 
     const bool levels = kind >= Kind::f8;
-    const Format kept = kind == Kind::f8 ? Format::f8 : bits_of(kind) == 8 ? Format::q8 : Format::q4;
+    const Format kept = kind == Kind::f8     ? format_named("f8")
+                        : bits_of(kind) == 8 ? format_named("q8")
+                                             : format_named("q4");
     const bool keep = levels && input.flag();
     const Format format = keep ? kept : static_cast<Format>(input.range(0, 4));
-    const bool quantised = format >= Format::q8;
+    const bool quantised = traits_of(format).scales != Scales::none;
     const int64_t group = quantised ? input.one_of({32, 64, 128}) : 0;
     // Levels come in groups that divide their columns; where they are kept, theirs contain those of the matrix.
     const int64_t unit = levels ? std::max<int64_t>(group, 32) * input.range<int64_t>(1, 2) : 0;
     const int64_t multiple = std::max(group, unit);
     const int64_t k = multiple ? multiple * input.range<int64_t>(1, 3) : input.range<int64_t>(1, 80);
     const int64_t columns = quantised || levels ? k : input.range<int64_t>(0, k);
-    const bool zeros = format == Format::q4 && input.flag();
+    const bool zeros = format == format_named("q4") && input.flag();
     const bool given_zeros = levels && kind != Kind::f8 && (!keep || zeros) && input.flag();
     const Order order = static_cast<Order>(input.range(0, 2));
 
@@ -189,7 +192,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const std::vector<uint8_t> once = target.bytes();
     pack_rows(context, w, where, rows, columns, given, keep);
     demand(target.bytes() == once, "packing the same rows twice gives the same bytes");
-    if (format == Format::f32 && kind == Kind::f32)
+    if (format == format_named("float32") && kind == Kind::f32)
         for (int64_t r = 0; r < rows && columns; r++)
             demand(memcmp(back.data() + r * k, values.table.at + r * values.table.row, columns * 4) == 0,
                    "floats come back unchanged");

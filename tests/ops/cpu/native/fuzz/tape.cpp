@@ -49,7 +49,7 @@ struct Step {
 
     SplitMatrix matrix(int64_t count, int64_t rows, int64_t k, int unit) {
         const Format format = static_cast<Format>(input.range(0, kFormats - 1));
-        const int64_t group = format >= Format::q8 ? 32 : 0;
+        const int64_t group = traits_of(format).scales != Scales::none ? 32 : 0;
         std::vector<Matrix> parts;
         const Pool& pool = context.pool;
         const int units = static_cast<int>(rows / unit);
@@ -62,7 +62,7 @@ struct Step {
             const size_t blocks = count * w.n / kRows;
             w.quants = in<uint8_t>(blocks * w.quant_stride());
             if (group) w.scales = in<uint16_t>(blocks * w.scale_count());
-            if (format == Format::q4 && input.flag()) w.zeros = in<uint8_t>(blocks * w.scale_count());
+            if (format == format_named("q4") && input.flag()) w.zeros = in<uint8_t>(blocks * w.scale_count());
             parts.push_back(w);
         }
         return SplitMatrix(parts);

@@ -1,0 +1,117 @@
+// The formats of weights: one row each, which is all that kernels know of a format. A new one is a row here and a file
+// in ops/formats. If its bits lie in memory as no other's do, it also needs a Storage, which matrix.h draws, and the
+// unpacking of that: x86/dot.h, x86/unpack.h, arm/stream.h, and `quant_at` and `write_levels` for the generic kernels.
+//
+// Kernels multiply bytes: a quant is one, or its code's. w = (byte - middle) * unit * scale, less a minimum where the
+// scales have these. Scales that are `nested` are bytes times halves of their group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <utility>
+
+namespace umbra {
+
+constexpr int kRows = 16;   // rows of a block
+constexpr int kBlock = 32;  // columns of an activation block
+
+// The first three are the types of floats, in the order of `Type`. Bits beyond a nibble's four lie in planes of their own.
+enum class Storage : int32_t { f32, bf16, f16, e4m3, bytes, nibbles };
+
+enum class Scales : int32_t {
+    none,
+    halves,               // of groups; these formats may have zero points too
+    floats,               // of groups
+    exponents,            // powers of two, of groups of 32
+    nested,               // signed bytes of 32 columns
+    nested_sixteens,      // signed bytes of 16 columns
+    nested_with_minimums  // unsigned bytes of 32 columns, and minimums likewise
+};
+
+struct FormatTraits {
+    const char* name;  // as ops/formats spells it
+    int bits;          // of a weight
+    Storage storage;
+    int middle = 0;  // the zero point of all bytes, unless a matrix has zero points of its own
+    Scales scales = Scales::none;
+    const uint8_t* codes = nullptr;  // the byte of each nibble; null: itself
+    float unit = 1;
+
+    constexpr bool quantised() const { return storage >= Storage::bytes; }  // activations become int8
+    constexpr bool bytes() const { return storage == Storage::bytes; }
+    constexpr bool nibbles() const { return storage == Storage::nibbles; }
+    constexpr int high_bits() const { return nibbles() ? bits - 4 : 0; }
+    constexpr bool coded() const { return codes != nullptr; }
+    constexpr bool plain_nibbles() const { return nibbles() && !coded() && bits == 4; }
+    constexpr int block_bytes() const { return bytes() ? 512 : 256 + 64 * high_bits(); }  // of 32 columns; quantised
+
+    constexpr bool zeros() const { return scales == Scales::halves; }
+    constexpr bool nested() const { return scales >= Scales::nested; }
+    constexpr bool minimums() const { return scales == Scales::nested_with_minimums; }
+    constexpr bool sixteens() const { return scales == Scales::nested_sixteens; }
+    // Vectors of 16 halves for each group, and of 16 bytes for each 32 columns, where scales are nested.
+    constexpr int scale_halves() const { return minimums() ? 2 : nested() ? 1 : 0; }
+    constexpr int scale_bytes() const { return minimums() || sixteens() ? 2 : nested() ? 1 : 0; }
+
+    constexpr int most() const {  // the largest byte; quantised formats
+        if (!coded()) return (1 << bits) - 1;
+        int largest = 0;
+        for (int i = 0; i < 16; i++) largest = codes[i] > largest ? codes[i] : largest;
+        return largest;
+    }
+    constexpr int byte_of(int quant) const { return coded() ? codes[quant] : quant; }
+};
+
+// Twice the value of each e2m1 code, and the levels of iq4, each plus the middle.
+constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+constexpr FormatTraits kFormatTraits[] = {
+    {"float32", 32, Storage::f32},
+    {"bfloat16", 16, Storage::bf16},
+    {"float16", 16, Storage::f16},
+    {"q8", 8, Storage::bytes, 128, Scales::halves},
+    {"q4", 4, Storage::nibbles, 8, Scales::halves},
+    {"f8", 8, Storage::e4m3, 0, Scales::floats},
+    {"mxfp4", 4, Storage::nibbles, 12, Scales::exponents, kE2m1, 0.5f},
+    {"q4_k", 4, Storage::nibbles, 0, Scales::nested_with_minimums},
+    {"q5_k", 5, Storage::nibbles, 0, Scales::nested_with_minimums},
+    {"q6_k", 6, Storage::nibbles, 32, Scales::nested_sixteens},
+    {"iq4", 4, Storage::nibbles, 128, Scales::nested, kIq4},
+    {"w8a8", 8, Storage::bytes, 128, Scales::floats},
+};
+constexpr int kFormats = sizeof kFormatTraits / sizeof *kFormatTraits;
+
+enum class Format : int32_t {};  // the number of a row
+
+constexpr const FormatTraits& traits_of(Format format) { return kFormatTraits[static_cast<int>(format)]; }
+template <Format F>
+constexpr FormatTraits kTraits = traits_of(F);
+
+// No row has another name than those above: the caller's mistake does not compile.
+constexpr Format format_named(std::string_view name) {
+    int at = 0;
+    while (name != kFormatTraits[at].name) at++;
+    return static_cast<Format>(at);
+}
+
+// Calls f with each format, as a constant.
+template <class F, int... I>
+void each_format(F&& f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<Format, Format{I}>{}), ...);
+}
+template <class F>
+void each_format(F&& f) {
+    each_format(f, std::make_integer_sequence<int, kFormats>{});
+}
+
+// 2^(e - 127) for an e8m0 scale; 255 is NaN and never stored. The smallest is a subnormal float.
+inline float e8m0_to_float(uint8_t e) {
+    const uint32_t bits = e ? static_cast<uint32_t>(e) << 23 : 1u << 22;
+    float scale;
+    __builtin_memcpy(&scale, &bits, 4);
+    return scale;
+}
+
+}  // namespace umbra
