@@ -206,7 +206,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModelRunner],
         gates.append(Gate(parts(runner)[1].side.npu_stream))
         return gates[-1]
 
-    monkeypatch.setattr(shadow_device, "Worker", WatchedWorker)
+    monkeypatch.setattr(shadow_device, "BridgeWorker", WatchedWorker)
     monkeypatch.setattr(WatchedWorker, "watch", lambda _: None, raising=False)
     yield gate
     for one in gates:

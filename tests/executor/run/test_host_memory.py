@@ -74,7 +74,7 @@ def test_what_a_refusal_names_makes_it_fit(
         program = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # which counts too
         return int(gigabytes * GB) + program, "this machine's memory"
 
-    monkeypatch.setattr("umbra.executor.run.host_memory.memory_limit", limit)
+    monkeypatch.setattr("umbra.executor.plan.host_memory.memory_limit", limit)
     case = load_case("qwen3_30b_a3b_q4_cpu", overrides)
     with pytest.raises(UserError, match=r"GB of this machine's memory: ") as refused:
         check_host_memory(case, 1, sketch_of(case))
