@@ -23,7 +23,7 @@ from umbra.tools.npu_check.stage import STAGES, find
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's case and tokenizer with a model of one layer, whose steps are compiled in less time."""
     folder, demo = tmp_path_factory.mktemp("demo"), load_case("demo")
-    save_tiny(folder / "model", **SIZES, num_hidden_layers=1, vocab_size=4096, initializer_range=0.1)
+    save_tiny(folder / "model", **SIZES | {"num_hidden_layers": 1, "vocab_size": 4096, "initializer_range": 0.1})
     for file in model_folder(demo).glob("*token*"):
         shutil.copy(file, folder / "model")
     data = {"prompts": list(demo.data_config.prompts), "batch_size": 4}
