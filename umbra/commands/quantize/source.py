@@ -111,7 +111,9 @@ class CheckpointSource:
         self.mtp_floats = [
             module
             for module in self.linear
-            if self.mtp and module.startswith(f"{self.mtp}.") and module.endswith(floats)
+            if self.mtp
+            and module.startswith(f"{self.mtp}.")
+            and (module.endswith(floats) or any(piece.router for piece in wanted.get(f"{module}.weight", [])))
         ]
         if self.encodings - {Fp8Matrix}:
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
