@@ -18,8 +18,8 @@ from umbra.executor.checkpoint.formats.fp8 import Fp8Matrix
 from umbra.executor.checkpoint.load import problems_of, stored_as, wanted_by
 from umbra.models.build import Build, Formats
 from umbra.models.family import QuantisedFiles
+from umbra.models.layers.attention import AttentionConfig
 from umbra.models.registry import families, family, family_in, model_class, read_config
-from umbra.models.rope import RopeConfig
 from umbra.ops import load_ops
 from umbra.ops.formats import FORMATS
 from umbra.ops.formats.quantised import floats
@@ -29,19 +29,11 @@ from umbra.ops.parallel.groups import Parallel
 CONFIG = "config.json"
 
 
-class QuantisationConfig(Protocol):
+class QuantisationConfig(AttentionConfig, Protocol):
     """The part of a family's config that quantising reads."""
 
     @property
     def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rope(self) -> RopeConfig: ...
     @property
     def vocab_size(self) -> int: ...
     @property
