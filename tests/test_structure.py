@@ -26,7 +26,7 @@ FLOORS = [
     ["umbra.base.files"],
     ["umbra.ops", "umbra.text"],
     ["umbra.ops.parallel", "umbra.ops.cpu"],
-    ["umbra.ops.ascend"],
+    ["umbra.ops.ascend", "umbra.ops.cuda"],
     ["umbra.models", "umbra.cpu_offload.memory", "umbra.cpu_offload.policy"],
     [*FOLDERS, "umbra.cpu_offload"],
     ["umbra.cpu_offload.planner"],

@@ -30,8 +30,9 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from umbra.ops.ascend.bridge import Bridge, BridgeError, BridgeJob
+from umbra.ops.ascend.bridge import Bridge
 from umbra.ops.ascend.host_memory import ON_DEVICE, pinned, send
+from umbra.ops.bridge.calls import BridgeError, BridgeJob
 
 SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
 

@@ -12,9 +12,10 @@ from tests.ascend.log import device_log, forget_streams, most_pinned, most_regis
 from tests.ascend.workers import LAYERS, E, H, Inputs, K, T, Workers, until
 from umbra.base.errors import UserError
 from umbra.ops.ascend import shadow
-from umbra.ops.ascend.bridge import Bridge, BridgeError
+from umbra.ops.ascend.bridge import Bridge
 from umbra.ops.ascend.host_memory import Registered
 from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.ops.bridge.calls import BridgeError
 
 CALLBACK, HOST_FUNC = "8.3.RC1", "9.1.0"  # versions of CANN
 BOTH = pytest.mark.parametrize("cann", [CALLBACK, HOST_FUNC])

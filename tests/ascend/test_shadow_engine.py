@@ -29,8 +29,8 @@ from umbra.executor.platform.ascend.shadow_device import AscendDevice
 from umbra.executor.run.memory_report import show_plan
 from umbra.models.layers.base import layers_of
 from umbra.ops.ascend import vector_core
-from umbra.ops.ascend.bridge import BridgeError, BridgeJob
 from umbra.ops.ascend.ops import AscendOps
+from umbra.ops.bridge.calls import BridgeError, BridgeJob
 from umbra.planner.streams import CPU
 
 SLOT = 3 * 128 * 64 * 2  # bytes

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.ascend.log import forget_streams, ran
-from umbra.ops.ascend.bridge import DONE, SUBMIT, BridgeJob
 from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.ops.bridge.calls import DONE, SUBMIT, BridgeJob
 from umbra.ops.cpu.shadow import BridgeWorker, ShadowPool
 
 T, K, H, E, LAYERS = 3, 2, 8, 4, 2

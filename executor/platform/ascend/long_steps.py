@@ -24,13 +24,13 @@ from torch import Tensor
 from umbra.cpu_offload.costs import Costs
 from umbra.cpu_offload.expert_ring import JOB_ROWS, ExpertRing, Link, group_count, group_size
 from umbra.cpu_offload.experts import ShadowedExperts
-from umbra.ops.ascend.bridge import BridgeError
 from umbra.ops.ascend.grouped import COUNTS
 from umbra.ops.ascend.host_memory import pinned, send
 from umbra.ops.ascend.moe import check_ids, products, resident
 from umbra.ops.ascend.ops import AscendOps
 from umbra.ops.ascend.shadow import ShadowNodes, happened
 from umbra.ops.ascend.slots import ArenaSlots, SlotBank
+from umbra.ops.bridge.calls import BridgeError
 from umbra.ops.cpu.shadow import BridgeWorker
 
 Ints = npt.NDArray[np.integer]

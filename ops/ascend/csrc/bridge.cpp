@@ -1,6 +1,5 @@
-// The bridge takes jobs from a stream of an NPU to the threads that compute experts on the CPU, and their results back.
-// It does not depend on what a job computes: a job (job.h) is a few pointers that are passed to the function `submit`.
-// It compiles without CANN, whose library is loaded when a bridge is opened.
+// The Ascend NPU's part of the bridge whose host's part is ops/bridge/calls.h. It compiles without CANN, whose library is
+// loaded when a bridge is opened.
 //
 //   main stream   ..x, ids, weights..[fork]......resident experts......[join]..
 //   side stream                      [fork] D2H, D2H, D2H, callback, H2D [join]
@@ -8,36 +7,27 @@
 //   workers                                                          job
 //
 // A callback is called by the report thread, which loops over aclrtProcessReport and is subscribed for the side stream.
-// With aclrtLaunchHostFunc it is called by a thread of CANN instead. A callback must not call the device's API.
+// With aclrtLaunchHostFunc it is called by a thread of CANN instead.
 //
 // Ordering. All of this is on one stream, so the callback begins after the copies to the host (D2H), and the copy back
 // (H2D) begins after the callback has returned. From submit to done, only the workers access the buffers. The next job
 // of the same payload cannot begin earlier, since its copies come later on the same stream, in a later step or replay.
-// `done` publishes the sums under the bridge's mutex, which the callback holds when it reads the state.
-//
-// A worker that is not done in time does not block the stream for ever: the sums are set to NaN (all bits set, in any
-// float type), the bridge fails permanently with an error that names the layer and the step, and later callbacks return
-// at once. The host must check for the error after each step, since a late worker may still write over the NaNs. Such a
-// worker still uses its payload: see umbra_bridge_close.
-#include <algorithm>
-#include <chrono>
-#include <condition_variable>
-#include <cstring>
-#include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include <dlfcn.h>
 
-#include "../../cpu/csrc/shadow/job.h"
+#include "../../bridge/calls.h"
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-using std::chrono::milliseconds;
+using umbra::Clock;
+using umbra::fail;
 using umbra::Job;
+using umbra::milliseconds;
+using umbra::Payload;
 using umbra::SubmitJob;
+using umbra::told;
 using Stream = void*;
 constexpr size_t kStreams = 32;                                            // most streams of one bridge
 constexpr int kBlock = 1, kReportTimeout = 507012, kSyncTimeout = 507046;  // ACL_CALLBACK_BLOCK, ACL_ERROR_RT_..
@@ -55,38 +45,15 @@ struct Acl {
     int (*synchronize_device)(int32_t ms);
 };
 
-thread_local std::string told;  // text of the error in this thread's last call that failed
-
-struct Bridge;
-struct Payload {
-    Job job;  // must be the first member: `done` casts a Job to its Payload
-    Bridge* bridge;
-    size_t sum_bytes;
-    enum { kIdle, kRunning, kDone, kFailed, kLate } state = kIdle;
-    int64_t seen = -1;  // the last step whose callback has returned
-};
-
-struct Bridge {
+struct Bridge : umbra::Calls {
     Acl acl{};
     void *library = nullptr, *device = nullptr;  // device: the context of the thread that opened the bridge
     bool host_func = false;
-    SubmitJob submit = nullptr;
-    void* context = nullptr;
-    milliseconds limit{};  // most time that a job may take
-
-    std::mutex guard;
-    std::condition_variable moved;
-    std::string error;  // the first error; empty while there is none
-    bool closing = false, stop = false, stopped = true;
-    int64_t step = 0, events = 0;
-    int inside = 0, running = 0;  // number of callbacks that run; number of jobs that are not done
-    int report_error = 0;         // last error of aclrtProcessReport, other than a timeout
+    bool stop = false, stopped = true;
     std::vector<Stream> streams;
     std::thread reporter;
     uint64_t thread = 0;
 };
-
-bool fail(const std::string& why) { return told = why, false; }
 
 bool bind(Acl& acl, void* library) {
     const auto find = [&](auto& to, const char* name) {
@@ -109,7 +76,7 @@ void report(Bridge& b) {
         const int status = b.acl.process_report(static_cast<int32_t>(kReportWait.count()));
         lock.lock();
         if (status && status != kReportTimeout) {  // for example if no stream is subscribed yet; for error texts
-            b.report_error = status;
+            b.aside = "; aclrtProcessReport: error " + std::to_string(status);
             b.moved.wait_for(lock, milliseconds(1));
         }
     }
@@ -117,69 +84,9 @@ void report(Bridge& b) {
     b.moved.notify_all();
 }
 
-// Sets the sums to NaN, so that they cannot be taken for a result, and records the error. The stream continues. The
-// caller holds the mutex.
-void poison(Bridge& b, Payload& p, const std::string& why) {
-    if (b.error.empty())
-        b.error = "layer " + std::to_string(p.job.layer) + ", step " + std::to_string(p.job.step) + ": " + why;
-    memset(p.job.sums, 0xFF, p.sum_bytes);
-}
-
-void work(Bridge& b, Payload& p, std::unique_lock<std::mutex>& lock) {
-    if (!b.error.empty() || b.closing || p.state == Payload::kLate)
-        return poison(b, p, "the bridge was closed before the callback came");
-    p.state = Payload::kRunning;
-    ++b.running;
-    const auto deadline = Clock::now() + b.limit;
-    lock.unlock();
-    const int refused = b.submit(b.context, &p.job);
-    lock.lock();
-    if (refused) {
-        p.state = Payload::kIdle;
-        --b.running;
-        return poison(b, p, "the shadow pool refused the job");
-    }
-    b.moved.wait_until(lock, deadline, [&] { return p.state != Payload::kRunning || b.closing; });
-    if (p.state == Payload::kFailed) poison(b, p, "the shadow pool failed");
-    if (p.state != Payload::kRunning) {
-        p.state = Payload::kIdle;
-        return;
-    }
-    p.state = Payload::kLate;
-    poison(b, p,
-           b.closing ? "the bridge was closed while the shadow pool computed"
-                     : "the shadow pool was not done within " + std::to_string(b.limit.count()) + " ms");
-}
-
-void run(void* data) {
-    Payload& p = *static_cast<Payload*>(data);
-    Bridge& b = *p.bridge;
-    std::unique_lock<std::mutex> lock(b.guard);
-    const int64_t step = b.step;
-    if (p.state != Payload::kLate)  // a late worker still reads its job
-        p.job.step = step;
-    ++b.events;
-    ++b.inside;
-    work(b, p, lock);
-    p.seen = step;
-    ++b.events;
-    --b.inside;
-    b.moved.notify_all();
-}
-
-void done(Job* job, int failed) {
-    Payload& p = *reinterpret_cast<Payload*>(job);
-    std::lock_guard<std::mutex> lock(p.bridge->guard);
-    p.state = p.state == Payload::kLate ? Payload::kIdle : failed ? Payload::kFailed : Payload::kDone;
-    --p.bridge->running;
-    p.bridge->moved.notify_all();
-}
-
 }  // namespace
 
 extern "C" {
-
-const char* umbra_bridge_told() { return told.c_str(); }
 
 // Opens a bridge. Returns nullptr on failure, with its reason in umbra_bridge_told(). With `host_func` 1 the bridge
 // uses aclrtLaunchHostFunc if libascendcl has it.
@@ -217,30 +124,12 @@ int umbra_bridge_subscribe(Bridge* b, Stream stream) {
     return 0;
 }
 
-Payload* umbra_payload_new(Bridge* b, const Job* job, size_t sum_bytes) {
-    auto* p = new Payload{*job, b, sum_bytes};
-    p->job.done = done;
-    return p;
-}
-// To be called only after umbra_bridge_close has returned 0.
-void umbra_payload_free(Payload* p) { delete p; }
-int64_t umbra_payload_seen(Payload* p) {
-    std::lock_guard<std::mutex> lock(p->bridge->guard);
-    return p->seen;
-}
-
 // Queues the callback, or adds it to the graph that the stream is being captured into. `p` must outlive both.
 int umbra_bridge_launch(Bridge* b, Stream stream, Payload* p) {
     const char* name = b->host_func ? "aclrtLaunchHostFunc" : "aclrtLaunchCallback";
-    const int status =
-        b->host_func ? b->acl.launch_host_func(stream, run, p) : b->acl.launch_callback(run, p, kBlock, stream);
+    const int status = b->host_func ? b->acl.launch_host_func(stream, umbra::run, p)
+                                    : b->acl.launch_callback(umbra::run, p, kBlock, stream);
     return status ? !fail(std::string(name) + ": error " + std::to_string(status)) : 0;
-}
-
-// Sets the step that later callbacks name in errors.
-void umbra_bridge_begin(Bridge* b, int64_t step) {
-    std::lock_guard<std::mutex> lock(b->guard);
-    b->step = step;
 }
 
 // Waits at most `ms` for the stream. 0: the stream is idle, 1: it is not idle yet, -1: an error, see
@@ -249,22 +138,6 @@ int umbra_bridge_synchronize(Bridge* b, Stream stream, int32_t ms) {
     const int status = b->acl.synchronize_stream(stream, ms);
     if (!status || status == kSyncTimeout) return status != 0;
     return fail("aclrtSynchronizeStreamWithTimeout: error " + std::to_string(status)), -1;
-}
-
-int64_t umbra_bridge_events(Bridge* b) {  // a count that grows by one when a callback begins and when it ends
-    std::lock_guard<std::mutex> lock(b->guard);
-    return b->events;
-}
-
-// The text of the first error, or nullptr if there is none. If `otherwise` is given and there is no error yet, it
-// becomes the first error.
-const char* umbra_bridge_error(Bridge* b, const char* otherwise) {
-    std::lock_guard<std::mutex> lock(b->guard);
-    if (b->error.empty() && otherwise)
-        b->error =
-            otherwise + (b->report_error ? "; aclrtProcessReport: error " + std::to_string(b->report_error) : "");
-    told = b->error;
-    return told.empty() ? nullptr : told.c_str();
 }
 
 // Closes the bridge. Callbacks that wait, and those that come later, return at once with sums of NaN. Returns 0 once

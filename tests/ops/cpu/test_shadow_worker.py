@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.cpu.test_shadow import KINDS, MANY, Model, cpu, heavy, routing, teams
-from umbra.ops.ascend.bridge import DONE, SUBMIT, BridgeJob
+from umbra.ops.bridge.calls import DONE, SUBMIT, BridgeJob
 from umbra.ops.cpu import engine, shadow
 from umbra.ops.formats import FORMATS
 

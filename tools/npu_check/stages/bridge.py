@@ -15,8 +15,8 @@ from torch_npu.npu.utils import get_cann_version
 
 from umbra.executor.platform.ascend.environment import cann_home
 from umbra.executor.platform.ascend.versions import read_versions
-from umbra.ops.ascend.bridge import DONE, SUBMIT, BridgeError
 from umbra.ops.ascend.shadow import ShadowNodes
+from umbra.ops.bridge.calls import DONE, SUBMIT, BridgeError
 from umbra.tools.npu_check.numbers import Differs, require
 from umbra.tools.npu_check.outcome import Check, Passed
 
