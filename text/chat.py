@@ -40,8 +40,8 @@ class Chat:
 
     def for_template(self, shape: CallShape) -> list[dict[str, Any]]:
         """The messages as templates read them: content is a text but for `shape`, which says what calls are like."""
-        made = [_for_template(message, f"messages[{i}]", shape) for i, message in enumerate(self.messages)]
-        return [part for message in made for part in _parted(message, shape)]
+        templated = [_for_template(message, f"messages[{i}]", shape) for i, message in enumerate(self.messages)]
+        return [part for message in templated for part in _parted(message, shape)]
 
 
 def _for_template(message: Message, where: str, shape: CallShape) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _call(call: Mapping[str, Any], where: str, shape: CallShape) -> dict[str, An
 def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns `messages` in which calls have ids with numbers that count the calls of the conversation; and results
     those of their calls, or of the next call that has none."""
-    made: list[dict[str, Any]] = []
+    renumbered: list[dict[str, Any]] = []
     ids: dict[str, str] = {}
     count, waiting = 0, list[str]()
     for message in messages:
@@ -91,13 +91,13 @@ def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             waiting = [call["id"] for call in calls]
             ids |= {str(old["id"]): new for old, new in zip(given, waiting, strict=True) if old.get("id")}
             count += len(calls)
-            made.append({**message, "tool_calls": calls})
+            renumbered.append({**message, "tool_calls": calls})
         elif message["role"] == "tool" and (id := ids.get(str(message.get("tool_call_id")), *waiting[:1])):
             waiting = [other for other in waiting if other != id]
-            made.append({**message, "tool_call_id": id})
+            renumbered.append({**message, "tool_call_id": id})
         else:
-            made.append(message)
-    return made
+            renumbered.append(message)
+    return renumbered
 
 
 def _numbered_id(call: dict[str, Any], number: int) -> str:
@@ -114,20 +114,20 @@ def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str,
             if not isinstance(message.get(name, ""), str):
                 raise UserError(f"messages[{i}].{name}: {message[name]!r:.60} must be a text for this chat template")
     first = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
-    made: list[dict[str, Any]] = []
+    plain: list[dict[str, Any]] = []
     if first:
-        made.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})
+        plain.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})
     turn: list[dict[str, Any]] = []  # a message with calls, and the results after it
     for message in messages[first:]:
         if turn and message["role"] == "tool":
             turn.append(message)
             continue
-        made += _single_calls(turn)
+        plain += _single_calls(turn)
         turn = [message] if message.get("tool_calls") else []
-        made += [] if turn else [message]
-    made += _single_calls(turn)
+        plain += [] if turn else [message]
+    plain += _single_calls(turn)
     functions = [{**tool["function"], "description": tool["function"].get("description") or ""} for tool in tools]
-    return {"messages": made, "tools": [{"type": "function", "function": function} for function in functions] or None}
+    return {"messages": plain, "tools": [{"type": "function", "function": function} for function in functions] or None}
 
 
 def _single_calls(turn: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,10 +141,10 @@ def _single_calls(turn: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for result in turn[1:]:
         results.get(str(result.get("tool_call_id")), others).append(result)
     said = "\n\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
-    made = []
+    separate = []
     for number, call in enumerate(calls):
         thoughts = {"reasoning_content": said, "thinking": said} if said and not number else {}
-        made.append({"role": "assistant", "content": "", **thoughts, "tool_calls": [call]})
+        separate.append({"role": "assistant", "content": "", **thoughts, "tool_calls": [call]})
         own = results.pop(str(call.get("id")), [])
-        made += own or ([others.popleft()] if others else [])
-    return [*made, *others]
+        separate += own or ([others.popleft()] if others else [])
+    return [*separate, *others]

@@ -43,6 +43,6 @@ class Conventions:
     def format_of_template(self, template: str, by_tokens: OutputMarks | None) -> OutputMarks | None:
         """Returns the format whose signs are all in a chat template, of several one that says more than calls in JSON.
         `by_tokens` is the one of the tokenizer's special tokens: no other of that kind is chosen."""
-        found = [f for f in self.formats.values() if all(sign in template for sign in f.signs)]
-        found = [f for f in found if not f.tokens or f is by_tokens]
-        return next((f for f in found if f.parameter or f.call or f.tokens), next(iter(found), None))
+        fitting = [f for f in self.formats.values() if all(sign in template for sign in f.signs)]
+        fitting = [f for f in fitting if not f.tokens or f is by_tokens]
+        return next((f for f in fitting if f.parameter or f.call or f.tokens), next(iter(fitting), None))

@@ -46,9 +46,9 @@ class OutputMarks:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        found = (self.block, self.block_end, self.call, self.call_end, self.parameter, self.parameter_end, self.value)
+        own = (self.block, self.block_end, self.call, self.call_end, self.parameter, self.parameter_end, self.value)
         others = (self.other_block, self.other_block_end, *SIGN.findall(self.before_name + self.before_arguments))
-        return tuple(mark for mark in (*found, self.key_end.removeprefix(">"), *others) if mark)
+        return tuple(mark for mark in (*own, self.key_end.removeprefix(">"), *others) if mark)
 
     @property
     def block_is_call(self) -> bool:

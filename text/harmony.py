@@ -121,8 +121,8 @@ class Harmony(Reader):
 
     def _function(self) -> str | None:
         """The name of the function that the header calls; None: it calls none."""
-        found = RECIPIENT.search(" ".join(self._header.values()))
-        return found[2] if found and self._tools and (found[1] or found[2] in self._tools) else None
+        recipient = RECIPIENT.search(" ".join(self._header.values()))
+        return recipient[2] if recipient and self._tools and (recipient[1] or recipient[2] in self._tools) else None
 
     def _open(self) -> None:
         """A body begins."""

@@ -21,9 +21,9 @@ class Call(NamedTuple):
 def read_call(text: str, format: OutputMarks) -> Call | None:
     """The call that is `text`; None if it is none. Arguments may be absent, or an object written as a string."""
     if format.call_is_json:
-        found = _named(text, format)
-        good = found and isinstance(read_json_text(found.arguments or "{}"), dict)
-        return found._replace(arguments=found.arguments or "{}") if found and good else None
+        named = _named(text, format)
+        good = named and isinstance(read_json_text(named.arguments or "{}"), dict)
+        return named._replace(arguments=named.arguments or "{}") if named and good else None
     call = read_json_text(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
@@ -38,8 +38,8 @@ def cut_call(text: str, format: OutputMarks) -> Call | None:
     if format.call_is_json:
         call, begun = _named(text, format), len(text) <= 2 * LONGEST_NAME and "{" not in text
     else:
-        found, begin = CUT.fullmatch(text), "".join(text.split())
-        call = Call(found[1], found[2]) if found else None
+        match, begin = CUT.fullmatch(text), "".join(text.split())
+        call = Call(match[1], match[2]) if match else None
         begun = BEGIN.startswith(begin) or begin.startswith(BEGIN)
     if call and not call.arguments.startswith("{"):
         call = call._replace(arguments="")
@@ -47,11 +47,11 @@ def cut_call(text: str, format: OutputMarks) -> Call | None:
 
 
 def _named(text: str, format: OutputMarks) -> Call | None:
-    found = _head(format).match(text.strip())
-    if not found:
+    match = _head(format).match(text.strip())
+    if not match:
         return None
-    arguments = found[4].removesuffix(format.after_arguments.strip()).rstrip()
-    return Call(found[2], arguments, found[1] if found[3] else "")
+    arguments = match[4].removesuffix(format.after_arguments.strip()).rstrip()
+    return Call(match[2], arguments, match[1] if match[3] else "")
 
 
 @lru_cache

@@ -150,11 +150,11 @@ class Parser(Reader):
         marks = self._marks[state]
         if state is ParserState.CONTENT and (fresh or self._trim):
             marks = self._first if fresh else self._behind
-        found = marks.pattern.search(self._buffer, self._at)
-        end = found.start() if found else marks.tail(self._buffer, self._at)
-        text, self._at = self._buffer[self._at : end], found.end() if found else end
-        self._step(text, found[0] if found else "")
-        return found is not None or (state, fresh) != (self._state, self._fresh)
+        mark = marks.pattern.search(self._buffer, self._at)
+        end = mark.start() if mark else marks.tail(self._buffer, self._at)
+        text, self._at = self._buffer[self._at : end], mark.end() if mark else end
+        self._step(text, mark[0] if mark else "")
+        return mark is not None or (state, fresh) != (self._state, self._fresh)
 
     def _step(self, text: str, mark: str) -> None:
         """Take the text of the current state up to `mark`, which ends it; an empty mark is none."""

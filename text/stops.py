@@ -18,13 +18,13 @@ class Stops:
         self._in_header = False  # after a mark that is a token: what is not shown is not searched
 
     @property
-    def found(self) -> bool:
+    def stopped(self) -> bool:
         return bool(self.stop)
 
     def push(self, text: str) -> str:
-        """The text that is certain to come before any stop string. After `found`, there is none."""
-        if not self.stops or self.found:
-            return "" if self.found else text
+        """The text that is certain to come before any stop string. After a stop string, there is none."""
+        if not self.stops or self.stopped:
+            return "" if self.stopped else text
         text = self._held + text
         ends = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:
@@ -39,7 +39,7 @@ class Stops:
         """Does the same with pieces of which some are marks that are tokens: no stop string goes beyond one."""
         passed: list[str] = []
         for piece in pieces:
-            if self.found:
+            if self.stopped:
                 break
             if isinstance(piece, Mark):
                 passed += [self.finish(), piece]

@@ -46,13 +46,13 @@ def converted(folder: Path, classes: Mapping[str, str]) -> Iterator[Path]:
     if not tiktoken_only(folder):
         yield folder
         return
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
         for path in folder.iterdir():
             if BESIDE.fullmatch(path.name):
-                shutil.copy(path, made)
-        settings = Path(made, TOKENIZER_FILES[1])
-        write_json(settings, _made(folder, Path(made, TOKENIZER_FILES[0]), classes))
-        yield Path(made)
+                shutil.copy(path, temporary)
+        settings = Path(temporary, TOKENIZER_FILES[1])
+        write_json(settings, _made(folder, Path(temporary, TOKENIZER_FILES[0]), classes))
+        yield Path(temporary)
 
 
 def _made(folder: Path, file: Path, classes: Mapping[str, str]) -> dict[str, Any]:

@@ -161,8 +161,8 @@ def parts_of(component: Any) -> Iterator[dict[str, Any]]:
 
 def patterns(component: Any) -> list[str]:
     """The regular expressions in a component."""
-    found = [part.get("pattern") for part in parts_of(component)]
-    return [str(pattern["Regex"]) for pattern in found if isinstance(pattern, dict) and "Regex" in pattern]
+    expressions = [part.get("pattern") for part in parts_of(component)]
+    return [str(pattern["Regex"]) for pattern in expressions if isinstance(pattern, dict) and "Regex" in pattern]
 
 
 def _check_growth(name: str, component: Any) -> None:

@@ -26,8 +26,8 @@ BYTES_PER_CHARACTER = 256
 def is_linear(backend: Any, known: frozenset[str]) -> bool:
     """Returns whether `backend`, a tokenizer of the library, encodes a text in time proportional to its length. A match
     of one of the expressions `known` takes a number of steps proportional to its own."""
-    made = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
-    used = {pattern for part in made for pattern in patterns(json.loads(part.__getstate__()))}
+    present = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
+    used = {pattern for part in present for pattern in patterns(json.loads(part.__getstate__()))}
     return type(backend.model).__name__ == "BPE" and used <= known
 
 
@@ -40,10 +40,10 @@ class Encoder:
     def ids(self, text: str, special: bool) -> list[int]:
         """Raises ValueError with the reason if the tokenizer fails, or takes too much time or memory."""
         answer = self._sandbox.answer(msgspec.msgpack.encode((text, special)))
-        found: list[int] | str = msgspec.msgpack.decode(answer, type=list[int] | str)
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found
+        ids: list[int] | str = msgspec.msgpack.decode(answer, type=list[int] | str)
+        if isinstance(ids, str):
+            raise ValueError(ids)
+        return ids
 
 
 def main() -> None:

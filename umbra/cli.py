@@ -393,18 +393,18 @@ def logits(args: argparse.Namespace) -> None:
 
 
 def bench(args: argparse.Namespace) -> None:
-    found = benchmarks()
+    programs = benchmarks()
     if args.name is None:
-        for name, path in found.items():
+        for name, path in programs.items():
             paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
-            print(f"{name:<{max(map(len, found))}}  {' '.join(paragraph.split()).partition('. ')[0].rstrip('.')}")
+            print(f"{name:<{max(map(len, programs))}}  {' '.join(paragraph.split()).partition('. ')[0].rstrip('.')}")
         return
-    if args.name not in found:
-        close = difflib.get_close_matches(args.name, found, n=3, cutoff=0.3) or list(found)
+    if args.name not in programs:
+        close = difflib.get_close_matches(args.name, programs, n=3, cutoff=0.3) or list(programs)
         raise UserError(f"no benchmark {args.name!r}; nearest: {', '.join(close)}; all: umbra bench")
     sys.argv[1:] = args.arguments
     # Run it as `__main__` of this process, so that the benchmark's own processes find the classes that they unpickle.
-    module = ".".join(("umbra", *found[args.name].relative_to(ROOT).with_suffix("").parts))
+    module = ".".join(("umbra", *programs[args.name].relative_to(ROOT).with_suffix("").parts))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -95,14 +95,14 @@ class LLM:
             raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
         stop = stop_strings(stop)
         if sampling is None:
-            each = [self.default_sampling(i) for i in range(len(prompts))]
+            settings = [self.default_sampling(i) for i in range(len(prompts))]
         else:
-            each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-        if len(each) != len(prompts):
-            raise UserError(f"sampling: {len(each)} settings for {len(prompts)} prompts: give one for each, or one")
+            settings = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(settings) != len(prompts):
+            raise UserError(f"sampling: {len(settings)} settings for {len(prompts)} prompts: give one for each, or one")
         ids, encoded = [], []
         try:
-            for prompt, params in zip(prompts, each, strict=True):
+            for prompt, params in zip(prompts, settings, strict=True):
                 encoded.append(self._encoded(prompt))
                 ids.append(self._submit(encoded[-1], params))
         except UserError:
@@ -214,8 +214,8 @@ class LLM:
             texts = stops.pieces(detokenizer.pieces(event.tokens[:-1] if ended else event.tokens))
             if event.finish_reason:
                 texts += [*stops.pieces([detokenizer.rest()]), stops.finish()]
-            yield texts, event._replace(finish_reason="stop") if stops.found else event
-            if stops.found:
+            yield texts, event._replace(finish_reason="stop") if stops.stopped else event
+            if stops.stopped:
                 return
 
     def _pieces(self, id: int, stop: Sequence[str]) -> Generator[str, None, None]:
@@ -233,10 +233,10 @@ class LLM:
 
 def stop_strings(stop: Sequence[str]) -> Sequence[str]:
     """`stop`, which is one string or several. Raises UserError for others."""
-    found = [stop] if isinstance(stop, str) else stop
-    if not all(isinstance(text, str) and text for text in found):
+    stops = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(text, str) and text for text in stops):
         raise UserError(f"stop: {stop!r:.60} must be a string or several, none of them empty")
-    return found
+    return stops
 
 
 def _read(pieces: Generator[str, None, None], parser: Reader) -> Generator[Part, None, None]:

@@ -138,10 +138,10 @@ async def prepare(front: Front, data: Any, salt: bytes) -> AnthropicAnswer:
         "stop": request.stop_sequences,
     }
     try:
-        made = await openai_chat.prepare(front, chat | given, salt)
+        chat_read = await openai_chat.prepare(front, chat | given, salt)
     except ApiError as error:
         raise renamed(error, names) from None
-    return AnthropicAnswer(made, bool(request.stream), ContentBlocks(made), f"msg_{secrets.token_hex(12)}")
+    return AnthropicAnswer(chat_read, bool(request.stream), ContentBlocks(chat_read), f"msg_{secrets.token_hex(12)}")
 
 
 async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ async def whole(answer: AnthropicAnswer) -> dict[str, Any]:
     async with aclosing(answer.blocks.changes()) as changes:
         async for change in changes:
             end = change
-    return answer.message([_block(block) for block in answer.blocks.found], end)
+    return answer.message([_block(block) for block in answer.blocks.opened], end)
 
 
 async def events(answer: AnthropicAnswer) -> AsyncGenerator[bytes, None]:

@@ -275,12 +275,16 @@ async def prepared(
 
 
 async def answered(
-    request: Request, api: ModuleType, made: Any, stream: bool | None, failure: Callable[[ApiError], bytes] = failure
+    request: Request,
+    api: ModuleType,
+    prepared: Any,
+    stream: bool | None,
+    failure: Callable[[ApiError], bytes] = failure,
 ) -> Response:
-    """The answer to a request of which `api` has `made` something that can run."""
+    """The answer to a request that `api` has `prepared`."""
     if stream:
-        return await EventStream.start(request, api.events(made), failure)
-    return Json(await while_connected(request, api.whole(made)))
+        return await EventStream.start(request, api.events(prepared), failure)
+    return Json(await while_connected(request, api.whole(prepared)))
 
 
 def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Collection[str]) -> None:

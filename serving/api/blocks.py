@@ -39,7 +39,7 @@ class ContentBlocks:
     """The blocks of a chat with one answer."""
 
     chat: ReadChat
-    found: list[ContentBlock] = field(default_factory=list)
+    opened: list[ContentBlock] = field(default_factory=list)
     reasoning_tokens: int = 0
 
     async def changes(self) -> AsyncGenerator[Change, None]:
@@ -55,13 +55,13 @@ class ContentBlocks:
                     yield Change("close", current, delta.text if delta.kind == "finish" else "")
                     current = None
                 if delta.kind == "finish":
-                    yield Change("end", ContentBlock("", len(self.found)), delta.text, delta.tokens, delta.stop)
+                    yield Change("end", ContentBlock("", len(self.opened)), delta.text, delta.tokens, delta.stop)
                     return
                 if not current:
                     kind = "call" if delta.kind in ("call", "arguments") else delta.kind
                     name = delta.text if kind == "call" else ""
-                    current = ContentBlock(kind, len(self.found), name, delta.call_id)
-                    self.found.append(current)
+                    current = ContentBlock(kind, len(self.opened), name, delta.call_id)
+                    self.opened.append(current)
                     yield Change("open", current)
                 if delta.kind != "call":
                     current.pieces.append(delta.text)

@@ -38,7 +38,7 @@ def chat_logprobs(tokens: Sequence[Token], names: TokenTexts) -> dict[str, Any]:
         return {"token": name_of(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
 
     content = [
-        {**entry(t.id, t.found.logprob), "top_logprobs": [entry(*other) for other in t.found.top]} for t in tokens
+        {**entry(t.id, t.logprobs.logprob), "top_logprobs": [entry(*other) for other in t.logprobs.top]} for t in tokens
     ]
     return {"content": content, "refusal": None}
 
@@ -58,8 +58,8 @@ class CompletionLogprobs:
 
     def tokens(self, tokens: Sequence[Token], before: int) -> dict[str, Any]:
         """The log-probabilities of generated tokens. `before` is the number of characters before the answer."""
-        names, values = [self.names.name(t.id) for t in tokens], [max(t.found.logprob, LEAST) for t in tokens]
-        top = [self._top(t.found) for t in tokens]
+        names, values = [self.names.name(t.id) for t in tokens], [max(t.logprobs.logprob, LEAST) for t in tokens]
+        top = [self._top(t.logprobs) for t in tokens]
         return self._lists(names, values, top, [before + t.start for t in tokens])
 
     def _top(self, values: TokenLogprob) -> dict[str, float]:

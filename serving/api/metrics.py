@@ -101,7 +101,7 @@ class Metrics:
         self.drafted = Total(self._counter("spec_decode_num_draft_tokens", "Tokens that decode steps guessed."))
         self.accepted = Total(self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right."))
         self.drafts = self._counter("spec_decode_num_drafts", "Steps of a request with guessed tokens.")
-        self.by_place = self._counters(
+        self.by_position = self._counters(
             "spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by place.", "position", ()
         )
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
@@ -222,8 +222,8 @@ class Timeline:
         metrics.generated.inc(len(row.tokens))
         metrics.tokens += len(row.tokens)
         metrics.drafts.inc(row.drafted > 0)
-        for place in range(len(row.tokens) - 1):
-            metrics.by_place(str(place)).inc()
+        for position in range(len(row.tokens) - 1):
+            metrics.by_position(str(position)).inc()
         if not self.tokens:
             self.first, self.queued_s = now, row.queued_s
             metrics.prompt.inc(self.prompt_tokens)

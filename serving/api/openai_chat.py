@@ -179,8 +179,8 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
     job = job_of(request, ids, sampling, salt, tuple(tokens - dropped for tokens in branches if tokens > dropped))
-    made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-    return ReadChat(front, request, text, ready, job, tools, format, Usage(len(ids)), *made)
+    id_and_time = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+    return ReadChat(front, request, text, ready, job, tools, format, Usage(len(ids)), *id_and_time)
 
 
 async def whole(chat: ReadChat) -> dict[str, Any]:

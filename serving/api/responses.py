@@ -145,7 +145,7 @@ class ResponsesAnswer:
     def ended(self, end: Change) -> Any:
         """The whole response."""
         status = _status(end)
-        items = [self.item(block, "completed") for block in self.blocks.found]
+        items = [self.item(block, "completed") for block in self.blocks.opened]
         if items:
             items[-1]["status"] = status
         return self.response(status, items)
@@ -186,7 +186,7 @@ class ResponsesAnswer:
         """The last event of a stream that fails."""
         if not self.sent:
             return self.event("error", code=error.code, message=str(error), param=error.param)
-        items = [self.item(block, "incomplete") for block in self.blocks.found]
+        items = [self.item(block, "incomplete") for block in self.blocks.opened]
         shown = {"code": "server_error", "message": str(error)}
         return self.event("response.failed", response=self.response("failed", items, shown))
 
@@ -199,10 +199,10 @@ async def prepare(front: Front, data: Any, salt: bytes) -> ResponsesAnswer:
     request = converted(ResponsesRequest, data, UNSUPPORTED)
     chat, names = translated(request, text)
     try:
-        made = await openai_chat.prepare(front, chat, salt)
+        chat_read = await openai_chat.prepare(front, chat, salt)
     except ApiError as error:
         raise renamed(error, names) from None
-    return ResponsesAnswer(request, made, ContentBlocks(made))
+    return ResponsesAnswer(request, chat_read, ContentBlocks(chat_read))
 
 
 async def whole(answer: ResponsesAnswer) -> Any:

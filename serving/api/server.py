@@ -156,8 +156,8 @@ class ServerRun:
         """Waits for `work`, for at most `allowed_s` seconds, and no longer than until the second signal."""
         task, forced = asyncio.create_task(work), asyncio.create_task(self.forced.wait())
         await asyncio.wait({task, forced}, timeout=allowed_s, return_when=asyncio.FIRST_COMPLETED)
-        for each in (task, forced):
-            each.cancel()
+        for waiting in (task, forced):
+            waiting.cancel()
         await asyncio.wait({task, forced})
 
     def _take(self, number: int) -> None:

@@ -22,7 +22,7 @@ class Token(NamedTuple):
     """A generated token whose log-probability is wanted."""
 
     id: int
-    found: TokenLogprob
+    logprobs: TokenLogprob
     start: int  # characters of the answer before it
 
 
@@ -72,7 +72,7 @@ class Stream:
         job = self.job
         ends = {*job.request.sampling.stop_token_ids, *(() if job.request.sampling.ignore_eos else self.ready.stop_ids)}
         detokenizer, stops = self.text.tokenizer.detokenizer(job.request.ids, job.whole), Stops(job.stops)
-        made = given = 0  # characters of the detokenizer, and of pieces
+        decoded = given = 0  # characters of the detokenizer, and of pieces
         held: list[Token] = []
         first = True
         metrics, source = self.front.metrics, self.front.rows(job, ticket)
@@ -83,17 +83,17 @@ class Stream:
                 for index, token in enumerate(row.tokens):
                     used += 1
                     if row.logprobs:
-                        held.append(Token(token, row.logprobs[index], made))
+                        held.append(Token(token, row.logprobs[index], decoded))
                     if row.finish == "stop" and token in ends and used == len(row.tokens):
                         break
                     pieces = detokenizer.pieces((token,))
-                    made += sum(map(len, pieces))
+                    decoded += sum(map(len, pieces))
                     texts += stops.pieces(pieces)
-                    if stops.found:
+                    if stops.stopped:
                         break
-                if row.finish and not stops.found:
+                if row.finish and not stops.stopped:
                     texts += [*stops.pieces([detokenizer.rest()]), stops.finish()]
-                if stops.found:  # tokens after it, as drafts give them, are no part of the answer
+                if stops.stopped:  # tokens after it, as drafts give them, are no part of the answer
                     row = msgspec.structs.replace(row, tokens=row.tokens[:used], finish="stop")
                 timeline.row(row)
                 self.usage.completion += len(row.tokens)
@@ -104,7 +104,7 @@ class Stream:
                     self.usage.cached_tokens += row.cached_tokens
                 given += sum(map(len, texts))
                 finish = row.finish
-                tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
+                tokens = [token for token in held if token.start < given or (row.finish and not stops.stopped)]
                 if texts or tokens or finish:
                     held = held[len(tokens) :]
                     yield StreamPiece(texts, tokens, finish, stops.stop)

@@ -53,10 +53,10 @@ def test_the_first_complete_stop_ends_the_text(pieces: list[str], wanted: list[s
     ends = [(at + len(stop), at) for stop in wanted if (at := text.find(stop)) >= 0]
     said = ""
     for piece in pieces:
-        before = stops.found
+        before = stops.stopped
         said += stops.push(piece)
         assert not (before and stops.push(piece))
-    assert stops.found == bool(ends)
+    assert stops.stopped == bool(ends)
     said += stops.finish()
     assert said == (text[: min(ends)[1]] if ends else text)
 
@@ -64,5 +64,5 @@ def test_the_first_complete_stop_ends_the_text(pieces: list[str], wanted: list[s
 def test_only_the_beginning_of_a_stop_is_held_back() -> None:
     stops = Stops(["</think>", "END"])
     assert [stops.push(piece) for piece in ("a <b", " E", "N", "D")] == ["a <b", " ", "", ""]
-    assert stops.found
+    assert stops.stopped
     assert stops.push("more") == stops.finish() == ""

@@ -143,9 +143,9 @@ def compare(case: Case, other: Case, asked: Evaluation, program: list[str]) -> N
         print(f"first {other.name}: its logits take {needed / 1e9:.2f} GB in {folder} until the end", flush=True)
         first = Evaluation(other, asked.text, None, asked.window, asked.batch, folder / FIGURES, logits=folder)
         ours, theirs = labels_of(case, other)
-        for each in (replace(first, label=theirs), replace(asked, case=case, logits=folder, label=ours)):
-            write_resolved(each.case, folder / "case.json")
-            start_pass([*program, *each.arguments(), f"--resolved={folder / 'case.json'}"])
+        for evaluation in (replace(first, label=theirs), replace(asked, case=case, logits=folder, label=ours)):
+            write_resolved(evaluation.case, folder / "case.json")
+            start_pass([*program, *evaluation.arguments(), f"--resolved={folder / 'case.json'}"])
 
 
 def labels_of(case: Case, other: Case) -> tuple[str, str]:
@@ -154,9 +154,9 @@ def labels_of(case: Case, other: Case) -> tuple[str, str]:
         return case.name, other.name
     keys = [leaf.path for leaf in leaves(Case) if attrgetter(leaf.path)(case) != attrgetter(leaf.path)(other)]
     labels = []
-    for each in (case, other):
-        values = [f"{key.rpartition('.')[2]}={attrgetter(key)(each)}" for key in keys[:MOST_NAMED]]
-        labels.append(f"{each.name} ({', '.join(values)})" if values else each.name)
+    for one in (case, other):
+        values = [f"{key.rpartition('.')[2]}={attrgetter(key)(one)}" for key in keys[:MOST_NAMED]]
+        labels.append(f"{one.name} ({', '.join(values)})" if values else one.name)
     return labels[0], labels[1]
 
 

@@ -26,7 +26,7 @@ from umbra.commands.quantize.layer import CalibratedLayer
 from umbra.commands.quantize.search import Fold, fold, search_layer
 from umbra.commands.quantize.source import CheckpointSource
 from umbra.commands.quantize.target import Target
-from umbra.commands.quantize.workers import Each, LayerProgress, workers
+from umbra.commands.quantize.workers import LayerProgress, ParallelMap, workers
 from umbra.models.tokenizers import tokenizer_in
 
 STATE = "quantize_state.json"
@@ -59,19 +59,19 @@ def convert(out: Path, target: Target, calibration: Calibration | None = None) -
     missing = [index for index, path in enumerate(layers) if not path.is_file()]
     hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
     count = missing[-1] + 1 if missing else 0
-    with LayerProgress(count) as progress, workers(progress) as each:
+    with LayerProgress(count) as progress, workers(progress) as parallel_map:
         for index in range(count):
             folds: list[Fold] = []
             if hidden is not None and source.parts[index] != source.mtp:
                 windows, length, _ = hidden.shape
-                layer = CalibratedLayer(source, index, windows, length, each)
+                layer = CalibratedLayer(source, index, windows, length, parallel_map)
                 weights = partial(_wide, source.layer(index))
                 if index in missing and isinstance(target, AwqTarget):
                     rounded = partial(_rounded, target, index)
                     folds = list(search_layer(layer, weights, hidden, target.group, rounded))
                 hidden = layer.forward(weights, hidden)
             if index in missing:
-                _write_tensors(layers[index], _written(target, index, folds, each))
+                _write_tensors(layers[index], _written(target, index, folds, parallel_map))
             progress.layer()
     if not rest.is_file():
         _write_tensors(rest, source.rest())
@@ -130,9 +130,9 @@ def _rounded(target: Target, index: int, name: str) -> bool:
     return target.quantised(f"model.layers.{index}.{name}".removesuffix(".weight"))
 
 
-def _written(target: Target, index: int, folds: list[Fold], each: Each) -> dict[str, Tensor]:
+def _written(target: Target, index: int, folds: list[Fold], parallel_map: ParallelMap) -> dict[str, Tensor]:
     """The tensors of one layer as they are written to the checkpoint."""
-    layer, made = target.source.layer(index), dict[str, list[Tensor]]()
+    layer, parts_by_name = target.source.layer(index), dict[str, list[Tensor]]()
 
     def written(named: tuple[str, Tensor]) -> dict[str, Tensor]:
         full = f"{target.source.parts[index]}.{named[0]}"
@@ -142,10 +142,10 @@ def _written(target: Target, index: int, folds: list[Fold], each: Each) -> dict[
         stored = named[1].to(target.source.float_type(full))
         return {full: stored.mT.contiguous() if full in target.source.fused else stored}
 
-    for tensors in each(written, fold(layer, folds) if folds else layer.parts()):
+    for tensors in parallel_map(written, fold(layer, folds) if folds else layer.parts()):
         for name, part in tensors.items():
-            made.setdefault(name, []).append(part)
-    return {name: torch.cat(parts) if parts[1:] else parts[0] for name, parts in made.items()}
+            parts_by_name.setdefault(name, []).append(part)
+    return {name: torch.cat(parts) if parts[1:] else parts[0] for name, parts in parts_by_name.items()}
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from umbra.commands.quantize.source import PLAIN, CheckpointSource
-from umbra.commands.quantize.workers import Each
+from umbra.commands.quantize.workers import ParallelMap
 from umbra.models.batch import Batch
 from umbra.models.build import Build, Formats
 from umbra.models.layers.attention import PagedCache
@@ -151,8 +151,10 @@ class Watched:
 class CalibratedLayer:
     """Layer `index` of the source's parts for `windows` windows of `length` tokens."""
 
-    def __init__(self, source: CheckpointSource, index: int, windows: int, length: int, each: Each = map):
-        self.each, self.config, self.ops, path = each, source.config, WatchedOps(), source.parts[index]
+    def __init__(
+        self, source: CheckpointSource, index: int, windows: int, length: int, parallel_map: ParallelMap = map
+    ):
+        self.parallel_map, self.config, self.ops, path = parallel_map, source.config, WatchedOps(), source.parts[index]
         build = OneLayer(
             cast(Ops, self.ops),
             Parallel(),
@@ -228,7 +230,7 @@ class CalibratedLayer:
             angles = self.angles if block is self.attention else ()
             return block(x[number], *angles, self.batches[number]), seen
 
-        return self.each(window, range(len(x)))
+        return self.parallel_map(window, range(len(x)))
 
     def watch(self, block: nn.Module, x: Tensor, weights: Weights) -> Watched:
         """The block of x (B, L, H), which the norm before it has made."""
@@ -243,8 +245,8 @@ class CalibratedLayer:
             if address == x[0].data_ptr():
                 norm = own
                 names += [name for expert in self.experts.values() for name in expert[:2] if seen[0].routing]
-            elif made := seen[0].norm_of(seen[0].inputs[matrices[0]]):
-                [norm] = self.names[made]
+            elif scale := seen[0].norm_of(seen[0].inputs[matrices[0]]):
+                [norm] = self.names[scale]
             products.append(Product(tuple(names), torch.cat([s.inputs[matrices[0]] for s in seen]), norm))
         routings, gates = [s.routing for s in seen if s.routing], [s.gate for s in seen if s.gate is not None]
         gate, routing = torch.cat(gates) if gates else None, None
@@ -291,7 +293,7 @@ class CalibratedLayer:
             return self.inner(weights, names, x[rows]) @ weights(names[2]).T * share
 
         experts = list(self.routed(routing))
-        outputs = self.each(expert, ((weights, *one) for weights in candidates for one in experts))
+        outputs = self.parallel_map(expert, ((weights, *one) for weights in candidates for one in experts))
         for first in outputs:
             out = torch.zeros_like(x)
             for (_, rows, _), y in zip(experts, chain([first], outputs), strict=False):  # takes one for each expert

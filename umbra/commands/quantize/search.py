@@ -117,7 +117,7 @@ def search_layer(
         return list(down(folds, inner, names[2], names[1]))
 
     if mlp.routing:
-        yield from chain.from_iterable(layer.each(expert, layer.routed(mlp.routing)))
+        yield from chain.from_iterable(layer.parallel_map(expert, layer.routed(mlp.routing)))
 
 
 def down(folds: Callable[..., Iterator[Fold]], inner: Tensor, name: str, above: str) -> Iterator[Fold]:

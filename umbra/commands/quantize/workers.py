@@ -17,7 +17,7 @@ R = TypeVar("R")
 PAUSE = 10.0  # seconds between two lines of progress
 
 
-class Each(Protocol):
+class ParallelMap(Protocol):
     """Calls a function with each item; the results in the order of the items, like `map`, which is one such."""
 
     def __call__(self, function: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
@@ -55,7 +55,7 @@ class LayerProgress:
 
 
 @contextmanager
-def workers(progress: LayerProgress) -> Iterator[Each]:
+def workers(progress: LayerProgress) -> Iterator[ParallelMap]:
     """A thread for each core. No product is split between threads and results are combined in order, so that they do
     not depend on the number of cores.
 
@@ -68,7 +68,7 @@ def workers(progress: LayerProgress) -> Iterator[Each]:
     try:
         with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
-            def each(function: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
+            def parallel_map(function: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
                 waiting: deque[Future[R]] = deque()
                 inferring = torch.inference_mode()(function)  # the mode is a thread's own
                 try:
@@ -82,7 +82,7 @@ def workers(progress: LayerProgress) -> Iterator[Each]:
                     for future in waiting:
                         future.cancel()
 
-            yield each
+            yield parallel_map
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
