@@ -59,8 +59,8 @@ def group_size(slot_bytes: int, experts: int) -> int:
 def group_count(tokens: int, slot_bytes: int, experts: int) -> int:
     """Groups of a ring for steps of so many tokens. With half of a layer's experts there when its routing is known, the
     device has enough to do while the others are copied."""
-    each = group_size(slot_bytes, experts)
-    return max(GROUPS, min(USED + tokens * AHEAD_BYTES // (each * max(slot_bytes, 1)), experts // 2 // each))
+    per_group = group_size(slot_bytes, experts)
+    return max(GROUPS, min(USED + tokens * AHEAD_BYTES // (per_group * max(slot_bytes, 1)), experts // 2 // per_group))
 
 
 class Link(ABC):
@@ -68,13 +68,13 @@ class Link(ABC):
     may be begun again although nothing was computed from it. `layer` is a number among the layers with shadows. Where
     the device has streams and events, every method but `drain` returns at once."""
 
-    def __init__(self, groups: int, each: int):
-        """Each of `groups` groups has room for `each` of the largest experts."""
-        self.count, self.each = groups, each
+    def __init__(self, groups: int, per_group: int):
+        """Each of `groups` groups has room for `per_group` of the largest experts."""
+        self.count, self.per_group = groups, per_group
 
     @abstractmethod
     def begin(self, group: int, layer: int, experts: Sequence[int]) -> None:
-        """Begins to copy `experts`, at most `each`, to the group's blocks, the first to its first block, once the
+        """Begins to copy `experts`, at most `per_group`, to the group's blocks, the first to its first block, once the
         device has computed all that it was given before the group's last `release`."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ExpertRing:
         expected = tokens * self.per_token
         for layer in np.flatnonzero(expected.max(axis=1) >= SURE).tolist():
             likely = np.where(expected[layer] >= SURE, expected[layer], 0.0)
-            self._wanted[layer] = split(likely, resident[layer], self.costs, self.link.each).copied
+            self._wanted[layer] = split(likely, resident[layer], self.costs, self.link.per_group).copied
         self._copy()
 
     def plan(self, layer: int, pairs: Pairs) -> list[int]:
@@ -134,7 +134,7 @@ class ExpertRing:
         begun = [expert for held in self._held.values() if held.layer == layer for expert in held.experts]
         here = self.resident[layer].copy()
         here[begun] = True
-        parts = split(pairs, here, self.costs, self.link.each, int(self.copied[layer]), self.lead)
+        parts = split(pairs, here, self.costs, self.link.per_group, int(self.copied[layer]), self.lead)
         # Where later layers hold every group, no group will be free before this layer ends.
         reached = bool(begun or self._empty)
         self._wanted = {of: experts for of, experts in self._wanted.items() if of > layer}
@@ -146,8 +146,8 @@ class ExpertRing:
         """After `plan`: the experts of the groups that `groups` is going to yield, and how many of the first of these
         the link has had time for."""
         held = [experts for of, experts in self._held.values() if of == layer]
-        wanted, each = self._wanted.get(layer, []), self.link.each
-        later = [wanted[start : start + each] for start in range(0, len(wanted), each)]
+        wanted, per_group = self._wanted.get(layer, []), self.link.per_group
+        later = [wanted[start : start + per_group] for start in range(0, len(wanted), per_group)]
         done = bisect_right([count * self.costs.copy for count in accumulate(map(len, held))], self.lead)
         first, others = (
             [experts for experts in groups if self.pairs[experts].any()]
@@ -184,11 +184,11 @@ class ExpertRing:
         the last free one unless the next one has some: it would find none."""
         for layer in sorted(self._wanted):
             wanted, later = self._wanted[layer], layer > self._planned + 1
-            least = self.link.each if later else 1
+            least = self.link.per_group if later else 1
             kept = int(later and all(held.layer != self._planned + 1 for held in self._held.values()))
             while len(wanted) >= least and len(self._empty) > kept:
-                group, experts = self._empty.pop(0), wanted[: self.link.each]
-                self._wanted[layer] = wanted = wanted[self.link.each :]
+                group, experts = self._empty.pop(0), wanted[: self.link.per_group]
+                self._wanted[layer] = wanted = wanted[self.link.per_group :]
                 self._held[group] = Held(layer, experts)
                 self.copied[layer] += len(experts)
                 self.link.begin(group, layer, experts)

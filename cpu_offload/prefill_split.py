@@ -28,9 +28,9 @@ class PrefillSplit:
     ms: float  # predicted, from when the routing is known
 
 
-def split(pairs: Pairs, here: Bools, costs: Costs, each: int, begun: int = 0, lead: float = 0.0) -> PrefillSplit:
+def split(pairs: Pairs, here: Bools, costs: Costs, per_group: int, begun: int = 0, lead: float = 0.0) -> PrefillSplit:
     """Divides the experts of a layer with so many (token, expert) `pairs` of each. Experts that are `here`, on the
-    device or on their way to it, are computed there. Copied ones are computed by groups of `each`; experts without
+    device or on their way to it, are computed there. Copied ones are computed by groups of `per_group`; experts without
     pairs are left out. The link makes `begun` copies for the layer anyway, and has had `lead` milliseconds for them."""
     used = pairs > 0
     missing = np.flatnonzero(used & ~here)
@@ -39,7 +39,7 @@ def split(pairs: Pairs, here: Bools, costs: Costs, each: int, begun: int = 0, le
     before = np.cumsum([0, *pairs[missing]], dtype=np.float64)  # pairs of the first n missing ones
     copied = np.arange(len(before), dtype=np.float64)
     left = len(missing) - copied
-    groups = (len(present) > 0) + np.ceil(copied / each)
+    groups = (len(present) > 0) + np.ceil(copied / per_group)
     device = costs.device.ms(len(present) + copied, pairs[present].sum() + before, groups)
     shadow = costs.shadow.ms(left, before[-1] - before, np.minimum(left, 1.0))
     link = np.maximum(costs.copy * (begun + copied) - lead, costs.copy * copied)

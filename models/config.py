@@ -25,12 +25,12 @@ class Expansion:
     fewer multiply-adds than the absorbed one. Counts are a head's."""
 
     saved: int  # of each new token and one that it sees
-    made: int  # more of each cached token; new tokens of the absorbed form take as many
+    spent: int  # more of each cached token; new tokens of the absorbed form take as many
 
     def pays(self, cached: int, new: int) -> bool:
         """Returns whether the expanded form takes fewer multiply-adds for `new` tokens of a prompt behind `cached`
         ones."""
-        return new * (2 * cached + new) * self.saved > 2 * (cached + LAID_OUT) * self.made
+        return new * (2 * cached + new) * self.saved > 2 * (cached + LAID_OUT) * self.spent
 
 
 class ModelConfig(Protocol):

@@ -101,7 +101,7 @@ class CountedOps:
     def __getattr__(self, name: str) -> Any:
         return partial(self._call, SPECS[name]) if name in SPECS else getattr(self.layout, name)
 
-    def made(self, what: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def new(self, what: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns a tensor that is `what`, of `dtype` or the type of `like`."""
         tensor = like.new_empty(shape, dtype=dtype or like.dtype)
         if self.name:
@@ -119,7 +119,7 @@ class CountedOps:
         return self.costs.rounding_norm(reader)
 
     def argmax(self, x: Tensor) -> Tensor:
-        return self.made("argmax", x, len(x), dtype=torch.int64)
+        return self.new("argmax", x, len(x), dtype=torch.int64)
 
     def _call(self, spec: Spec, *given: Any, **named: Any) -> Any:
         operands = spec.bound(*given, **named)
@@ -152,5 +152,5 @@ class CountedExchange:
         kernels = EXCHANGED + (AMONG_PHYSICAL if physical else 0) - in_int8(experts)
         work = mixture("exchanged moe", (self.size * len(x), x.shape[1], top_k), experts, self.ops.experts)
         self.ops.note(work, kernels)
-        _physical = self.ops.made("physical experts", ids, *ids.shape) if physical else None
+        _physical = self.ops.new("physical experts", ids, *ids.shape) if physical else None
         return self.ops.costs.exchange(x, weights, ids, experts, self)

@@ -317,10 +317,10 @@ def _routed(
 ) -> tuple[Tensor, Tensor]:
     """The scores and ids of the top k of `ordered`."""
     if groups:
-        each = ordered.unflatten(-1, (groups.number, -1))
-        best = each.topk(min(groups.best, each.shape[-1]), -1).values.sum(-1)
+        by_group = ordered.unflatten(-1, (groups.number, -1))
+        best = by_group.topk(min(groups.best, by_group.shape[-1]), -1).values.sum(-1)
         lost = torch.ones_like(best, dtype=torch.bool).scatter(-1, _first(best, groups.kept), False)
-        ordered = each.masked_fill(lost[..., None], float("-inf")).flatten(-2)
+        ordered = by_group.masked_fill(lost[..., None], float("-inf")).flatten(-2)
     ids = _first(ordered, top_k)
     weights = scores.gather(-1, ids)
     return (weights / weights.sum(-1, keepdim=True) if renormalise else weights) * scale, ids

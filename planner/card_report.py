@@ -45,11 +45,11 @@ def row_of(model: Served, cluster: Cluster, hardware: Hardware) -> dict[str, Any
 
     tried: tuple[float | None, ...] = (None, *card.accepted * model.guesses)
     steps = [
-        {"curve": curve, "accepted": accepted, **dataclasses.asdict(found)}
+        {"curve": curve, "accepted": accepted, **dataclasses.asdict(speed)}
         for curve in card.curves
         for accepted in tried
         for sequences in card.sequences
-        if (found := decode(curve, sequences, accepted))
+        if (speed := decode(curve, sequences, accepted))
     ]
     prompts = []
     for link in card.links or (hardware.need("host.copy_gbps"),):
@@ -82,13 +82,13 @@ def lines_of(row: dict[str, Any], cluster: Cluster, hardware: Hardware) -> list[
 
     lines.append(line("tokens a second (hit rate), sequences:", map(str, card.sequences)))
     for curve, accepted in dict.fromkeys(key[:2] for key in steps):
-        found = [steps.get((curve, accepted, sequences)) for sequences in card.sequences]
+        speeds = [steps.get((curve, accepted, sequences)) for sequences in card.sequences]
         name = curve if accepted is None else f"{curve}, a guess right {accepted:.0%}"
-        lines.append(line(name, (f"{one['rate']:.1f} ({one['hit']:.2f})" if one else "do not fit" for one in found)))
+        lines.append(line(name, (f"{one['rate']:.1f} ({one['hit']:.2f})" if one else "do not fit" for one in speeds)))
     times = {(one["gbps"], one["prompt"]): one for one in row["prefill"]}
     lines.append(line("first token after s (longest), prompts:", map(str, card.prompts)))
     for gbps in dict.fromkeys(key[0] for key in times):
-        found = [times.get((gbps, prompt)) for prompt in card.prompts]
-        cells = (f"{one['total']:.2f} ({one['longest']})" if one else "does not fit" for one in found)
+        prefills = [times.get((gbps, prompt)) for prompt in card.prompts]
+        cells = (f"{one['total']:.2f} ({one['longest']})" if one else "does not fit" for one in prefills)
         lines.append(line(f"link of {gbps:g} GB/s", cells))
     return lines

@@ -38,7 +38,7 @@ class RatedLayout:
 class ClusterPlan:
     cluster: Cluster
     hardware: Hardware
-    found: list[RatedLayout]
+    rated: list[RatedLayout]
     slow: list[Layout]  # layouts that cannot keep up
     refused: list[tuple[Sizes, str]]
 
@@ -46,7 +46,7 @@ class ClusterPlan:
     def in_time(self) -> list[RatedLayout]:
         """The layouts whose users get their tokens in time at the load."""
         targets = self.cluster.targets
-        return [f for f in self.found if f.load.tpot * 1e3 <= targets.tpot_ms and f.load.ttft * 1e3 <= targets.ttft_ms]
+        return [f for f in self.rated if f.load.tpot * 1e3 <= targets.tpot_ms and f.load.ttft * 1e3 <= targets.ttft_ms]
 
     @property
     def quickest(self) -> list[RatedLayout]:
@@ -73,7 +73,7 @@ def make_cluster_plan(path: Path, overrides: Sequence[str] = ()) -> ClusterPlan:
         if load is None:
             plan.slow.append(layout)
         else:
-            plan.found.append(RatedLayout(layout, load, within_targets(layout)))
+            plan.rated.append(RatedLayout(layout, load, within_targets(layout)))
     return plan
 
 
@@ -82,11 +82,11 @@ def show_cluster_plan(path: Path, overrides: Sequence[str], json: Path | None, p
     if (cluster := read_cluster(path, overrides)).card.models:
         return show_card_plan(cluster, json, plot)
     plan = make_cluster_plan(path, overrides)
-    if not plan.found and not plan.slow:
+    if not plan.rated and not plan.slow:
         raise UserError(f"{path.name}: no layout is possible; the first: {plan.refused[0][0]}: {plan.refused[0][1]}")
     print("\n".join(lines_of(plan)))
     if json:
-        write_json(json, {"rows": [row_of(rated) for rated in plan.found]})
+        write_json(json, {"rows": [row_of(rated) for rated in plan.rated]})
     if plot:
         draw(plan, plot)
 
@@ -153,19 +153,19 @@ def parts_of(times: Times) -> str:
 
 def why_not(plan: ClusterPlan) -> list[str]:
     """Lines that say why the other layouts are not among the best: refused, too slow, or what takes longer in them."""
-    lines = [f"{len(plan.found)} layouts keep up, {len(plan.slow)} do not, {len(plan.refused)} are refused:"]
+    lines = [f"{len(plan.rated)} layouts keep up, {len(plan.slow)} do not, {len(plan.refused)} are refused:"]
     for reason, count in Counter(reason for _, reason in plan.refused).most_common(REASONS):
         lines.append(f"  {count:4} x {reason}")
     for layout in plan.slow:
         lines.append(f"  {layout.sizes}: cannot keep up: {layout.most_sequences} sequences a group fit")
-    best = plan.quickest or sorted(plan.found, key=lambda f: f.load.tpot)[:1]
+    best = plan.quickest or sorted(plan.rated, key=lambda f: f.load.tpot)[:1]
     if not best:
         return lines
     first = best[0]
     chosen = {id(rated) for rated in (*plan.quickest, *plan.cheapest)}
     in_time = {id(rated) for rated in plan.in_time}
     lines.append(f"others, compared with {first.layout.sizes}:")
-    for rated in sorted(plan.found, key=lambda f: f.load.tpot):
+    for rated in sorted(plan.rated, key=lambda f: f.load.tpot):
         if id(rated) not in chosen:
             late = "" if id(rated) in in_time else ", too late"
             lines.append(
@@ -213,7 +213,7 @@ def draw(plan: ClusterPlan, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    layouts = [rated.layout for rated in plan.found] + plan.slow
+    layouts = [rated.layout for rated in plan.rated] + plan.slow
     shown = {id(rated.layout) for rated in (*plan.quickest, *plan.cheapest)}
     curves = [(layout, points(layout)) for layout in layouts]
     for layout, curve in curves:

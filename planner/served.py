@@ -73,10 +73,10 @@ class CountedModel:
             raise UserError(f"card.models: case {name} runs on {case.platform}, {hardware.name} is {hardware.platform}")
         self.counted = CountedRank(case)
         config, layers = self.counted.config, self.counted.expert_layers
-        each = self.counted.memory.experts / (layers * config.expert_count)
+        expert_bytes = self.counted.memory.experts / (layers * config.expert_count)
         macs = next(one.macs for one in self.counted.decode(1, 1).done if one.mixture) / config.experts_per_token
         self.hidden = config.hidden_size
-        self.mixtures = Mixtures(layers, config.expert_count, config.experts_per_token, each, macs)
+        self.mixtures = Mixtures(layers, config.expert_count, config.experts_per_token, expert_bytes, macs)
 
     @cached_property
     def guessing(self) -> CountedRank | None:

@@ -50,8 +50,8 @@ def cpu_rates(model: Served, hardware: Hardware) -> CpuRates:
 
 
 class SimulatedLink(Link):
-    def __init__(self, simulation: Simulation, groups: int, each: int, expert_s: float):
-        super().__init__(groups, each)
+    def __init__(self, simulation: Simulation, groups: int, per_group: int, expert_s: float):
+        super().__init__(groups, per_group)
         self.simulation, self.expert_s = simulation, expert_s
         self.copied, self.released = dict[int, int](), dict[int, int]()  # group -> number of the work
         self.waits: list[int] = []  # of the next work of the device
@@ -90,8 +90,8 @@ class SimulatedPrefill:
 
     def _link(self, simulation: Simulation, tokens: int) -> SimulatedLink:
         m, size = self.model.mixtures, int(self.model.mixtures.expert_bytes)
-        groups, each = group_count(tokens, size, m.experts), group_size(size, m.experts)
-        return SimulatedLink(simulation, groups, each, m.expert_bytes / self.rate)
+        groups, per_group = group_count(tokens, size, m.experts), group_size(size, m.experts)
+        return SimulatedLink(simulation, groups, per_group, m.expert_bytes / self.rate)
 
     def run(self, prompt: int, chunk: int) -> QueueTrace:
         """The prefill of a prompt whose tokens choose experts at random, in chunks of so many tokens."""
@@ -143,8 +143,8 @@ class SimulatedPrefill:
 
         copied(first_copied)
         here = np.flatnonzero(self.resident[layer] & (pairs > 0))
-        for first in range(0, len(here), link.each):
-            group = here[first : first + link.each]
+        for first in range(0, len(here), link.per_group):
+            group = here[first : first + link.per_group]
             gathered = 2 * len(group) * m.expert_bytes / self.read
             device("residents", gathered + self._products(pairs[group]), GROUP_CALLS)
         copied(m.experts)

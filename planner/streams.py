@@ -115,4 +115,4 @@ class Simulation:
             for number in followers[ended]:
                 waiting[number] -= 1
                 ready += [number] * (not waiting[number])
-        return QueueTrace([Span(*each) for each in zip(self.work, starts, ends, strict=True)])
+        return QueueTrace([Span(*times) for times in zip(self.work, starts, ends, strict=True)])

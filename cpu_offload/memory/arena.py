@@ -95,17 +95,17 @@ class Tenant:
             self.add(self.free_extents.pop(), 0)
         extent = next(next(iter(extents)) for extents in reversed(self.by_count[:-1]) if extents)
         used = self.used[extent]
-        place = (~used & (used + 1)).bit_length() - 1  # the lowest free place
-        self._change(extent, 1 << place)
+        bit = (~used & (used + 1)).bit_length() - 1  # the lowest free place
+        self._change(extent, 1 << bit)
         self.free -= 1
-        return extent * self.places + place
+        return extent * self.places + bit
 
     def give(self, number: int) -> None:
         """Gives a place back; an extent without taken places becomes free."""
-        extent, place = divmod(number, self.places)
-        if not self.used.get(extent, 0) >> place & 1:
+        extent, bit = divmod(number, self.places)
+        if not self.used.get(extent, 0) >> bit & 1:
             raise ValueError(f"place {number} is not taken")
-        self._change(extent, 1 << place)
+        self._change(extent, 1 << bit)
         self.free += 1
         if not self.used[extent]:
             del self.used[extent], self.by_count[0][extent]
@@ -119,11 +119,11 @@ class Tenant:
         del self.by_count[used.bit_count()][extent]  # so that `take` does not choose it
         self.free -= self.places - used.bit_count()
         moves = []
-        for place in range(self.places):
-            if used >> place & 1:
+        for bit in range(self.places):
+            if used >> bit & 1:
                 if (taken := self.take()) is None:
                     raise ValueError(f"extent {extent}: no room in the others")
-                moves.append((extent * self.places + place, taken))
+                moves.append((extent * self.places + bit, taken))
         del self.used[extent]
         self.free_extents.append(extent)
         return moves
@@ -182,13 +182,13 @@ class Arena:
     def take_states(self) -> tuple[int, ...]:
         """Takes a set of states, for which there are free extents. -> the first unit of each layer's states"""
         extents = [self.free_extents.pop() for _ in range(self.set_frames // self.extent_frames)]
-        each = self.states.nbytes * self.units // self.frame_bytes  # units
+        layer_units = self.states.nbytes * self.units // self.frame_bytes  # units
         starts = (extent * self.extent_frames * self.units for extent in extents)
-        many = self.extent_frames * self.units // each
-        return tuple(start + place * each for start in starts for place in range(many))[: self.states.layers]
+        many = self.extent_frames * self.units // layer_units
+        return tuple(start + index * layer_units for start in starts for index in range(many))[: self.states.layers]
 
     def give_states(self, places: tuple[int, ...]) -> None:
-        self.free_extents.extend(dict.fromkeys(place // (self.extent_frames * self.units) for place in places))
+        self.free_extents.extend(dict.fromkeys(unit // (self.extent_frames * self.units) for unit in places))
 
     @property
     def slot_frames(self) -> int:
@@ -224,8 +224,8 @@ class Arena:
 
     def slot_offset(self, slot: int) -> int:
         """The slot's distance from the arena's start, in bytes."""
-        extent, place = divmod(slot, self.extent_slots)
-        return extent * self.extent_frames * self.frame_bytes + place * self.slot_bytes
+        extent, index = divmod(slot, self.extent_slots)
+        return extent * self.extent_frames * self.frame_bytes + index * self.slot_bytes
 
     def leaving(self, coldest_first: list[int], frames: int) -> list[int]:
         """The slots to give back so that `frames` more frames are free, or as many as possible. Whole extents are

@@ -98,8 +98,8 @@ def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -
     threads of the shadow pool, or None if the case leaves it open."""
     shadows = [shadow] if shadow else sorted({1, max(1, cores // 4), max(1, cores // 2)})
     if device_given:
-        return [(device, each) for each in shadows]
-    return sorted({(max(1, min(device, cores - each)), each) for each in shadows} | {(device, shadows[0])})
+        return [(device, pool) for pool in shadows]
+    return sorted({(max(1, min(device, cores - pool)), pool) for pool in shadows} | {(device, shadows[0])})
 
 
 def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) -> ExplainedChoice[Threads]:

@@ -103,13 +103,13 @@ def choose(
     """
     begun, batch, split, on_host = time.perf_counter(), wanted.batch, sizes.split, wanted.on_host
     hit = _usual_hit(wanted, split)
-    made = made_up(sizes.blocks, split.experts)
+    blocks = made_up(sizes.blocks, split.experts)
     engine_threads = sum(team.threads for team in native.teams()) if on_host else 1
     candidates = divisions(cores_of(*local), engine_threads, wanted.threads_given or not on_host, wanted.shadow_threads)
     tried: dict[Threads, Planner] = {}
     for device, shadow in candidates:
         start(device, wanted.instruction_set, *local, shadow if on_host else 0)
-        tried[device, shadow] = _measured(wanted, sizes, shadow, made, wanted.measure_s / len(candidates))
+        tried[device, shadow] = _measured(wanted, sizes, shadow, blocks, wanted.measure_s / len(candidates))
     if not on_host:
         link = (copy_ms or (lambda nbytes: nbytes / LINK))(sizes.slot_bytes)
         tried = {(0, n): _beside_a_device(planner, n, link, sizes.slot_bytes) for (_, n), planner in tried.items()}
@@ -171,11 +171,11 @@ def _beside_a_device(planner: Planner, threads: int, copy: float, slot_bytes: in
     return dataclasses.replace(planner, costs=costs, rest=0.0, rest_from="not known before a run; nor is the device")
 
 
-def _measured(wanted: Wanted, sizes: ShadowSizes, threads: int, made: torch.Tensor, seconds: float) -> Planner:
+def _measured(wanted: Wanted, sizes: ShadowSizes, threads: int, blocks: torch.Tensor, seconds: float) -> Planner:
     """A planner with costs measured in about `seconds`, with the engine's threads and a shadow pool of `threads`
     threads. The rest of a step is assumed to take as long as reading its weights."""
     pool = ShadowPool(shadow_teams(threads), wanted.timeout_s)
-    costs = measure(pool, threads, sizes.blocks, made, sizes.shape, wanted.batch, seconds, wanted.on_host)
+    costs = measure(pool, threads, sizes.blocks, blocks, sizes.shape, wanted.batch, seconds, wanted.on_host)
     pool.stop()
     where = f"the time to read {sizes.rest_bytes / 1e6:.1f} MB; a run measures it, and it is longer"
     return Planner(sizes.shape, costs, read_ms(sizes.rest_bytes, wanted.measure_s / 12), where)

@@ -46,17 +46,23 @@ def made_up(blocks: BlockShape, experts: int) -> Tensor:
 
 
 class Probe:
-    """One layer's mixture of `tokens` tokens; each call takes its experts from the next blocks of `made`. Where these
+    """One layer's mixture of `tokens` tokens; each call takes its experts from the next blocks of `memory`. Where these
     are fewer than the experts, several experts share a block."""
 
     def __init__(
-        self, pool: ShadowPool, blocks: BlockShape, made: Tensor, shape: ExpertsShape, tokens: int, eager: bool = False
+        self,
+        pool: ShadowPool,
+        blocks: BlockShape,
+        memory: Tensor,
+        shape: ExpertsShape,
+        tokens: int,
+        eager: bool = False,
     ):
         """`eager`: op by op, as in a long step."""
         self.pool, self.top_k, count = pool, shape.top_k, shape.experts
-        self.addresses = torch.tensor([block.data_ptr() for block in made])
+        self.addresses = torch.tensor([block.data_ptr() for block in memory])
         here, device, counts, hits, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 1, 4))
-        self.layer = ShadowLayer(0, blocks, here, device, counts, hits, times, made)
+        self.layer = ShadowLayer(0, blocks, here, device, counts, hits, times, memory)
         self.ids = torch.full((tokens, self.top_k), count)  # an id beyond the last expert: routed to no expert
         x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, self.top_k), 1 / self.top_k)
         self.x, self.weights, self.turn = x, weights, 0
@@ -101,9 +107,9 @@ class Probe:
         self.layer.device[experts[:resident]] = self.layer.store[experts[:resident]]
         self.ids.fill_(count)
         if used:
-            each = min(self.top_k, used)
-            chosen = torch.arange(len(self.ids) * each).view(len(self.ids), each) % used
-            self.ids[:, :each] = experts[chosen]
+            used_of_token = min(self.top_k, used)
+            chosen = torch.arange(len(self.ids) * used_of_token).view(len(self.ids), used_of_token) % used
+            self.ids[:, :used_of_token] = experts[chosen]
         self.pool.step += 1
 
 
@@ -111,13 +117,13 @@ def measure(
     pool: ShadowPool,
     threads: int,
     blocks: BlockShape,
-    made: Tensor,
+    memory: Tensor,
     shape: ExpertsShape,
     most: int,
     seconds: float,
     on_host: bool,
 ) -> Costs:
-    """Measures the costs, in about `seconds`. `pool` has `threads` threads, `made` is the result of `made_up`, and a
+    """Measures the costs, in about `seconds`. `pool` has `threads` threads, `memory` is the result of `made_up`, and a
     decode step has at most `most` tokens. `on_host`: the device is this CPU."""
     start = time.perf_counter()
     numbers = sorted({1, most, LONG})
@@ -128,7 +134,7 @@ def measure(
         if 0 < experts <= shape.experts
     ]
     budget = Budget(seconds, 3 * len(kinds) + 2 * len(numbers) + 1)
-    probes = {tokens: Probe(pool, blocks, made, shape, tokens, tokens > most) for tokens in numbers}
+    probes = {tokens: Probe(pool, blocks, memory, shape, tokens, tokens > most) for tokens in numbers}
     base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
     sides: list[list[LayerSample]] = [[], []]
     for tokens, experts in kinds:
@@ -143,7 +149,7 @@ def measure(
         device=device,
         shadow=shadow,
         slip=_slip(probes, base, device, shadow, budget),
-        copy=_copy(made, budget),
+        copy=_copy(memory, budget),
         block_bytes=blocks.block_bytes,
         threads=(sum(team.threads for team in native.teams()), threads),
         seconds=time.perf_counter() - start,
@@ -192,16 +198,16 @@ def _whole(probes: dict[int, Probe], base: float, kinds: list[tuple[int, int]], 
     return fit([LayerSample(kind[1], p, max(ms, 1e-6)) for kind, p, ms in zip(kinds, pairs, times_ms, strict=True)])
 
 
-def _copy(made: Tensor, budget: Budget) -> float:
+def _copy(memory: Tensor, budget: Budget) -> float:
     """Milliseconds of copying one block while several are queued, so that the time in which the copier's thread wakes
     up, for which no step waits, is not counted."""
     copier, turn = Copier(), 0
-    slots = made[:QUEUED].clone()  # memory that was written before, as an arena's is
+    slots = memory[:QUEUED].clone()  # memory that was written before, as an arena's is
 
     def once() -> float:
         nonlocal turn
         start = time.perf_counter()
-        tickets = [copier.submit(slot, made[(turn + i) % len(made)]) for i, slot in enumerate(slots)]
+        tickets = [copier.submit(slot, memory[(turn + i) % len(memory)]) for i, slot in enumerate(slots)]
         for ticket in tickets:
             copier.wait(ticket)
         turn += len(slots)

@@ -72,19 +72,19 @@ class Forecast:
     @property
     def lasting(self) -> Floats:
         """The forecast number of uses in any later interval, regardless of the hint and the last few steps."""
-        made = self._made
-        return made.slow + self._fit.values[1:-1] @ made.corrections[1:-1]
+        past = self._made
+        return past.slow + self._fit.values[1:-1] @ past.corrections[1:-1]
 
     def learn(self, counts: Counts, tokens: Sequence[int] = ()) -> None:
         """Learns an interval of decode steps with these routing counts (layers, experts). `tokens` are those that the
         sequences take next."""
-        seen, made = counts.reshape(-1).astype(np.float32), self._made
+        seen, past = counts.reshape(-1).astype(np.float32), self._made
         if not self.intervals:
             self._frequencies[:] = seen.mean()
-        error = seen - made.slow
-        self._fit.learn(made.corrections * made.scale, error * made.scale)
-        if made.rows:
-            self._weights[made.rows] += STEP / len(made.rows) * (error - made.corrections[-1])
+        error = seen - past.slow
+        self._fit.learn(past.corrections * past.scale, error * past.scale)
+        if past.rows:
+            self._weights[past.rows] += STEP / len(past.rows) * (error - past.corrections[-1])
         self._frequencies += self._rates(1)[:, None] * (seen - self._frequencies)
         self.intervals, self.decoded = self.intervals + 1, self.decoded + 1
         self._made = self._make(tokens)

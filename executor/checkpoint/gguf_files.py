@@ -61,20 +61,20 @@ class GgufFiles:
             outer[:1] = [slice(cut.start + view.first_row, cut.stop + view.first_row) for cut in outer[:1]]
         blocks = slice(last.start // columns, -(-last.stop // columns))
         if view.rows:
-            found = np.take(mapped, view.rows.places()[outer[0]], 0)[(slice(None), *outer[1:], blocks)]
+            part_read = np.take(mapped, view.rows.places()[outer[0]], 0)[(slice(None), *outer[1:], blocks)]
         elif view.columns:
-            found = mapped[tuple(outer)]
+            part_read = mapped[tuple(outer)]
             if view.columns.size % columns == 0:
-                found = np.take(found, view.columns.places(columns)[blocks], -2)
+                part_read = np.take(part_read, view.columns.places(columns)[blocks], -2)
         else:
-            found = mapped[(*outer, blocks)]
-        self.read += found.nbytes
-        self._mapped += found.nbytes
+            part_read = mapped[(*outer, blocks)]
+        self.read += part_read.nbytes
+        self._mapped += part_read.nbytes
         if info.kind in FLOATS:
-            found = np.array(found)
+            part_read = np.array(part_read)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of blocks that cannot be written
-            return torch.from_numpy(found if len(view.shape) > 1 else found[None])
+            return torch.from_numpy(part_read if len(view.shape) > 1 else part_read[None])
 
     def relieve(self) -> None:
         if self._mapped > MAPPED:

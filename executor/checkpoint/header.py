@@ -65,12 +65,12 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise ValueError(f"{name:.200} stands twice in the header")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _extent(name: str, entry: Any) -> tuple[int, int]:

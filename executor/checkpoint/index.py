@@ -43,11 +43,11 @@ def _files(folder: Path) -> list[str]:
 def _first(files: Iterable[str], patterns: Iterable[str], where: object) -> str | None:
     """The file that matches the first pattern that any matches."""
     for pattern in patterns:
-        found = sorted(fnmatch.filter(files, pattern))
-        if len(found) > 1:
-            raise UserError(f"{where}: holds {listed(found)}, of which a checkpoint has one: remove the others")
-        if found:
-            return found[0]
+        matches = sorted(fnmatch.filter(files, pattern))
+        if len(matches) > 1:
+            raise UserError(f"{where}: holds {listed(matches)}, of which a checkpoint has one: remove the others")
+        if matches:
+            return matches[0]
     return None
 
 
@@ -80,10 +80,12 @@ def renamed(name: str, parts: Iterable[tuple[str, str]]) -> str:
 def in_model(names: Iterable[str], aliases: Mapping[str, str], where: Path) -> dict[str, str]:
     """The model's name of each tensor, with the name that it has in the files. `aliases` has parts of names that differ
     from the model's, each with the model's."""
-    found: dict[str, str] = {}
+    by_our_name: dict[str, str] = {}
     for name in names:
         ours = renamed(name, aliases.items())
-        if ours in found:
-            raise UserError(f"{where}: {found[ours]:.200} and {name:.200} are two names of one tensor of the model")
-        found[ours] = name
-    return found
+        if ours in by_our_name:
+            raise UserError(
+                f"{where}: {by_our_name[ours]:.200} and {name:.200} are two names of one tensor of the model"
+            )
+        by_our_name[ours] = name
+    return by_our_name

@@ -177,8 +177,8 @@ def interface_to(address: str, port: int) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):
-                    found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                    if socket.inet_ntoa(found[20:24]) == own:
+                    answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if socket.inet_ntoa(answer[20:24]) == own:
                         return name
     except OSError:
         pass

@@ -121,8 +121,8 @@ class Nodes(StaticTCPRendezvous):
             self.own.cause = msgspec.structs.replace(cause, text=cause.text[:LONGEST])
             self._wake.set()
         while cause and cause.follows:
-            if found := self._reason():
-                cause = found
+            if better := self._reason():
+                cause = better
                 break
             time.sleep(CHECK_S)
         cause = cause or self._known()

@@ -40,11 +40,11 @@ def rank_of(pid: int) -> int | None:
 
 def children() -> list[int]:
     """The processes that this one has started."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has ended
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def end_with(parent: int, signal_number: int = signal.SIGTERM) -> None:

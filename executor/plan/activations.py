@@ -109,8 +109,8 @@ class Ledger(TorchDispatchMode):
 
     def note(self, tensor: Tensor, what: str) -> None:
         """Records `what` as the meaning of `tensor`, which was just made."""
-        if made := self._live.get(tensor.untyped_storage()._cdata):
-            made.what = what
+        if allocated := self._live.get(tensor.untyped_storage()._cdata):
+            allocated.what = what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -125,9 +125,9 @@ class Ledger(TorchDispatchMode):
         if storage._cdata in self._live:
             return
         path = self._modules[-1] if self._modules else ""
-        made = Made(path, what, tuple(tensor.shape), tensor.itemsize, storage.nbytes())
-        self._live[storage._cdata] = made
-        self._total += made.nbytes
+        allocated = Made(path, what, tuple(tensor.shape), tensor.itemsize, storage.nbytes())
+        self._live[storage._cdata] = allocated
+        self._total += allocated.nbytes
         weakref.finalize(storage, self._end, storage._cdata).atexit = False
         if self._total > self._most:
             self._most, self._fullest = self._total, list(self._live.values())
@@ -190,13 +190,13 @@ def _kind_of(module: nn.Module) -> object:
 def parts_of(tensors: Sequence[Made]) -> list[PlanLine]:
     """A part for each name, with the arithmetic of the shapes of all tensors that have it."""
     parts: dict[str, list[Made]] = {}
-    for made in tensors:
-        parts.setdefault(made.name, []).append(made)
-    return [PlanLine(name, sum(made.nbytes for made in group), _arithmetic(group)) for name, group in parts.items()]
+    for tensor in tensors:
+        parts.setdefault(tensor.name, []).append(tensor)
+    return [PlanLine(name, sum(tensor.nbytes for tensor in group), _arithmetic(group)) for name, group in parts.items()]
 
 
 def _arithmetic(group: Sequence[Made]) -> str:
-    shapes = Counter((*made.shape, made.itemsize) for made in group)
+    shapes = Counter((*tensor.shape, tensor.itemsize) for tensor in group)
     terms = []
     for (*shape, itemsize), count in shapes.items():
         factors = [f"{count} tensors"] * (count > 1) + [f"{size:,}" for size in shape] + [f"{itemsize} B"]
@@ -230,14 +230,14 @@ def batch_of(
     one = array("q", [1])
     slots, tables, *_ = ops.paging(one, torch.zeros(1, table_width, dtype=torch.int64), one, one, page_size)
     number = partial(torch.empty, dtype=torch.int64, device="meta")
-    each = tokens // sequences
+    length = tokens // sequences
     places = (torch.empty(stateful, sequences, dtype=torch.int32, device="meta") for _ in Recurrent._fields[1:])
     paged = tuple(
         Paged(
             torch.empty(tokens, *slots.shape[1:], dtype=slots.dtype, device="meta"),
             torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
-            tuple(range(0, each * sequences + 1, each)),
-            (each,) * sequences,
+            tuple(range(0, length * sequences + 1, length)),
+            (length,) * sequences,
         )
         for _ in range(sets)
     )

@@ -28,8 +28,8 @@ def check_host_memory(case: Case, local_ranks: int, sketch: "Sketch") -> None:
     weights, cache = _bytes_of(sketch, case)
     total, (room, of) = local_ranks * (weights + cache + _program_bytes()), memory_limit()
     if total > room:
-        each = room // local_ranks - _program_bytes()  # for weights and cache
-        remedies = [*_less_cache(case, sketch, each - weights, cache), *_smaller(case, sketch, each)]
+        rank_room = room // local_ranks - _program_bytes()  # for weights and cache
+        remedies = [*_less_cache(case, sketch, rank_room - weights, cache), *_smaller(case, sketch, rank_room)]
         remedy = "; or ".join(remedies) or "this model needs a larger machine, or more of them (world_size)"
         raise UserError(
             f"case {case.name}: {weights / GB:.2f} GB of weights, {cache / GB:.2f} GB of KV cache and "
@@ -127,7 +127,7 @@ def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
                 continue
             top, file = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
             folder = top / name.strip("/")
-            yield from (each / file for each in (folder, *folder.parents) if each.is_relative_to(top))
+            yield from (above / file for above in (folder, *folder.parents) if above.is_relative_to(top))
 
 
 def _program_bytes() -> int:

@@ -67,17 +67,17 @@ def wanted_of(case: Case) -> Wanted:
 
 
 def sizes_of(case: Case) -> ShadowSizes:
-    found = ShadowedLayers(case.offload_config.start_layer)
-    sketch = sketch_of(case, found)
+    shadowed = ShadowedLayers(case.offload_config.start_layer)
+    sketch = sketch_of(case, shadowed)
     facts, dtype = PLATFORMS[case.platform], sketch.build.dtype
     blocks_of = load(facts.shadow_blocks)
-    kinds: dict[Any, BlockShape] = {layer: blocks_of(*layer[1:], dtype) for layer in found.layers}
-    largest = largest_of({layer: blocks.block_bytes for layer, blocks in kinds.items()}, found.start_layer)
+    kinds: dict[Any, BlockShape] = {layer: blocks_of(*layer[1:], dtype) for layer in shadowed.layers}
+    largest = largest_of({layer: blocks.block_bytes for layer, blocks in kinds.items()}, shadowed.start_layer)
     (count, inner, hidden, format, kind), blocks = largest, kinds[largest]
     config = sketch.config
     # This rank has `count` of a layer's experts, and so on average the same share of the experts of a token.
     top_k = max(1, round(config.experts_per_token * count / config.expert_count))
-    shape = ExpertsShape(len(found.layers), count, top_k)
+    shape = ExpertsShape(len(shadowed.layers), count, top_k)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
     slot_bytes, alignment = load(facts.expert_slot)(inner, hidden, format, kind, dtype)
     experts = shape.layers * count
@@ -85,18 +85,18 @@ def sizes_of(case: Case) -> ShadowSizes:
     set_pages = set_pages_of(sketch.model, case, sketch.build, slot_bytes, alignment)
     limits = limits_of(case, config, True, set_pages)
     pages, least = limits.pages, limits.pages_of(limits.max_sequence_length)
-    each = (pages - limits.checkpoints * set_pages) // batch
+    own_pages = (pages - limits.checkpoints * set_pages) // batch
     split = ArenaSplit(
         frames_of(case, frame, expert_frames(frame.nbytes, slot_bytes, experts, states), pages) - 1,
         *extent_of(frame.nbytes, slot_bytes, states.nbytes),
-        each,
+        own_pages,
         batch,
         experts,
         curve_of(case.offload_config.hits, f"case {case.name}: offload_config.hits"),
     )
     weights = weights_of(sketch.model)
-    unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
-    unshadowed //= found.others + shape.layers
+    unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * shadowed.others
+    unshadowed //= shadowed.others + shape.layers
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS, *GUESSING))
     rest += round(unshadowed * shape.used(batch) / count)
     fixed = sum(part.nbytes for part in weights if part.name not in EXPERTS) + unshadowed
@@ -171,11 +171,12 @@ def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots
     """The lines that `--plan` prints about the arena. `pinned` is the number of frames of experts that may not be
     evicted, `longest` the number of pages of all sequences at their longest, `experts` the number of experts in all
     layers with shadows."""
-    frames, each = arena.frames - 1, arena.extent_frames  # without the frame of the padding page
+    frames, extent_frames = arena.frames - 1, arena.extent_frames  # without the frame of the padding page
     pages = frames - pinned
     lines = [
         f"arena: {arena.frames * arena.frame_bytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes, "
-        f"each a page of {case.cache_config.page_size} tokens or part of {arena.extent_slots} slots in {each} frames",
+        f"each a page of {case.cache_config.page_size} tokens or part of {arena.extent_slots} slots in {extent_frames} "
+        "frames",
         f"experts: {experts} with shadows, {arena.slot_bytes} bytes each; {most_slots} may be resident at once",
         f"KV pages: {longest} for {case.data_config.batch_size} sequence(s) at their longest, {pages} can be had"
         + ("" if pages >= longest else ": not all sequences run at once")
@@ -186,6 +187,6 @@ def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots
         ("half as long", min(longest // 2, pages)),
         ("the longest", min(longest, pages)),
     ):
-        slots = min(most_slots, (arena.frames - 1 - held) // each * arena.extent_slots)
+        slots = min(most_slots, (arena.frames - 1 - held) // extent_frames * arena.extent_slots)
         lines.append(f"  {name:<14} {held:>6} pages, {slots:>6} slots: {slots / experts:4.0%} of the experts fit")
     return lines

@@ -121,18 +121,18 @@ def _followed(case: Case, data: Mapping[str, Any]) -> Case:
     if case.sampling_config.generation_config == "none" or not case.model_config.with_ckpt or not path.is_file():
         return case
     config = read_json(path)
-    found = {name: config[name] for name in FOLLOWED if config.get(name) is not None}
+    followed = {name: config[name] for name in FOLLOWED if config.get(name) is not None}
     if config.get("do_sample") is False:
-        found = {name: found[name] for name in found if name == "repetition_penalty"} | {"temperature": 0.0}
-    elif config.get("do_sample") and "temperature" not in found:
-        found["temperature"] = 1.0  # transformers' own default
-    if found.get("top_k") == -1:
-        found["top_k"] = 0
+        followed = {name: followed[name] for name in followed if name == "repetition_penalty"} | {"temperature": 0.0}
+    elif config.get("do_sample") and "temperature" not in followed:
+        followed["temperature"] = 1.0  # transformers' own default
+    if followed.get("top_k") == -1:
+        followed["top_k"] = 0
     given = data.get("sampling_config") or {}
-    found = {name: value for name, value in found.items() if name not in given}
+    followed = {name: value for name, value in followed.items() if name not in given}
     where = case.model_path if case.model_path.endswith(SUFFIX) else str(path)
-    settings = read(SamplingSettings, found, where)
-    taken = {name: getattr(settings, name) for name in found}
+    settings = read(SamplingSettings, followed, where)
+    taken = {name: getattr(settings, name) for name in followed}
     case = dataclasses.replace(case, sampling_config=dataclasses.replace(case.sampling_config, **taken))
     check(case, where)
     if taken and (case.sampling_config.temperature or taken.get("repetition_penalty", 1.0) != 1):
@@ -157,7 +157,7 @@ def case_of_checkpoint(
     own_template = bool((asked.get("model_config") or {}).get("chat_template"))
     chat = purpose.chat and (own_template or has_chat_template(folder))
 
-    def made(quantization: dict[str, str], context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
+    def case_with(quantization: dict[str, str], context: int, sequences: int) -> tuple[Case, dict[str, Any]]:
         data: dict[str, Any] = {
             "model_name": name,
             "model_path": str(whole_path(checkpoint)),
@@ -177,7 +177,7 @@ def case_of_checkpoint(
             data["data_config"]["max_model_len"] = context
         return make_case(data, name_of(checkpoint), str(checkpoint), overrides, settings), data
 
-    case, data, counted, note = _fitting(folder, made, positions, purpose.sequences)
+    case, data, counted, note = _fitting(folder, case_with, positions, purpose.sequences)
     print(f"{purpose.what} {checkpoint}: {case.model_name}, {_size(counted.weights)} of weights{note}")
     several = f"{case.data_config.batch_size} sequences" if case.data_config.batch_size > 1 else "one sequence"
     print(
@@ -214,7 +214,7 @@ class RankBytes:
 
 def _fitting(
     folder: Path,
-    made: Callable[[dict[str, str], int, int], tuple[Case, dict[str, Any]]],
+    case_with: Callable[[dict[str, str], int, int], tuple[Case, dict[str, Any]]],
     positions: int,
     sequences: int,
 ) -> tuple[Case, dict[str, Any], RankBytes, str]:
@@ -226,7 +226,7 @@ def _fitting(
     formats = [encoding.format for encoding in read_scheme(folder).encodings]
     ways = [{"method": method} for method in (("auto",) if any(formats) else ("auto", "q8", "q4"))]
     for way in ways:
-        case, data = made(way, min(SHORTEST, positions), sequences)
+        case, data = case_with(way, min(SHORTEST, positions), sequences)
         sketch = sketch_of(case)
         cache = cache_of(sketch).nbytes
         weights = sum(part.nbytes for part in weights_of(sketch.model))
@@ -242,7 +242,7 @@ def _fitting(
     if way != ways[0] and way.items() <= vars(used).items():
         note += ", as more does not fit into the free memory"
     for context, count in _ladder(positions, sequences, case.attn_dp_size):
-        case, data = made(way, context, count)
+        case, data = case_with(way, context, count)
         if counted.weights + counted.cache(case) <= room:
             break
     return case, data, counted, note

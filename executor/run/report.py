@@ -30,7 +30,7 @@ def make_report(
 ) -> dict[str, Any]:
     """Returns the report. Times are in milliseconds. `tpot_*` are null if no prompt needed a second token, `kernels` is
     empty if the platform had only one kind of kernel, and `placements` if experts were not placed by their use."""
-    each = sorted(timings.per_token)
+    token_times = sorted(timings.per_token)
     return {
         "case": case.name,
         "platform": case.platform,
@@ -38,12 +38,12 @@ def make_report(
         "world_size": case.world_size,
         "completions": [asdict(c) for c in completions],
         "ttft_ms": 1e3 * statistics.median(timings.first_token),
-        "tpot_ms_p50": 1e3 * _percentile(each, 0.50) if each else None,
-        "tpot_ms_p99": 1e3 * _percentile(each, 0.99) if each else None,
+        "tpot_ms_p50": 1e3 * _percentile(token_times, 0.50) if token_times else None,
+        "tpot_ms_p99": 1e3 * _percentile(token_times, 0.99) if token_times else None,
         "prefill_tokens": timings.prompt_tokens,
         "prefill_tokens_per_s": timings.prompt_tokens / timings.prefill_seconds,
         "decode_tokens": timings.decode_tokens,
-        "decode_tokens_per_s": timings.decode_tokens / timings.decode_seconds if each else None,
+        "decode_tokens_per_s": timings.decode_tokens / timings.decode_seconds if token_times else None,
         "drafted_tokens": timings.drafted_tokens,
         "accepted_tokens": timings.accepted_tokens,
         "peak_memory_bytes": peak_memory,

@@ -20,7 +20,7 @@ def write_shadow_report(shadows: ShadowExperts, folder: Path, world: Group, devi
     report = shadows.history.report()
     row = torch.tensor([[report[key] or 0 for key in TOTALS]], dtype=torch.float32, device=device)
     rows = world.gather_rows(row, (1,) * world.size).tolist()  # resident experts differ between ranks
-    report["ranks"] = [dict(zip(TOTALS, each, strict=True)) for each in rows]
+    report["ranks"] = [dict(zip(TOTALS, totals, strict=True)) for totals in rows]
     if world.rank > 0:
         return report
     if shadows.history.steps:

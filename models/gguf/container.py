@@ -48,13 +48,13 @@ class Gguf:
 
 def parts_of(path: Path) -> list[Path]:
     """The files of the model whose first, or only, file is `path`."""
-    found = SPLIT.fullmatch(path.name)
-    if found is None:
+    match = SPLIT.fullmatch(path.name)
+    if match is None:
         return [path]
-    name, number, count = found[1], int(found[2]), int(found[3])
+    name, number, count = match[1], int(match[2]), int(match[3])
     if number != 1 or not 1 <= count <= MOST_PARTS:
-        raise UserError(f"{path}: give the first of its parts, {name}-00001-of-{found[3]}.gguf")
-    return [path.with_name(f"{name}-{part:05}-of-{found[3]}.gguf") for part in range(1, count + 1)]
+        raise UserError(f"{path}: give the first of its parts, {name}-00001-of-{match[3]}.gguf")
+    return [path.with_name(f"{name}-{part:05}-of-{match[3]}.gguf") for part in range(1, count + 1)]
 
 
 def read_gguf(path: Path) -> Gguf:
@@ -63,7 +63,7 @@ def read_gguf(path: Path) -> Gguf:
     metadata: dict[str, Any] = {}
     tensors: dict[str, TensorInfo] = {}
     for number, part in enumerate(paths):
-        keys, found = _read(part, number)
+        keys, part_tensors = _read(part, number)
         metadata = metadata or keys
         said = (keys.get("split.no", 0), keys.get("split.count") or 1)
         if said != (number, len(paths)):
@@ -71,9 +71,9 @@ def read_gguf(path: Path) -> Gguf:
                 f"{part}: split.no and split.count say part {said[0]} of {short(said[1])}, the name says "
                 f"{number} of {len(paths)}, from 0: keep the names that the files had"
             )
-        if repeated := tensors.keys() & found.keys():
+        if repeated := tensors.keys() & part_tensors.keys():
             raise UserError(f"{part}: tensor {min(repeated)} is also in another part")
-        tensors |= found
+        tensors |= part_tensors
     if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
         count = short(metadata["split.tensors.count"])
         raise UserError(f"{path}: split.tensors.count: {count}, but the parts have {len(tensors)} tensors")
@@ -119,7 +119,7 @@ class _Header:
             raise ValueError(f"general.alignment: {short(alignment)} must be a power of two")
         infos = [self.tensor() for _ in range(tensors)]
         start = end = -(-self.at // alignment) * alignment
-        found: dict[str, TensorInfo] = {}
+        by_name: dict[str, TensorInfo] = {}
         for name, kind, shape, offset in infos:
             expected = -(-end // alignment) * alignment
             if start + offset != expected:
@@ -128,12 +128,12 @@ class _Header:
             end = expected + nbytes
             if end > len(self.data):
                 raise ValueError(f"tensor {name} ends at byte {end} of {len(self.data)}")
-            if name in found:
+            if name in by_name:
                 raise ValueError(f"tensor {name} stands twice in the header")
-            found[name] = TensorInfo(kind.name, shape, part, expected, nbytes)
+            by_name[name] = TensorInfo(kind.name, shape, part, expected, nbytes)
         if len(self.data) > max(-(-end // alignment) * alignment, self.at):
             raise ValueError(f"{len(self.data)} bytes, but the header tells of {end}")
-        return metadata, found
+        return metadata, by_name
 
     def tensor(self) -> tuple[str, Any, tuple[int, ...], int]:
         name = self.text("a tensor's name", LONGEST_NAME)

@@ -76,8 +76,8 @@ def name_of(checkpoint: Path) -> str:
     path = whole_path(checkpoint)
     if path.parent.name == "snapshots" and "--" in path.parents[1].name:
         return path.parents[1].name.rpartition("--")[2]
-    found = SPLIT.fullmatch(path.name)
-    return found[1] if found else path.name.removesuffix(SUFFIX)
+    match = SPLIT.fullmatch(path.name)
+    return match[1] if match else path.name.removesuffix(SUFFIX)
 
 
 def read_index(folder: Path) -> Index:
@@ -94,7 +94,7 @@ def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     """The contents of the files of the folder, by their names."""
     config, meta = config_of(gguf), HfConfig(gguf.metadata, str(gguf.paths[0]))
     predicting, tiled = Keys(gguf).predicting, value_heads(gguf)
-    found = {
+    contents = {
         INDEX: {
             "files": [str(path) for path in gguf.paths],
             "architecture": gguf.metadata["general.architecture"],
@@ -108,10 +108,10 @@ def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     if kind != "no_vocab":
         meta.one_of(f"{AT}model", allowed=("gpt2",))
         words = Vocabulary(meta)
-        found["tokenizer.json"], found["tokenizer_config.json"] = words.tokenizer(), words.settings()
-        found["generation_config.json"] = words.generation(architecture_of(gguf).stops)
-        config["eos_token_id"] = found["generation_config.json"]["eos_token_id"]
-    return found
+        contents["tokenizer.json"], contents["tokenizer_config.json"] = words.tokenizer(), words.settings()
+        contents["generation_config.json"] = words.generation(architecture_of(gguf).stops)
+        config["eos_token_id"] = contents["generation_config.json"]["eos_token_id"]
+    return contents
 
 
 def _write(folder: Path, files: dict[str, dict[str, Any]], where: str) -> None:

@@ -92,8 +92,8 @@ class Tiled:
 
     def places(self, unit: int = 1) -> list[int]:
         """For each unit of the model's rows in turn, its number in the file."""
-        each, units = self.heads // self.key_heads, self.size // unit
-        heads = (head % each * self.key_heads + head // each for head in range(self.heads))
+        per_key_head, units = self.heads // self.key_heads, self.size // unit
+        heads = (head % per_key_head * self.key_heads + head // per_key_head for head in range(self.heads))
         first = self.first // unit
         return [*range(first), *(first + head * units + i for head in heads for i in range(units))]
 
@@ -121,12 +121,12 @@ def views_of(
     """
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
-        found = LAYER.fullmatch(tensor)
-        number = int(found[1]) if found else -1
+        layer = LAYER.fullmatch(tensor)
+        number = int(layer[1]) if layer else -1
         mtp = names.mtp if number in predicting[:1] else None
-        if found and (_is_copy(found, tensors) or (number in predicting and mtp is None)):
+        if layer and (_is_copy(layer, tensors) or (number in predicting and mtp is None)):
             continue
-        for ours, view in _views(tensor, info.shape, names, found, mtp):
+        for ours, view in _views(tensor, info.shape, names, layer, mtp):
             if ours in views:
                 raise UserError(f"{where}: {tensor} and {views[ours].tensor} are two tensors of one weight, {ours}")
             if len(views) >= MOST_NAMES:
@@ -136,10 +136,10 @@ def views_of(
     return views
 
 
-def _is_copy(found: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:
+def _is_copy(match: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:
     """Returns whether another tensor has the same values: files for ik_llama.cpp have keys and values together and
     apart."""
-    layer, rest = found.groups()
+    layer, rest = match.groups()
     return rest in ("attn_k_b.weight", "attn_v_b.weight") and f"blk.{layer}.attn_kv_b.weight" in tensors
 
 
@@ -159,13 +159,13 @@ def in_order(tiled: Tiled, last: str, view: View) -> View:
 
 
 def _views(
-    tensor: str, shape: tuple[int, ...], names: Names, found: re.Match[str] | None, mtp: MtpNames | None
+    tensor: str, shape: tuple[int, ...], names: Names, in_layer: re.Match[str] | None, mtp: MtpNames | None
 ) -> Iterator[tuple[str, View]]:
-    if found is None:
+    if in_layer is None:
         change = "minus_one" if names.plus_one and tensor == "output_norm.weight" else ""
         yield WHOLE.get(tensor, tensor), View(tensor, shape, change=change)
         return
-    layer, rest = found.groups()
+    layer, rest = in_layer.groups()
     stem, _, ending = rest.rpartition(".")
     path = f"{mtp.path.format(layer)}." if mtp else f"model.layers.{layer}."
     at = f"{path}{mtp.layer}." if mtp and mtp.layer else path

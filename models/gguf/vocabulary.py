@@ -114,13 +114,13 @@ class Vocabulary:
     def settings(self) -> dict[str, Any]:
         """The contents of tokenizer_config.json."""
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-        found = {ours: self._token(theirs) for theirs, ours in names.items()}
+        special = {ours: self._token(theirs) for theirs, ours in names.items()}
         templates = {
             key: text for key, text in self.meta.data.items() if key.startswith(TEMPLATE) and key != f"{TEMPLATE}s"
         }
         if not all(isinstance(text, str) for text in templates.values()):
             raise self.meta.error(TEMPLATE, "must be text")
-        settings = {name: text for name, text in found.items() if text} | {"tokenizer_class": "TokenizersBackend"}
+        settings = {name: text for name, text in special.items() if text} | {"tokenizer_class": "TokenizersBackend"}
         if set(templates) == {TEMPLATE}:
             settings["chat_template"] = templates[TEMPLATE]
         elif templates:
@@ -135,6 +135,8 @@ class Vocabulary:
         ends |= marks.intersection((*STOPS, *self.conventions.ends, *more_stops))
         if END in marks and not {RETURN, CALL} <= marks:
             ends.add(END)
-        found = {ours: self.meta.value(f"general.sampling.{theirs}") for ours, theirs in SAMPLING.items()}
-        numbers = {name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in found.items() if v is not None}
+        sampling = {ours: self.meta.value(f"general.sampling.{theirs}") for ours, theirs in SAMPLING.items()}
+        numbers = {
+            name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in sampling.items() if v is not None
+        }
         return {"eos_token_id": sorted(self.ids[text] for text in ends if text in self.ids), **numbers}

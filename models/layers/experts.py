@@ -50,15 +50,15 @@ class Experts(Layer):
         self.names, self.kind, self.alternate, self.fused = names, kind, alternate, len(names) == 2
         self.ops, self.parallel = build.ops, build.parallel
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
-        self.ep, each = build.parallel.moe_ep, build.parallel.expert_slots
+        self.ep, per_rank = build.parallel.moe_ep, build.parallel.expert_slots
         self.physical: PhysicalExperts | None = None
-        self.here = self.ep.part(each * self.ep.size or experts)  # numbers of the slots, or experts, of this rank
+        self.here = self.ep.part(per_rank * self.ep.size or experts)  # numbers of the slots, or experts, of this rank
         self.held = np.arange(experts)
-        if each:
+        if per_rank:
             table = torch.empty(experts, dtype=torch.int32, device=build.device)
-            rows = torch.zeros(each, dtype=torch.int64, device=build.device)
+            rows = torch.zeros(per_rank, dtype=torch.int64, device=build.device)
             self.physical = PhysicalExperts(fixed(table), fixed(rows))
-            self.place(first_placement(experts, self.ep.size, each))
+            self.route_to(first_placement(experts, self.ep.size, per_rank))
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
         self.first = self.here.start if self.ep.size > 1 else None
@@ -75,7 +75,7 @@ class Experts(Layer):
         self.elements = count * (3 * inner * hidden + 2 * inner * kind.biased + hidden * self.last_bias)
         self.nbytes = self.weights.nbytes
 
-    def place(self, held: Held) -> None:
+    def route_to(self, held: Held) -> None:
         """From the next step on, rows go where `held` has their experts. Begins a new count; moves no weights."""
         if self.physical is None:
             raise AssertionError("these experts have one place each")

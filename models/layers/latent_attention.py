@@ -151,10 +151,10 @@ class KeysAndValues(Layer):
         return self.ops.head_linear(x, self.values)
 
     def fill(self, part: Tensor | Quantised) -> bool | None:
-        found = []
+        whole = []
         for head, own in enumerate(floats(part).unflatten(0, (self.heads, -1))):
-            found += [self.keys.fill(head, own[: self.key].T.contiguous()), self.values.fill(head, own[self.key :])]
-        return None if None in found else all(found)
+            whole += [self.keys.fill(head, own[: self.key].T.contiguous()), self.values.fill(head, own[self.key :])]
+        return None if None in whole else all(whole)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         yield Piece(f"{path}.weight", (self.rows, self.latent), (self.part, ALL), self.fill, linear=True)
@@ -184,7 +184,7 @@ class LatentAttention(nn.Module):
         compressed = [Source("q_a_proj", rank, slice(0, rank))]
         first = compressed if rank else queries
         self.ops, self.parallel, self.compressed = build.ops, build.parallel, rank > 0
-        self.sizes, self.each = [sum(source.kept for source in first), both], [still, turning]
+        self.sizes, self.head_parts = [sum(source.kept for source in first), both], [still, turning]
         self.of_queries = [sum(source.kept for source in of) for of in (plain, turned)]
         self.prolog = prolog_of(config, build)
         if self.prolog:
@@ -227,6 +227,6 @@ class LatentAttention(nn.Module):
             )
             return self.attention.after(prolog, x, weights, norm, self.kv_b_proj, batch)
         q = self.q_b_proj.of_all_rows(self.q_a_layernorm(q_a.of_all_rows(x)))
-        still, turning = q.unflatten(1, (self.kv_b_proj.heads, -1)).split(self.each, 2)
+        still, turning = q.unflatten(1, (self.kv_b_proj.heads, -1)).split(self.head_parts, 2)
         turning = turning.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
         return self.attention(still, turning, kv_a.of_all_rows(x), norm, self.kv_b_proj, batch)

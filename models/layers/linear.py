@@ -41,16 +41,16 @@ class Source:
 def grouped(name: str, parts: Sequence[tuple[int, slice]], groups: int = 1) -> list[list[Source]]:
     """The sources of each of `parts`, (rows, range of them that this rank keeps), of a checkpoint matrix that holds an
     equal share of each part in each of `groups` groups of rows."""
-    rows, first, found = sum(count for count, _ in parts), 0, []
+    rows, first, by_part = sum(count for count, _ in parts), 0, []
     for count, kept in parts:
-        each, sources = count // groups, []
-        for group in range(kept.start // each, -(-kept.stop // each)):
-            at, begin = group * rows // groups + first, group * each
-            part = slice(at + max(kept.start - begin, 0), at + min(kept.stop - begin, each))
+        per_group, sources = count // groups, []
+        for group in range(kept.start // per_group, -(-kept.stop // per_group)):
+            at, begin = group * rows // groups + first, group * per_group
+            part = slice(at + max(kept.start - begin, 0), at + min(kept.stop - begin, per_group))
             sources.append(Source(name, rows, part))
-        found.append(sources)
-        first += each
-    return found
+        by_part.append(sources)
+        first += per_group
+    return by_part
 
 
 class MergedLinear(Layer):

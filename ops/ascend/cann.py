@@ -52,5 +52,5 @@ def abilities(cann: str | None, newer_ops: bool = True, ops_of_2_9: bool = True)
 
 
 def since(cann: str | None, series: tuple[int, int]) -> bool:
-    found = re.match(r"(\d+)\.(\d+)", cann or "")
-    return found is not None and (int(found[1]), int(found[2])) >= series
+    match = re.match(r"(\d+)\.(\d+)", cann or "")
+    return match is not None and (int(match[1]), int(match[2])) >= series

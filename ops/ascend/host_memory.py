@@ -21,10 +21,10 @@ TO_DEVICE, ON_DEVICE = 1, 3  # ACL_MEMCPY_HOST_TO_DEVICE, ACL_MEMCPY_DEVICE_TO_D
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
     """Returns an uninitialised pinned tensor. If CANN has no pinned memory left, it raises a UserError that begins with
     `what`; torch_npu 2.13.0 itself does not raise then, but returns a tensor at address 0."""
-    made = torch.empty(shape, dtype=dtype, pin_memory=True)
-    if made.numel() and not made.data_ptr():
+    memory = torch.empty(shape, dtype=dtype, pin_memory=True)
+    if memory.numel() and not memory.data_ptr():
         raise UserError(f"{what}: no pinned memory on the host for {dtype} {shape}")
-    return made
+    return memory
 
 
 @functools.cache

@@ -176,12 +176,12 @@ def attend_expanded(
     if not q.shape[2] == width == APART_WIDTH and not joined == width <= MOST_JOINED:
         sums = attend_latents(head_linear(q, keys), q_rotary, cache, paged, scale, mask)
         return head_linear(sums, values)
-    found, start = [], 0
+    outs, start = [], 0
     for end, length, table in zip(ends, paged.kv_lens, paged.block_tables, strict=True):
         rows = slice(start, int(end))
-        found.append(_of_sequence(q[rows], q_rotary[rows], cache, keys, values, table, int(length), scale, mask))
+        outs.append(_of_sequence(q[rows], q_rotary[rows], cache, keys, values, table, int(length), scale, mask))
         start = rows.stop
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _of_sequence(

@@ -23,7 +23,7 @@ class AscendLayout:
     def __init__(self, dtype: torch.dtype, tiled: bool = False, in_planes: bool = False):
         self.dtype, self.tiled, self.in_planes, self.banks = dtype, tiled, in_planes, 0
         self.flat = tiled  # whether the ops that write caches take flat slots
-        self.made = False  # whether a cache was made
+        self.has_caches = False  # whether a cache was made
 
     table, fill_table = staticmethod(reference.table), staticmethod(reference.fill_table)
     latent_parts, heads_in_q8, keys_in_pairs = 2, False, True
@@ -49,13 +49,13 @@ class AscendLayout:
         """(pages, page_size, kv_heads * width): the layout of paged attention that takes one token per sequence. Tiled:
         (pages, kv_heads * width / 16, page_size, 16). Heads of all layers are tiled, or of none."""
         tiled = self.tiled and width in HEAD_DIMS
-        if self.made and self.tiled and not tiled:
+        if self.has_caches and self.tiled and not tiled:
             raise UserError(
                 f"head_dim: {width}: beside a model whose caches are in tiles, on ascend a head for drafts has one of "
                 f"{', '.join(map(str, HEAD_DIMS))}"
             )
         self.flat = self.tiled = tiled
-        self.made = True
+        self.has_caches = True
         columns = kv_heads * width
         shape = (columns // TILE, page_size, TILE) if self.tiled else (page_size, columns)
         return torch.zeros(pages, *shape, dtype=dtype, device=device)

@@ -61,8 +61,8 @@ def activated(x: Tensor, kind: ExpertKind, clipped: bool) -> Tensor:
 def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilities) -> Tensor:
     top_k, flat = ids.shape[1], ids.flatten()
     order = flat.argsort(stable=True)  # (T K): element i is the row t K + k that comes i-th
-    each = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
-    counts = (flat == each[:, None]).sum(1)  # (E) int64
+    numbers = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
+    counts = (flat == numbers[:, None]).sum(1)  # (E) int64
     rows = products(x[order // top_k], None, counts, COUNTS, experts, can, x.dtype)
     back = order.argsort()  # (T K): the position of row t K + k
     return sum_by_index(rows, weights, back, ids)

@@ -60,8 +60,8 @@ def gates(experts: int, groups: Groups | None) -> bool:
     """Returns whether npu_moe_gating_top_k can choose among so many experts: it keeps groups in multiples of 32."""
     if groups is None:
         return experts <= MOST_GATED
-    each = experts // groups.number
-    return each >= groups.best and groups.number * -(-each // 32) * 32 <= MOST_GATED
+    per_group = experts // groups.number
+    return per_group >= groups.best and groups.number * -(-per_group // 32) * 32 <= MOST_GATED
 
 
 def installed(cann: str | None) -> Abilities:
@@ -386,10 +386,10 @@ class AscendOps(AscendLayout):
         self, scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool, scale: float, groups: Groups | None
     ) -> tuple[Tensor, Tensor]:
         if groups:
-            each = ordered.unflatten(-1, (groups.number, -1))
-            kept = each.topk(min(groups.best, each.shape[-1]), -1).values.sum(-1).topk(groups.kept, -1).indices
-            lost = torch.ones_like(each[..., 0], dtype=torch.bool).scatter(-1, kept, False)
-            ordered = each.masked_fill(lost[..., None], -torch.inf).flatten(-2)
+            by_group = ordered.unflatten(-1, (groups.number, -1))
+            kept = by_group.topk(min(groups.best, by_group.shape[-1]), -1).values.sum(-1).topk(groups.kept, -1).indices
+            lost = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+            ordered = by_group.masked_fill(lost[..., None], -torch.inf).flatten(-2)
         ids = ordered.topk(top_k, dim=-1).indices
         del ordered  # its memory
         weights = scores.gather(-1, ids)

@@ -167,13 +167,13 @@ class ShadowNodes:
         node.fork.record()
         with torch_npu.npu.stream(self.side):
             node.fork.wait()
-            for part, chosen, made in zip(
+            for part, chosen, result in zip(
                 x.split(len(node.x)), ids.view(-1, *node.ids.shape), out.split(len(node.x)), strict=True
             ):
                 node.x[: len(part)].copy_(part, non_blocking=True)
                 node.ids.copy_(chosen, non_blocking=True)
                 self.bridge.launch(self.side.npu_stream, node.payload)
-                made.copy_(node.sums[: len(part)], non_blocking=True)
+                result.copy_(node.sums[: len(part)], non_blocking=True)
             node.back.record()
         node.held = (x, ids, out)
 

@@ -82,16 +82,16 @@ class ArenaSlots:
         if count in self.indices:
             return
         rows = {name: torch.arange(size // PLACE, dtype=torch.int32) for name, size in self.sizes.items()}
-        place = torch.cat([(r + self.layout.offsets[name] // PLACE).repeat(count) for name, r in rows.items()])
-        each = torch.cat([torch.arange(count, dtype=torch.int32).repeat_interleave(len(r)) for r in rows.values()])
+        row = torch.cat([(r + self.layout.offsets[name] // PLACE).repeat(count) for name, r in rows.items()])
+        expert = torch.cat([torch.arange(count, dtype=torch.int32).repeat_interleave(len(r)) for r in rows.values()])
         device = self.rows.device
-        self.indices[count] = fixed(each.to(device)), fixed(place.to(device))
+        self.indices[count] = fixed(expert.to(device)), fixed(row.to(device))
 
     def bank(self, places: Tensor) -> SlotBank:
         """A bank of the experts at `places` (n) int32, in that order; its indices must have been prepared."""
         count = len(places)
-        each, row = self.indices[count]
-        rows = self.rows.index_select(0, places.index_select(0, each) + row)  # (all rows, ROW)
+        expert, row = self.indices[count]
+        rows = self.rows.index_select(0, places.index_select(0, expert) + row)  # (all rows, ROW)
         planes, begin = {}, 0
         for name, (shape, dtype) in self.layout.planes.items():
             end = begin + count * self.sizes[name] // PLACE

@@ -29,13 +29,13 @@ PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1))  # of the 
 @functools.cache
 def _load() -> ModuleType:
     try:
-        found = importlib.import_module("umbra.ops.cpu._native")
+        module = importlib.import_module("umbra.ops.cpu._native")
     except ImportError as error:
         raise UserError(
             f"the native CPU module is not built ({error}): run bash infer.sh or bash test.sh once"
         ) from None
-    found.end_without_memory(f"error: {refusal(MemoryError())}\n", REFUSED_STATUS)
-    return found
+    module.end_without_memory(f"error: {refusal(MemoryError())}\n", REFUSED_STATUS)
+    return module
 
 
 def _running() -> ModuleType:
@@ -94,12 +94,12 @@ def together(own: "list[module.Team]", others: "list[module.Team]", cores: int) 
     `own` has, or if the pools are on different nodes."""
     if [team.memory for team in own] != [team.memory for team in others]:
         return []
-    found = []
+    teams = []
     for a, b in zip(own, others, strict=True):
         cpus = sorted({*a.cpus, *b.cpus})  # none: not pinned
         threads = min(a.threads + b.threads, len(cpus) or cores // len(own))
-        found.append(module.Team(a.memory, max(a.threads, threads), cpus))
-    return found if any(a.threads < b.threads for a, b in zip(own, found, strict=True)) else []
+        teams.append(module.Team(a.memory, max(a.threads, threads), cpus))
+    return teams if any(a.threads < b.threads for a, b in zip(own, teams, strict=True)) else []
 
 
 def worth_having(cores: int, seconds: Callable[[int], float]) -> int:

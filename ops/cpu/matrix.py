@@ -160,8 +160,8 @@ def _only_kept(part: Quantised) -> bool:
 
 def write_bias(parts: Iterable[Tensor], row: int, part: Tensor, step: int) -> None:
     """Writes the bias of the rows that `MatrixView.fill` writes for the same arguments. `parts` are each node's."""
-    first, each = 0, torch.arange(len(part))
-    places = each // ROWS * ROWS * step + each % ROWS + row
+    first, rows = 0, torch.arange(len(part))
+    places = rows // ROWS * ROWS * step + rows % ROWS + row
     for bias in parts:
         here = (places >= first) & (places < first + len(bias))
         bias[places[here] - first] = part.float()[here]

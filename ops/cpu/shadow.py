@@ -56,10 +56,10 @@ class ExpertBlocks:
 
     def __init__(self, inner: int, hidden: int, format: Format, kind: ExpertKind = SILU_EXPERTS):
         self.formats = {"w13": format, "w2": format.down or format}
-        for columns, each in zip((hidden, inner), self.formats.values(), strict=True):
-            if each.group and columns % each.group:
+        for columns, kept in zip((hidden, inner), self.formats.values(), strict=True):
+            if kept.group and columns % kept.group:
                 where = f"an expert's {columns} columns"
-                raise UserError(f"quantization: {where} cannot be cut into groups of {each.group}")
+                raise UserError(f"quantization: {where} cannot be cut into groups of {kept.group}")
         self.inner, self.hidden, self.kind = padded(inner, BLOCK), hidden, kind
         self.shapes = {"w13": (2 * self.inner, hidden), "w2": (padded(hidden, ROWS), self.inner)}
         sizes = [size for name in self.shapes for size in self.planes(name, self.shapes[name][0])]
@@ -115,7 +115,7 @@ class ExpertBlocks:
         absent = [not size for size in self.planes(name, ROWS)]
         for (first, end), planes in zip(ranges, starts, strict=True):
             quants, scales, zeros, bias = (
-                0 if none else place % (1 << 64) for none, place in zip(absent, planes, strict=True)
+                0 if none else start % (1 << 64) for none, start in zip(absent, planes, strict=True)
             )
             parts.append(
                 native.Matrix(

@@ -34,7 +34,7 @@ class Plane:
     """A node's rows of one plane of an expert."""
 
     name: str  # of the matrix: w13 or w2
-    place: int  # offset in a whole block
+    offset: int  # offset in a whole block
     start: int  # offset in the node's part of the expert
     nbytes: int
 
@@ -67,7 +67,7 @@ class ExpertStore:
             for buffer, planes in zip(self.buffers, parts, strict=True)
         ]
         self._pieces = list(
-            joined((plane.place, away + plane.start, plane.nbytes) for away, planes in self._parts for plane in planes)
+            joined((plane.offset, away + plane.start, plane.nbytes) for away, planes in self._parts for plane in planes)
         )
         self.handles = self._matrix("w13", 0), self._matrix("w2", 0)
 
@@ -109,12 +109,12 @@ class ExpertStore:
 def joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
     """`pieces` with neighbours merged that are contiguous in both places."""
     last: Piece | None = None
-    for place, start, size in pieces:
-        if last and place - start == last[0] - last[1]:
-            last = last[0], last[1], place + size - last[0]
+    for offset, start, size in pieces:
+        if last and offset - start == last[0] - last[1]:
+            last = last[0], last[1], offset + size - last[0]
         elif size:
             if last:
                 yield last
-            last = place, start, size
+            last = offset, start, size
     if last:
         yield last

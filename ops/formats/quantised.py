@@ -118,9 +118,9 @@ class Nested(Quantised):
         divide both."""
         group, all = gcd(self.group, unit), self.levels.shape[1]
 
-        def cut(x: "Tensor", each: int) -> "Tensor":  # an element for each so many columns
-            x = x.repeat_interleave(all // x.shape[1] // each, 1)
-            return x.unflatten(1, (-1, unit // each))[:, list(numbers)].flatten(1)
+        def cut(x: "Tensor", shared: int) -> "Tensor":  # an element for each so many columns
+            x = x.repeat_interleave(all // x.shape[1] // shared, 1)
+            return x.unflatten(1, (-1, unit // shared))[:, list(numbers)].flatten(1)
 
         zeros, dmin = self.plain_zeros, self.dmin
         return replace(

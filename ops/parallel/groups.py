@@ -20,14 +20,14 @@ class Shard:
 
     def part(self, total: int) -> slice:
         """The range of this part in a dimension of `total` elements, which `size` must divide."""
-        each = total // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        per_rank = total // self.size
+        return slice(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def blocks(self, total: int, block: int) -> slice:
         """The range of this part in a dimension that is divided in whole blocks; the first parts may have one more."""
-        each, more = divmod(total // block, self.size)
-        first = self.rank * each + min(self.rank, more)
-        return slice(first * block, (first + each + (self.rank < more)) * block)
+        per_rank, more = divmod(total // block, self.size)
+        first = self.rank * per_rank + min(self.rank, more)
+        return slice(first * block, (first + per_rank + (self.rank < more)) * block)
 
     def padded(self, total: int) -> int:
         """The least number from `total` on that can be divided into parts."""

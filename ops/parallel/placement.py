@@ -25,8 +25,8 @@ def first_placement(experts: int, ranks: int, slots: int) -> Held:
 
 def next_placement(counts: Counts, ranks: int, before: Held) -> Held:
     """A placement for `counts` that moves few experts; `before` itself unless a new one is worth its moves."""
-    found = _packed(counts, ranks, len(before) // ranks, before)
-    return found if imbalance(counts, before, ranks) - imbalance(counts, found, ranks) >= WORTH else before
+    packed = _packed(counts, ranks, len(before) // ranks, before)
+    return packed if imbalance(counts, before, ranks) - imbalance(counts, packed, ranks) >= WORTH else before
 
 
 def imbalance(counts: Counts, held: Held, ranks: int) -> float:
@@ -46,12 +46,12 @@ def slots_for(rank: int, ranks: int, held: Held) -> Held:
 def moves(before: Held, after: Held, ranks: int) -> list[tuple[int, int]]:
     """(slot, slot to copy its expert to) of every move from one placement to another; experts come from near ranks."""
     slots = len(before) // ranks
-    found = []
+    pairs = []
     for to in np.flatnonzero(before != after):
         sources = np.flatnonzero(before == after[to])
         near = np.argmin(np.abs(sources // slots - to // slots))
-        found.append((int(sources[near]), int(to)))
-    return found
+        pairs.append((int(sources[near]), int(to)))
+    return pairs
 
 
 def _copies(counts: Counts, ranks: int, slots: int) -> NDArray[np.int64]:
@@ -65,7 +65,7 @@ def _copies(counts: Counts, ranks: int, slots: int) -> NDArray[np.int64]:
 def _packed(counts: Counts, ranks: int, slots: int, before: Held | None) -> Held:
     """Copies with the most tokens first, each to the rank with the least to do that has room and no copy of it yet."""
     copies = _copies(counts, ranks, slots)
-    each = counts / copies  # tokens of a copy
+    per_copy = counts / copies  # tokens of a copy
     stays = np.zeros((ranks, len(counts)))
     if before is not None:
         stays[np.arange(ranks * slots) // slots, before] = SLACK * counts.sum() / ranks
@@ -73,10 +73,10 @@ def _packed(counts: Counts, ranks: int, slots: int, before: Held | None) -> Held
 
     def put(rank: int, expert: int) -> None:
         has[rank, expert] = True
-        loads[rank] += each[expert]
+        loads[rank] += per_copy[expert]
         room[rank] -= 1
 
-    hottest = np.argsort(-each, kind="stable")
+    hottest = np.argsort(-per_copy, kind="stable")
     for expert in np.repeat(hottest, copies[hottest]).tolist():
         costs = np.where(has[:, expert], np.inf, loads - stays[:, expert])
         if np.isinf(costs[room > 0]).all():  # every rank with room has it: a full one makes room for it
@@ -84,7 +84,7 @@ def _packed(counts: Counts, ranks: int, slots: int, before: Held | None) -> Held
             given = int(np.flatnonzero(has[full] & ~has[other])[-1])
             put(other, given)
             has[full, given] = False
-            loads[full] -= each[given]
+            loads[full] -= per_copy[given]
             room[full] += 1
             put(full, expert)
         else:

@@ -148,9 +148,9 @@ def constants(took: dict[str, float], limits: MachineLimits, kernels: Kernels, r
         "link_gbps": 1.0,
     }
     if ranks > 1:
-        each, larger = took["few"] / CALLS, took["more"] / CALLS
-        values["collective_us"] = each * 1e6
-        values["link_gbps"] = (ranks - 1) * 4 * FLOATS / max(larger - each, 1e-9) / 1e9
+        smaller, larger = took["few"] / CALLS, took["more"] / CALLS
+        values["collective_us"] = smaller * 1e6
+        values["link_gbps"] = (ranks - 1) * 4 * FLOATS / max(larger - smaller, 1e-9) / 1e9
     return values
 
 

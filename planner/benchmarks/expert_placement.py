@@ -151,9 +151,9 @@ def model_of(ranks: int, rows: int) -> PlacedStep:
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, batch_size=ranks * rows))
     counted = CountedRank(case)
     slots = case.parallel_config.expert_slots
-    each = counted.memory.experts / counted.expert_layers / slots
+    expert_bytes = counted.memory.experts / counted.expert_layers / slots
     placing = Placing(spans_of(ranks, 1))
-    return PlacedStep(case, counted.decode(rows, CACHED), placing, read_hardware(HARDWARE), slots, each)
+    return PlacedStep(case, counted.decode(rows, CACHED), placing, read_hardware(HARDWARE), slots, expert_bytes)
 
 
 def rows_of(ranks: int, rows: int, skew: float, layers: int) -> Iterator[Row]:

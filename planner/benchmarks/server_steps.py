@@ -83,7 +83,7 @@ def mean_of(all_figures: ListOf[Figures]) -> Figures:
 
     def mean(values: tuple[Any, ...]) -> Any:
         if isinstance(values[0], list | tuple):
-            return [mean(each) for each in zip(*values, strict=True)]
+            return [mean(together) for together in zip(*values, strict=True)]
         return statistics.fmean(values)
 
     fields = [mean(values) for values in zip(*map(dataclasses.astuple, all_figures), strict=True)]
@@ -214,8 +214,8 @@ def measure(measured: Measured) -> Figures:
         excess += [(seconds - figures.seconds(kind)) / kind.rows for kind, seconds in measured.until(rows + 1)]
         cold.append([s - figures.seconds(kind) for kind, s in (measured.turn() for _ in range(COLD_STEPS))])
         measured.end()
-    each = [statistics.fmean(times) for times in zip(*cold, strict=True)]
-    return dataclasses.replace(figures, mixed_row=statistics.fmean(excess), cold=each)
+    means = [statistics.fmean(times) for times in zip(*cold, strict=True)]
+    return dataclasses.replace(figures, mixed_row=statistics.fmean(excess), cold=means)
 
 
 def measured_for(worker: Worker, least_s: float) -> Figures:

@@ -227,12 +227,12 @@ def served(answers: list[TimedAnswer], preemptions: int) -> dict[str, float]:
         raise UserError(f"{len(failed)} requests failed: {failed[0]}")
     start = min(answer.sent for answer in answers)
     first = np.array([answer.ttft for answer in answers])
-    each = np.array([answer.tpot for answer in answers])
+    per_token = np.array([answer.tpot for answer in answers])
     whole = np.array([answer.times[-1] - answer.sent for answer in answers])
     seconds = max(answer.times[-1] for answer in answers) - start
     tokens = sum(answer.tokens for answer in answers)
     return figures_of(
-        first, each, whole, tokens / seconds, preemptions, sum(answer.cached_tokens for answer in answers)
+        first, per_token, whole, tokens / seconds, preemptions, sum(answer.cached_tokens for answer in answers)
     )
 
 
@@ -240,19 +240,19 @@ def simulated(outcome: SimulationOutcome) -> dict[str, float]:
     """The figures of the simulation, as `measured` has those of the server."""
     ended = list(outcome.served.values())
     first = np.array([s.first - s.at for s in ended])
-    each = np.array([(s.last - s.first) / max(s.output - 1, 1) for s in ended])
+    per_token = np.array([(s.last - s.first) / max(s.output - 1, 1) for s in ended])
     whole = np.array([s.last - s.at for s in ended])
     seconds = max(s.last for s in ended) - min(s.at for s in ended)
     (replica,) = outcome.replicas
     tokens = sum(s.output for s in ended)
-    return figures_of(first, each, whole, tokens / seconds, replica.preemptions, replica.cached_tokens)
+    return figures_of(first, per_token, whole, tokens / seconds, replica.preemptions, replica.cached_tokens)
 
 
 def figures_of(
-    first: Any, each: Any, whole: Any, tokens_per_s: float, preemptions: int, cached_tokens: int
+    first: Any, per_token: Any, whole: Any, tokens_per_s: float, preemptions: int, cached_tokens: int
 ) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for name, values in (("a token", each), ("first token", first), ("whole answer", whole)):
+    for name, values in (("a token", per_token), ("first token", first), ("whole answer", whole)):
         figures[f"{name}, mean"] = 1e3 * float(values.mean())
         for percent in PERCENTILES:
             figures[f"{name}, p{percent}"] = 1e3 * float(np.percentile(values, percent))
@@ -310,14 +310,14 @@ def rounds_of(case: Path, ample: Path, traffic: Traffic, trace: Path, args: argp
         while len(done) < TRIES * args.rounds and sum(one["others"] < MOST_OTHERS for one in done) < args.rounds:
             others, before = Others(), figures
             step = before.seconds(Kind(0, 0, ALONE_TOKENS, ALONE_TOKENS**2 / 2))
-            found, simulation = serve(case, traffic, trace, step)
+            measured, simulation = serve(case, traffic, trace, step)
             figures = measured_figures(case, Path(name))
             used, earlier = max(earlier, others.cores()), others.cores()
             middle = mean_of([before, figures])
             layout = layout_of(ample, middle)
             times = MeasuredTimes(layout, simulation.longest, middle)
             predicted = simulated(Simulator(layout, simulation, times).run())
-            done.append({"predicted": predicted, "measured": found, "others": used})
+            done.append({"predicted": predicted, "measured": measured, "others": used})
             front = f"{simulation.front_ms:.2f} ms a request, {simulation.front_token_us:.0f} us a token"
             print(f"others {used:.2f} cores, front {front}, equal steps differ by {middle.spread:.1f}x", flush=True)
     return sorted(done, key=lambda one: float(one["others"]))[: args.rounds]

@@ -50,7 +50,7 @@ class Simulated:
 
 def show_simulation(path: Path, overrides: Sequence[str], json: Path | None, plot: Path | None) -> None:
     plan = make_cluster_plan(path, overrides)
-    best = plan.cheapest or sorted(plan.found, key=lambda simulated_all: simulated_all.load.tpot)[:1]
+    best = plan.cheapest or sorted(plan.rated, key=lambda simulated_all: simulated_all.load.tpot)[:1]
     if not best:
         raise UserError(
             f"{path.name}: no layout keeps up with {plan.cluster.load.rate:g} requests/s: nothing to simulate"
@@ -78,7 +78,7 @@ def variants_of(plan: ClusterPlan, sizes: Sizes) -> list[Variant]:
     simulation = plan.cluster.simulation
     if simulation.memory != "all":
         return [Variant(plan.cluster, sizes, plan.hardware, simulation)]
-    possible = {layout.sizes for layout in (*plan.slow, *(rated.layout for rated in plan.found))}
+    possible = {layout.sizes for layout in (*plan.slow, *(rated.layout for rated in plan.rated))}
     fixed, elastic = (dataclasses.replace(simulation, memory=memory) for memory in ("fixed", "elastic"))
     shares = [dataclasses.replace(sizes, resident=share) for share in sorted(plan.cluster.search.resident)]
     variants = [Variant(plan.cluster, s, plan.hardware, fixed) for s in shares if s in possible]

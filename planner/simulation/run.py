@@ -104,11 +104,11 @@ class Simulator:
                 f"a group of {sizes}"
             )
         times = times or StepTimes(layout, simulation.longest)
-        made = None
+        shadows = None
         if slots:
-            made = partial(shadowed, layout, simulation)
+            shadows = partial(shadowed, layout, simulation)
         pause_s = 0.0 if simulation.mixed_tokens else case.serve_config.prefill_pause_ms / 1e3
-        replicas = [Replica(n, self.limits, pages, times, made, pause_s) for n in range(sizes.replicas)]
+        replicas = [Replica(n, self.limits, pages, times, shadows, pause_s) for n in range(sizes.replicas)]
         self.outcome = SimulationOutcome(replicas=replicas)
         self.router = ReplicaRouter(simulation.router, size, sizes.replicas)
         self.events: list[tuple[float, int, int, int, int]] = []  # (time, kind, order, replica or node, its count)

@@ -57,8 +57,8 @@ class StepTimes:
             ends = [c + last * r for c, r in zip(cached, rows, strict=True)]
             rise = self.decode(most, max(ends) / most, share) - start
             if ends[cached.index(max(cached))] == max(ends):  # the same group has the most to do in all steps
-                each = rise / last
-                seconds = [start + each * i for i in range(count)]
+                growth = rise / last
+                seconds = [start + growth * i for i in range(count)]
             else:
                 most_cached = (np.array(cached)[:, None] + np.array(rows)[:, None] * np.arange(count)).max(axis=0)
                 more = most_cached / most - first

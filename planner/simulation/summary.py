@@ -32,8 +32,8 @@ def summary_of(outcome: SimulationOutcome, targets: Targets, hour_s: float = HOU
     if not ended:
         raise UserError("simulation: no request ended")
     at = np.array([s.at for s in ended])
-    first, each = times_of(ended)
-    good = (first <= targets.ttft_ms / 1e3) & (each <= targets.tpot_ms / 1e3)
+    first, per_token = times_of(ended)
+    good = (first <= targets.ttft_ms / 1e3) & (per_token <= targets.tpot_ms / 1e3)
     edges = np.linspace(at[0], max(at[-1], at[0] + 1e-9), BUCKETS + 1)
     bucket_of = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, BUCKETS - 1)
     counts = np.bincount(bucket_of, minlength=BUCKETS)
@@ -41,14 +41,14 @@ def summary_of(outcome: SimulationOutcome, targets: Targets, hour_s: float = HOU
     lines = {"requests/s": counts / (edges[1] - edges[0])}
     with np.errstate(invalid="ignore"):
         lines["in time"] = np.bincount(bucket_of, good, BUCKETS) / counts
-    for name, values in (("TTFT", first), ("TPOT", each)):
+    for name, values in (("TTFT", first), ("TPOT", per_token)):
         for percent in PERCENTILES:
             some = [np.percentile(values[here], percent) * 1e3 if here.any() else np.nan for here in inside]
             lines[f"{name} p{percent}, ms"] = np.array(some)
     samples = [sample for replica in outcome.replicas for sample in replica.samples]
     facts = facts_of(outcome, ended, float(good.sum())) | {
         f"{name} p{percent}, ms": float(np.percentile(values, percent)) * 1e3
-        for name, values in (("TTFT", first), ("TPOT", each))
+        for name, values in (("TTFT", first), ("TPOT", per_token))
         for percent in PERCENTILES
     }
     return Summary(facts, (edges[:-1] + edges[1:]) / 2 / hour_s, lines, memory_of(samples, edges))
@@ -57,8 +57,8 @@ def summary_of(outcome: SimulationOutcome, targets: Targets, hour_s: float = HOU
 def times_of(served: Sequence[RequestRecord]) -> tuple[Floats, Floats]:
     """(TTFT, TPOT) of requests that ended, in seconds."""
     first = np.array([s.first - s.at for s in served])
-    each = np.array([(s.last - s.first) / max(s.output - 1, 1) for s in served])
-    return first, each
+    per_token = np.array([(s.last - s.first) / max(s.output - 1, 1) for s in served])
+    return first, per_token
 
 
 def facts_of(outcome: SimulationOutcome, ended: Sequence[RequestRecord], good: float) -> dict[str, float]:

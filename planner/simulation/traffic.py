@@ -27,10 +27,10 @@ class Arrival:
 
 def arrivals(load: Load, simulation: SimulationSettings) -> Iterator[Arrival]:
     """The simulation's requests in order of time: those of its trace or, without one, random ones."""
-    made = trace(Path(simulation.trace)) if simulation.trace else random(load, simulation)
+    requests = trace(Path(simulation.trace)) if simulation.trace else random(load, simulation)
     choose, day = np.random.default_rng([simulation.seed, 1]), simulation.day
     shared = [choose.integers(0, 1 << 30, simulation.prefix_tokens) for _ in range(simulation.prefixes)]
-    for at, prompt, output in made:
+    for at, prompt, output in requests:
         ids = choose.integers(0, 1 << 30, prompt)
         if shared and (not day.repeats or choose.random() < of_hour(day.repeats, at / day.hour_s, 1.0)):
             beginning = shared[int(choose.integers(len(shared)))][:prompt]

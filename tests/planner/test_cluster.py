@@ -225,12 +225,12 @@ def test_a_plan_finds_the_best_of_all(tmp_path: Path) -> None:
     plan = make_cluster_plan(write(tmp_path))
     tried = list(sizes_of(plan.cluster))
     assert len(tried) == len(divisors(4)) ** 2 + len(divisors(8)) ** 2
-    assert len(tried) == len(plan.found) + len(plan.slow) + len(plan.refused)
+    assert len(tried) == len(plan.rated) + len(plan.slow) + len(plan.refused)
     assert plan.quickest[0].load.tpot == min(found.load.tpot for found in plan.in_time)
     rates = [found.most.rate for found in plan.cheapest if found.most]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] == max(found.most.rate for found in plan.in_time if found.most)
-    assert all(set(found.layout.decode(1).parts) == set(PARTS) for found in plan.found)
+    assert all(set(found.layout.decode(1).parts) == set(PARTS) for found in plan.rated)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_the_text_is_that_of_the_last_look(tmp_path: Path, capsys: pytest.Captur
     if os.environ.get("UMBRA_PRINTED") == "write":
         PRINTED.write_text(text)
     assert text == PRINTED.read_text()
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == list(map(row_of, make_cluster_plan(file).found))
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == list(map(row_of, make_cluster_plan(file).rated))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     none = write(tmp_path, search={"worlds": [8], "methods": ["q8"]})
     with pytest.raises(UserError, match=r"cluster\.yaml: no layout is possible; the first: .*platform: ascend"):

@@ -39,8 +39,8 @@ class Fp8Matrix(Encoding):
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
             down, in_rows = covering(outputs, tall)
             right, cut = groups_of(inputs, wide)
-            found = fetch(scale, down)[:, None] if self.rows < 0 else fetch(scale, down, right)
-            scales = found.float().repeat_interleave(tall, 0)[in_rows]
+            stored_scales = fetch(scale, down)[:, None] if self.rows < 0 else fetch(scale, down, right)
+            scales = stored_scales.float().repeat_interleave(tall, 0)[in_rows]
             return Quantised(F8, levels=fetch(weight, outputs, inputs), scales=cut(scales), zeros=None)
 
         blocks = (1,) if self.rows < 0 else (-(-rows // tall), -(-columns // wide))

@@ -110,15 +110,15 @@ class GgufScheme(Scheme):
 
     def _split(self, name: str) -> list[tuple[str, TensorInfo]] | None:
         """The tensors of heads' keys and of their values, if the weight `name` has both."""
-        found = [name.replace("kv_b_proj", which) for which in ("k_b_proj", "v_b_proj")]
-        if name in found or not all(half in self.index.views for half in found):
+        halves = [name.replace("kv_b_proj", which) for which in ("k_b_proj", "v_b_proj")]
+        if name in halves or not all(half in self.index.views for half in halves):
             return None
-        return [(half, self.index.tensors[self.index.views[half].tensor]) for half in found]
+        return [(half, self.index.tensors[self.index.views[half].tensor]) for half in halves]
 
     def _apart(self, name: str) -> tuple[str, str] | None:
         """The names of the tensors of gates and of ups, if the weight `name` has both."""
-        found = name.replace(PAIRS, APART[0]), name.replace(PAIRS, APART[1])
-        return found if PAIRS in name and all(half in self.index.views for half in found) else None
+        halves = name.replace(PAIRS, APART[0]), name.replace(PAIRS, APART[1])
+        return halves if PAIRS in name and all(half in self.index.views for half in halves) else None
 
 
 def in_blocks(name: str, shape: tuple[int, ...], kind: str) -> Stored:
@@ -157,17 +157,17 @@ def keys_and_values(names: Sequence[tuple[str, TensorInfo]], shape: tuple[int, .
     (k, of_keys), (v, of_values) = names
     rows, columns = shape
     heads, key = of_keys.shape[0], of_keys.shape[-1]
-    each = rows // heads if rows % heads == 0 else 0
+    per_head = rows // heads if rows % heads == 0 else 0
     needed = {
         k: Needed((heads, columns, key), (of_keys.kind,)),
-        v: Needed((heads, each - key, columns), (of_values.kind,)),
+        v: Needed((heads, per_head - key, columns), (of_values.kind,)),
     }
 
     def read(fetch: Fetch, part: slice, columns: slice) -> Tensor:
-        whole = slice(part.start // each, -(-part.stop // each))
+        whole = slice(part.start // per_head, -(-part.stop // per_head))
         own = floats_of(k, of_keys.kind, fetch, whole, columns, slice(0, key)).mT
-        found = torch.cat([own, floats_of(v, of_values.kind, fetch, whole, slice(0, each - key), columns)], 1)
-        return found.flatten(0, 1)[part.start - whole.start * each : part.stop - whole.start * each]
+        joined = torch.cat([own, floats_of(v, of_values.kind, fetch, whole, slice(0, per_head - key), columns)], 1)
+        return joined.flatten(0, 1)[part.start - whole.start * per_head : part.stop - whole.start * per_head]
 
     return Stored(needed, read)
 
@@ -178,7 +178,7 @@ def alternating(gates: str, ups: str, shape: tuple[int, ...], kinds: tuple[str, 
     def read(fetch: Fetch, one: slice, pairs: slice, *rest: slice) -> Alternating:
         half = slice(pairs.start // 2, pairs.stop // 2)
         read_one = part_of if linear else floats_of
-        even, odd = (read_one(*each, fetch, one, half, *rest) for each in zip((gates, ups), kinds, strict=True))
+        even, odd = (read_one(*named, fetch, one, half, *rest) for named in zip((gates, ups), kinds, strict=True))
         return Alternating(even, odd)
 
     half = shape[0], shape[1] // 2, *shape[2:]

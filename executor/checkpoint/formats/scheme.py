@@ -169,8 +169,8 @@ class Ruled(Scheme):
     def said(self, *spellings: str) -> Encoding | None:
         if not (".layers." in spellings[0] or (self.with_head and spellings[0] == "lm_head")):
             return None
-        found = (encoding for matches, encoding in self.rules if any(map(matches, spellings)))
-        return next(found, self.encodings[0])
+        matching = (encoding for matches, encoding in self.rules if any(map(matches, spellings)))
+        return next(matching, self.encodings[0])
 
 
 def kept_as(bits: int, group: int, zeros: bool, ordered: bool = False) -> Format | None:

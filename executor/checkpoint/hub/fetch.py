@@ -28,8 +28,8 @@ USUAL = "Q4_K_M"  # which llama.cpp takes as well if none is named
 
 def hub_name(model: str) -> HubName | None:
     """Parses `model` as a name on a hub; None: it cannot be one."""
-    found = NAME.fullmatch(model)
-    return HubName(found[1], found[2], found[3]) if found and not found[1].endswith(FILES) else None
+    match = NAME.fullmatch(model)
+    return HubName(match[1], match[2], match[3]) if match and not match[1].endswith(FILES) else None
 
 
 def fetched(model: HubName) -> Path:
@@ -122,15 +122,15 @@ def _gguf_files(repository: Repository) -> list[str]:
         raise _lacking(repository, f"has neither {SINGLE} nor {INDEX} nor GGUF files: name a model that has")
     tag = model.file or USUAL
     quant = re.compile(rf"(?:^|[-._/]){re.escape(tag)}(?=[-./])", re.IGNORECASE)
-    found = [name for name, files in models.items() if tag in (name, *files)]
-    found = found or [name for name in models if quant.search(name)]
-    if not found and not model.file and len(models) == 1:
-        found = list(models)
-    if len(found) != 1:
-        how = f"{len(found)} files are of {tag}" if found else f"no file is of {tag}"
-        one_of = f"write {model.name}:FILE with one of {listed(found or list(models), 30)}"
-        raise model.error(f"{how}: {one_of}") if found else _lacking(repository, how, f": {one_of}")
-    files = models[found[0]]
+    fitting = [name for name, files in models.items() if tag in (name, *files)]
+    fitting = fitting or [name for name in models if quant.search(name)]
+    if not fitting and not model.file and len(models) == 1:
+        fitting = list(models)
+    if len(fitting) != 1:
+        how = f"{len(fitting)} files are of {tag}" if fitting else f"no file is of {tag}"
+        one_of = f"write {model.name}:FILE with one of {listed(fitting or list(models), 30)}"
+        raise model.error(f"{how}: {one_of}") if fitting else _lacking(repository, how, f": {one_of}")
+    files = models[fitting[0]]
     split = SPLIT.fullmatch(files[0])
     return [f"{split[1]}-{i + 1:05}-of-{split[3]}{SUFFIX}" for i in range(int(split[3]))] if split else files
 

@@ -41,8 +41,8 @@ class HuggingFace(Repository):
         api, self.cached = HfApi(), is_offline_mode()
         self._blobs: dict[str, str] = {}  # of large files, the name that what they hold has in the cache
         with _in_one_line(model):
-            found = api.resolve_revision(model.name, revision=model.revision, local_files_only=self.cached)
-            self.commit = found.resolved
+            revision = api.resolve_revision(model.name, revision=model.revision, local_files_only=self.cached)
+            self.commit = revision.resolved
             self.store = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=model.name, repo_type="model"))
             self.folder = self.store / "snapshots" / self.commit
             try:

@@ -14,7 +14,7 @@ class PageMemory:
         of pages. `states` (places, ...) are float32 from whose first one on each layer's states lie, as many as
         `elements` says."""
         self._sets, self._stride, self._elements = sets, stride, elements
-        self._flat, self._place = states.view(-1), states[0].numel()
+        self._flat, self._unit = states.view(-1), states[0].numel()
         self.page_bytes = [sum(cache[0].nbytes for cache in caches) for caches in sets]
         self.state_bytes = 4 * sum(elements)
 
@@ -25,7 +25,7 @@ class PageMemory:
 
     def _parts(self, block: Block, number: int) -> list[Tensor]:
         if isinstance(block, States):
-            starts = (place * self._place for place in block.places)
+            starts = (unit * self._unit for unit in block.places)
             return [self._flat[at : at + count] for at, count in zip(starts, self._elements, strict=True)]
         return [cache[block.page // self._stride] for cache in self._sets[number]]
 

@@ -85,7 +85,7 @@ class Rebalancing:
         if copies := moves(layer.held, held, ranks):
             one.experts += len(copies)
             one.nbytes += self._move(cast(MovableExperts, layer.weights), copies, len(held) // ranks)
-            layer.place(held)
+            layer.route_to(held)
         one.ms += 1e3 * (time.perf_counter() - start)
         if not self.due and self.world.rank == 0:
             print(one)

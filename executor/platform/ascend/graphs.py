@@ -145,10 +145,10 @@ class AscendGraphs:
         if size not in self.graphs:
             return self._first(size, batch)
         before = self.compiles
-        found = self.graphs[size](batch)
+        output = self.graphs[size](batch)
         if self.compiles != before:
             report(f"the graph of {size[0]} sequences was compiled again", self.settings.strict)
-        return found
+        return output
 
     def _with_places(self, batch: Batch) -> Batch:
         """`batch` with the tables of states that graphs take."""
@@ -190,9 +190,9 @@ class AscendGraphs:
                 step, config=config, dynamic=True, cache_dir=str(entry.folder), ge_cache=in_ge
             )
             self.graphs[size] = AscendGraph(compiled, batch, self.device, self.calls, in_ge)
-            found = self.graphs[size](batch)
+            output = self.graphs[size](batch)
             entry.seal()
-        return found
+        return output
 
     def _count(self, *_: object) -> None:
         self.compiles += 1

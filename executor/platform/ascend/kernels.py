@@ -37,7 +37,9 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
     """The kernels of equal parts of layers, under names such as `mlp.experts of layers 0-47, 1 to 8 tokens`. Left
     out are routers and the output head, which are always floats."""
     tokens = gemv_tokens(settings, built)
-    found: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # (few, more, why not) -> part of a layer -> layers
+    by_kernels: dict[
+        tuple[str, str, str], dict[str, list[int]]
+    ] = {}  # (few, more, why not) -> part of a layer -> layers
     for path, layer in layers_of(model):
         match = re.search(r"(?:model\.|(.*\.)|)layers\.(\d+)\.(.+)", path)
         if match and isinstance(layer, (Experts, MergedLinear, RowLinear)):
@@ -47,9 +49,9 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
                 raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
             why = why or _why_none(settings, built)
             kernels = (*_kernels(weights, in_planes=not why), why)
-            found.setdefault(kernels, {}).setdefault((match[1] or "") + match[3], []).append(int(match[2]))
+            by_kernels.setdefault(kernels, {}).setdefault((match[1] or "") + match[3], []).append(int(match[2]))
     lines = {}
-    for (few, more, why), parts in found.items():
+    for (few, more, why), parts in by_kernels.items():
         for layers in dict.fromkeys(tuple(numbers) for numbers in parts.values()):
             names = ", ".join(part for part, numbers in parts.items() if tuple(numbers) == layers)
             what = f"{names} of layers {_ranges(layers)}"

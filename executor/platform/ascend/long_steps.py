@@ -50,10 +50,12 @@ class HostExperts(ShadowedExperts):
 class NpuLink(Link):
     """Copies on a stream of its own from the host's experts."""
 
-    def __init__(self, layers: Sequence[HostExperts], slots: ArenaSlots, nodes: ShadowNodes, groups: int, each: int):
-        super().__init__(groups, each)
+    def __init__(
+        self, layers: Sequence[HostExperts], slots: ArenaSlots, nodes: ShadowNodes, groups: int, per_group: int
+    ):
+        super().__init__(groups, per_group)
         self.layers, self.nodes = layers, nodes
-        self.banks = [slots.room(each) for _ in range(groups)]
+        self.banks = [slots.room(per_group) for _ in range(groups)]
         self.stream = torch_npu.npu.Stream()
         self.stream.wait_stream(torch_npu.npu.current_stream())
         self.copied, self.released = ([torch_npu.npu.Event() for _ in range(groups)] for _ in range(2))
@@ -68,8 +70,8 @@ class NpuLink(Link):
             with torch_npu.npu.stream(self.stream):
                 self.released[group].wait()
                 send(
-                    (to[name][place], plane)
-                    for place, expert in enumerate(experts)
+                    (to[name][index], plane)
+                    for index, expert in enumerate(experts)
                     for name, plane in source.planes(expert).items()
                 )
                 self.copied[group].record()
@@ -116,16 +118,16 @@ class LongSteps:
         `longest` in a data-parallel group."""
         first = layers[0]
         self.ops, self.layers, self.places, self.slots, self.nodes = ops, layers, places.numpy(), slots, nodes
-        self.each = group_size(first.slot_bytes, first.count)
+        self.per_group = group_size(first.slot_bytes, first.count)
         groups = group_count(longest, first.slot_bytes, first.count)
-        self.link = NpuLink(layers, slots, nodes, groups, self.each)
+        self.link = NpuLink(layers, slots, nodes, groups, self.per_group)
         self.ring = ExpertRing(self.link, len(layers), first.count, nodes.top_k, costs)
         self.before, self.after, self.sorted = (torch_npu.npu.Event(enable_timing=True) for _ in range(3))
         self.timed = False  # whether `before`, the end of a layer, and `sorted`, the next one's rows, are of this step
         self.job_rows = max(JOB_ROWS, most + 1)
         nodes.prepare_rows(self.job_rows)
         nodes.late = self.link.late
-        slots.prepare(self.each)
+        slots.prepare(self.per_group)
         for layer in (experts.layer for experts in layers):  # the host counts
             counts, hits, times = map(torch.zeros_like, (layer.counts, layer.hits, layer.times))
             aside = replace(layer, counts=counts, hits=hits, times=times)
@@ -147,7 +149,7 @@ class LongSteps:
     def mixture(
         self, experts: HostExperts, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None
     ) -> Tensor:
-        count, first, each = experts.count, first_expert or 0, self.each
+        count, first, per_group = experts.count, first_expert or 0, self.per_group
         local = self._on_host(ids, experts) - first
         local[(local < 0) | (local >= count)] = count
         pairs = np.bincount(local, minlength=count + 1)[:count]
@@ -157,7 +159,7 @@ class LongSteps:
         computed = self.ring.plan(experts.index, pairs)
         rows_of = self.places[experts.index]
         here = np.flatnonzero((rows_of >= 0) & (pairs > 0)).tolist()
-        residents = [here[start : start + each] for start in range(0, len(here), each)]
+        residents = [here[start : start + per_group] for start in range(0, len(here), per_group)]
         copied, first_copied = self.ring.order(experts.index)
         groups = [*copied[:first_copied], *residents, *copied[first_copied:]]
         order = by_group(local, count, [*groups, computed])
@@ -167,8 +169,8 @@ class LongSteps:
         shared = ends[-1] if ends else 0
         jobs = np.full(-(-(used - shared) // self.job_rows) * self.job_rows, -1)
         jobs[: used - shared] = np.repeat(computed, pairs[computed]) + first
-        amounts = [[*pairs[group], *[0] * (each - len(group))] for group in groups]
-        padded = [expert for group in residents for expert in group + group[:1] * (each - len(group))]
+        amounts = [[*pairs[group], *[0] * (per_group - len(group))] for group in groups]
+        padded = [expert for group in residents for expert in group + group[:1] * (per_group - len(group))]
         tokens, back_there, chosen, counts, slots = self._on_device(
             order[:used] // ids.shape[1], back, jobs, np.ravel(amounts), rows_of[padded]
         )
@@ -180,7 +182,7 @@ class LongSteps:
             out[used:] = 0  # experts elsewhere: rows without weight
         if computed:
             torch.ops.umbra.shadow_rows(rows[shared:], chosen, out[shared:used], experts.number, self.nodes.number)
-        slices, given = map(slice, [0, *ends], ends), counts.long().view(-1, each)
+        slices, given = map(slice, [0, *ends], ends), counts.long().view(-1, per_group)
         # The banks come first: asking for the next one releases the last.
         for bank, part, of_each in zip(self._banks(experts.index, slots, first_copied), slices, given, strict=True):
             self._products(rows, out, part, of_each, bank)
@@ -197,7 +199,7 @@ class LongSteps:
         groups."""
         for group, _ in self.ring.groups(layer, first_copied):
             yield self.link.banks[group]
-        for places in slots.split(self.each) if len(slots) else ():
+        for places in slots.split(self.per_group) if len(slots) else ():
             yield self.slots.bank(places)
         for group, _ in self.ring.groups(layer):
             yield self.link.banks[group]
@@ -224,7 +226,7 @@ class LongSteps:
 def by_group(local: Ints, count: int, groups: Sequence[Sequence[int]]) -> Ints:
     """The numbers of pairs, whose experts are `local`, in the order of experts in `groups`; those of others, which are
     `count`, come last."""
-    place = np.full(count + 1, count, np.int16)  # which numpy sorts fastest
+    rank = np.full(count + 1, count, np.int16)  # which numpy sorts fastest
     flat = [expert for group in groups for expert in group]
-    place[flat] = np.arange(len(flat))
-    return np.argsort(place[local], kind="stable")
+    rank[flat] = np.arange(len(flat))
+    return np.argsort(rank[local], kind="stable")

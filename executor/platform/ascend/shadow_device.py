@@ -234,8 +234,8 @@ class AscendDevice(ShadowDevice):
     def withdraw(self, id: ExpertId) -> None:
         self._place(id, -self.slots.nowhere)
 
-    def _place(self, id: ExpertId, place: int) -> None:
-        self.on_host[id] = place
+    def _place(self, id: ExpertId, row: int) -> None:
+        self.on_host[id] = row
         self.changed = True
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:

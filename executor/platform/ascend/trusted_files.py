@@ -29,11 +29,11 @@ def check_own(path: Path, status: os.stat_result) -> None:
 
 def own_files(folder: Path) -> list[Path]:
     """Every file below `folder`, sorted. All of them and all folders are checked."""
-    found = []
+    files = []
     for path in sorted(folder.iterdir()):
         check_own(path, status := path.lstat())
-        found += own_files(path) if stat.S_ISDIR(status.st_mode) else [path]
-    return found
+        files += own_files(path) if stat.S_ISDIR(status.st_mode) else [path]
+    return files
 
 
 def close_to_others(folder: Path) -> None:

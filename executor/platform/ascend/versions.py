@@ -55,38 +55,39 @@ def read_versions(cann_home: Path | None, cann: str | None = None, driver_info: 
     return Versions(_package("torch"), _package("torch_npu"), _read_cann(cann_home) or cann, driver)
 
 
-def check_versions(found: Versions, strict: bool) -> list[str]:
+def check_versions(installed: Versions, strict: bool) -> list[str]:
     """Warnings about versions that could not be checked or are not tested together; with `strict` the latter raise."""
-    unread = [field.name for field in fields(found) if getattr(found, field.name) is None]
+    unread = [field.name for field in fields(installed) if getattr(installed, field.name) is None]
     warnings = [f"the version of {name} could not be read, so it is not checked" for name in unread]
-    row = _row(found)
-    if row and found.cann:
-        warnings += _check_cann(found.cann, row)
-    if found.cann and found.driver:
-        warnings += _check_driver(found.cann, found.driver)
+    row = _row(installed)
+    if row and installed.cann:
+        warnings += _check_cann(installed.cann, row)
+    if installed.cann and installed.driver:
+        warnings += _check_driver(installed.cann, installed.driver)
     if row and row.status != "tested":
         tested = ", ".join(r.release for r in ROWS if r.status == "tested")
-        untested = f"torch_npu {found.torch_npu} with torch {found.torch} is untested: tested is {tested} with {tested}"
+        both = f"torch_npu {installed.torch_npu} with torch {installed.torch}"
+        untested = f"{both} is untested: tested is {tested} with {tested}"
         if strict:
             raise UserError(f"{untested}; install that, or set strict: false")
         warnings.append(untested)
     return warnings
 
 
-def _row(found: Versions) -> TorchNpuRelease | None:
+def _row(installed: Versions) -> TorchNpuRelease | None:
     """The row of the torch_npu found. Refuses a torch_npu without a row, and a torch that does not belong to it."""
-    if not found.torch_npu:
+    if not installed.torch_npu:
         return None
-    row = next((row for row in ROWS if _belongs(found.torch_npu, row.release)), None)
+    row = next((row for row in ROWS if _belongs(installed.torch_npu, row.release)), None)
     if not row:
         raise UserError(
-            f"torch_npu {found.torch_npu} is not supported: supported are "
+            f"torch_npu {installed.torch_npu} is not supported: supported are "
             f"{', '.join(r.release for r in ROWS)}, each with torch of the same number"
         )
-    if found.torch and not _belongs(found.torch, row.release):
+    if installed.torch and not _belongs(installed.torch, row.release):
         raise UserError(
-            f"torch {found.torch} and torch_npu {found.torch_npu} do not belong together: this torch_npu needs torch "
-            f"{row.release}: reinstall one of the two"
+            f"torch {installed.torch} and torch_npu {installed.torch_npu} do not belong together: this torch_npu needs "
+            f"torch {row.release}: reinstall one of the two"
         )
     return row
 
@@ -141,5 +142,5 @@ def _first(path: Path, *patterns: str) -> str | None:
         text = path.read_text(errors="replace")
     except OSError:
         return None
-    found = (re.search(f"^{pattern}", text, re.MULTILINE) for pattern in patterns)
-    return next((match.group(1) for match in found if match), None)
+    matches = (re.search(f"^{pattern}", text, re.MULTILINE) for pattern in patterns)
+    return next((match.group(1) for match in matches if match), None)

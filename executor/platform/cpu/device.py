@@ -86,14 +86,14 @@ class DecodeGraph:
         fixed = batch.having(self.inputs)
         self.tape = Tape()
         with self.tape.capture():
-            self.found = step(fixed)
+            self.output = step(fixed)
 
     def replay(self, batch: Batch) -> Any:
         fields = batch.fields()
         for name, tensor in self.inputs.items():
             tensor.copy_(fields[name])
         self.tape.replay()
-        return self.found
+        return self.output
 
 
 class GraphStep:
@@ -113,5 +113,5 @@ class GraphStep:
         size = (len(batch.paged), *(batch.tokens_per_group or ()), *(batch.wanted_per_group or ()))
         if size not in self.graphs:
             self.graphs[size] = DecodeGraph(self.step, batch)
-            return self.graphs[size].found
+            return self.graphs[size].output
         return self.graphs[size].replay(batch)

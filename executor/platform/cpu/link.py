@@ -20,9 +20,9 @@ class CpuLink(Link):
         size = max(store.blocks.block_bytes for store in stores)
         super().__init__(GROUPS, group_size(size, experts))
         self.stores, self.copier = stores, Copier()
-        self._buffer = native.Buffer(bytes=self.count * self.each * size, team=0)
-        blocks = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.count * self.each * size]
-        self.blocks = blocks.view(self.count, self.each, size)
+        self._buffer = native.Buffer(bytes=self.count * self.per_group * size, team=0)
+        blocks = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.count * self.per_group * size]
+        self.blocks = blocks.view(self.count, self.per_group, size)
         self._tickets: dict[int, list[int]] = {}
 
     def begin(self, group: int, layer: int, experts: Sequence[int]) -> None:

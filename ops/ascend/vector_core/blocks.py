@@ -59,11 +59,11 @@ class BlockLayout:
     def planes(self) -> dict[str, Plane]:
         """Shape and type of each plane, in the order of the block."""
         first = self._matrix("13", self.hidden, 2 * self.inner, self.group)
-        found = first | self._matrix("2", self.inner, self.hidden, self.group2)
+        planes = first | self._matrix("2", self.inner, self.hidden, self.group2)
         if self.biased:
             dtype = bias_type(self.dtype)
-            found |= {"b13": ((2 * self.inner,), dtype), "b2": ((self.hidden,), dtype)}
-        return found
+            planes |= {"b13": ((2 * self.inner,), dtype), "b2": ((self.hidden,), dtype)}
+        return planes
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -94,8 +94,8 @@ class BlockLayout:
             planes = planes_of(rows, group, ordered=name == "2")
             words = planes.words_shape(columns), torch.uint8
             scales = planes.scales_shape(columns), self.dtype
-        found = {f"w{name}": words, f"s{name}": scales}
-        return found | ({f"z{name}": scales} if self.zeros else {})
+        quantised = {f"w{name}": words, f"s{name}": scales}
+        return quantised | ({f"z{name}": scales} if self.zeros else {})
 
     @cached_property
     def _placed(self) -> tuple[dict[str, int], int]:

@@ -57,10 +57,10 @@ def build(out: Path) -> None:
 
 
 def _folder(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         raise UserError(f"no {package} in {sys.executable}: install it there, or set PYTHON to a Python that has it")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def main(arguments: list[str]) -> None:

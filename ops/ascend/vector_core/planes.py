@@ -75,7 +75,7 @@ class Planes:
         own = scales.view(len(scales), self.sections, self.groups).transpose(0, 1)
         return torch.nn.functional.pad(own, (0, self.kept - self.groups))
 
-    def each(self, kept: Tensor) -> Tensor:
+    def spread(self, kept: Tensor) -> Tensor:
         """Scales or zero points (..., sections, N, kept) for each weight, (..., N, K) in the order of planes."""
         lanes = kept[..., : self.groups].repeat_interleave(self.unit, -1)
         lanes = lanes.repeat((1,) * (lanes.dim() - 1) + (self.lanes // lanes.shape[-1],))

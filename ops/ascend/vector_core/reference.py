@@ -110,8 +110,8 @@ def values(w: Tensor, scales: Tensor, zeros: Tensor | None, planes: Planes, dtyp
     """The values (..., N, K) of words, K in the order of planes."""
     nibbles = planes.unpack(w).to(dtype)
     if zeros is not None:
-        nibbles += planes.each(zeros).to(dtype)
-    return nibbles * planes.each(scales).to(dtype)
+        nibbles += planes.spread(zeros).to(dtype)
+    return nibbles * planes.spread(scales).to(dtype)
 
 
 def _grouped(x: Tensor, weight: InPlanes, ids: Tensor, planes: Planes) -> Tensor:

@@ -131,10 +131,10 @@ def _unpacked(case: Case, sketch: Sketch) -> list[PlanLine]:
     if not sizes:
         return []
     experts, hidden, inner = max(sizes, key=math.prod)
-    each = dict(experts=experts, B=sketch.build.dtype.itemsize)
+    of_expert = dict(experts=experts, B=sketch.build.dtype.itemsize)
     return [
-        product("w13 of a layer, unpacked", rows=hidden, columns=2 * inner, **each),
-        product("w2 of a layer, unpacked", rows=inner, columns=hidden, **each),
+        product("w13 of a layer, unpacked", rows=hidden, columns=2 * inner, **of_expert),
+        product("w2 of a layer, unpacked", rows=inner, columns=hidden, **of_expert),
     ]
 
 
@@ -176,13 +176,13 @@ def _guess(sketch: Sketch, batch: Batch, wanted: int, groups: int) -> Batch:
 
 def _fullest(sketch: Sketch, ledger: Ledger, batch: Batch, sequences: int, groups: int) -> Moment:
     """The fullest moment of a prefill step and of the guesses after it, which keep its hidden states."""
-    found = ledger.fullest(sketch.model, _step(sketch), batch)
+    fullest = ledger.fullest(sketch.model, _step(sketch), batch)
     if not sketch.model.guesses:
-        return found
+        return fullest
     guess = _guess(sketch, batch, sequences, groups)
     after = ledger.fullest(sketch.model, sketch.model.guess, guess)
     hidden = PlanLine("hidden states", guess.hidden.nbytes if guess.hidden is not None else 0)
-    return max(found, Moment(f"a guess: {after.name}", [*after.parts, hidden]), key=lambda moment: moment.nbytes)
+    return max(fullest, Moment(f"a guess: {after.name}", [*after.parts, hidden]), key=lambda moment: moment.nbytes)
 
 
 def _rows(case: Case) -> list[int]:

@@ -42,7 +42,7 @@ class CountedShadow:
         ops, in_planes = shadows.ops, not unfit(format, hidden, inner, kind)
         self.layout = BlockLayout.of(inner, hidden, format, ops.dtype, in_planes, kind.biased)
         self.parts = [part.stop - part.start for part in parts_of(count, self.layout.block_bytes)]
-        self.each = group_size(self.layout.block_bytes, count)
+        self.per_group = group_size(self.layout.block_bytes, count)
         self.storages: list[Tensor] = []
         self.nbytes = 0
 
@@ -58,42 +58,42 @@ class CountedShadow:
         ops = self.shadows.ops
         if len(x) > self.shadows.most:
             return self._long(x, ids)
-        sums, here = ops.made("sums of the CPU", x, *x.shape), ops.made("who is resident", ids, self.count)
+        sums, here = ops.new("sums of the CPU", x, *x.shape), ops.new("who is resident", ids, self.count)
         by_pair = self.by_pair(ids.numel())
         whole = by_pair or len(self.parts) == 1
         of_parts = (
             ops.moe(x, weights, ids, self.bank(x, count), first_expert if whole else 0)
             for count in ([ids.numel()] if by_pair else self.parts)
         )
-        total = reduce(lambda total, of_part: ops.made("sums of parts", x, *x.shape), of_parts)
+        total = reduce(lambda total, of_part: ops.new("sums of parts", x, *x.shape), of_parts)
         del total, here, sums
-        return ops.made("sums of both", x, *x.shape)
+        return ops.new("sums of both", x, *x.shape)
 
     def _long(self, x: Tensor, ids: Tensor) -> Tensor:
         """As long_steps.py. All rows may be those of one group."""
         ops, costs, shape = self.shadows.ops, self.shadows.costs, (*ids.shape, x.shape[1])
-        _numbers = ops.made("places of rows", ids, 2, *ids.shape)
-        rows, out = (ops.made(f"rows {which} experts", x, *shape) for which in ("for", "from"))
-        bank = self.bank(x, self.each)
-        ordered = ops.made("rows in the order of planes", rows, *shape) if self.layout.in_planes else rows
+        _numbers = ops.new("places of rows", ids, 2, *ids.shape)
+        rows, out = (ops.new(f"rows {which} experts", x, *shape) for which in ("for", "from"))
+        bank = self.bank(x, self.per_group)
+        ordered = ops.new("rows in the order of planes", rows, *shape) if self.layout.in_planes else rows
         _made = costs.products(ordered, bank)
         del bank, rows, ordered, _made
         if costs.routing == "tp":
             out = costs.weighted(out, out)
-        return ops.made("sums over experts", out, *x.shape)
+        return ops.new("sums over experts", out, *x.shape)
 
     def bank(self, x: Tensor, count: int) -> CountedBank:
         """As `ArenaSlots.bank` makes it."""
-        made, rows = self.shadows.ops.made, count * self.layout.block_bytes // PLACE
-        each = made("blocks of a bank's rows", x, rows, dtype=torch.int32)
-        index = made("rows of a bank", each, rows)
-        del each
+        new, rows = self.shadows.ops.new, count * self.layout.block_bytes // PLACE
+        blocks = new("blocks of a bank's rows", x, rows, dtype=torch.int32)
+        index = new("rows of a bank", blocks, rows)
+        del blocks
         dtype = torch.int8 if self.layout.int8 else torch.uint8
-        bank = made("experts out of their slots", index, rows * PLACE, dtype=dtype)
+        bank = new("experts out of their slots", index, rows * PLACE, dtype=dtype)
         del index
         planes = self.layout.planes.values()
         cut = [
-            made("planes, cut", x, count, *shape, dtype=dtype)
+            new("planes, cut", x, count, *shape, dtype=dtype)
             for shape, dtype in planes
             if prod(shape) * dtype.itemsize % PLACE
         ]
@@ -126,25 +126,25 @@ class CountedShadows:
         return sum(layer.count * layer.layout.block_bytes for layer in self.layers)
 
     def _pairs(self, rows: Sequence[int]) -> list[int]:
-        return [self.groups * each * self.top_k for each in rows]
+        return [self.groups * tokens * self.top_k for tokens in rows]
 
     def banks(self, rows: Sequence[int]) -> set[int]:
         """The experts of banks that are gathered, if decode steps have `rows` tokens of each data-parallel group."""
         first, pairs, banks = self.layers[0], self._pairs(rows), set[int]()
-        for each in pairs:
-            banks |= {each} if first.by_pair(each) else {*first.parts}
-        return banks | ({first.each} if self.most < sys.maxsize else set())
+        for wanted in pairs:
+            banks |= {wanted} if first.by_pair(wanted) else {*first.parts}
+        return banks | ({first.per_group} if self.most < sys.maxsize else set())
 
     def tables(self, rows: Sequence[int]) -> list[PlanLine]:
         """Returns the memory that steps read beside the arena: tables, and experts that long steps copy."""
-        first, each = self.layers[0], self.layers[0].layout.block_bytes // PLACE
+        first, block_rows = self.layers[0], self.layers[0].layout.block_bytes // PLACE
         parts = [
             product("first rows of experts", layers=len(self.layers), experts=first.count, B=4),
-            product("rows of banks", tables=2, rows=sum(self.banks(rows)) * each, B=4),
+            product("rows of banks", tables=2, rows=sum(self.banks(rows)) * block_rows, B=4),
             product("pairs of tokens and experts", pairs=sum(self._pairs(rows)), B=4),
         ]
         if self.most < sys.maxsize:
             size = sum(prod(shape) * dtype.itemsize for shape, dtype in first.layout.planes.values())
             groups = group_count(self.longest, first.layout.block_bytes, first.count)
-            parts.append(product("experts copied for prompts", groups=groups, experts=first.each, B=size))
+            parts.append(product("experts copied for prompts", groups=groups, experts=first.per_group, B=size))
         return parts

@@ -219,7 +219,7 @@ def test_a_conversation_is_found_again_and_other_salts_find_nothing() -> None:
 
 def test_prompts_are_expanded_as_decided_at_their_first_admission() -> None:
     """Behind a cached prefix only long ones are."""
-    scheduler = Scheduler(Limits(2, 100, 4, prefixes=True, expansion=Expansion(saved=1, made=8)))
+    scheduler = Scheduler(Limits(2, 100, 4, prefixes=True, expansion=Expansion(saved=1, spent=8)))
     alone = run_alone(scheduler, 0, range(17), 1), run_alone(scheduler, 1, [9] * 16, 1)
     behind = [run_alone(scheduler, 2 + rows, [*range(16), *[rows] * rows], 1) for rows in (11, 12)]
     assert [(s.cached_tokens, s.expanded) for s in (*alone, *behind)] == [(0, 17), (0, 0), (16, 0), (16, 28)]
