@@ -3,5 +3,9 @@
 from umbra.executor.config.device import DeviceFacts
 from umbra.models.registry import load
 
-ROWS = {"cpu": "umbra.executor.platform.cpu", "ascend": "umbra.executor.platform.ascend"}
+ROWS = {
+    "cpu": "umbra.executor.platform.cpu",
+    "ascend": "umbra.executor.platform.ascend",
+    "cuda": "umbra.executor.platform.cuda",
+}
 PLATFORMS: dict[str, DeviceFacts] = {name: load(f"{folder}.facts:FACTS") for name, folder in ROWS.items()}

@@ -79,7 +79,7 @@ def test_a_quantised_format_and_what_it_leaves_out(tmp_path: Path, capsys: pytes
     facts = json.loads((tmp_path / "facts.json").read_text())
     found = facts["quantization"]
     assert (found["bits"], found["group_size"], found["zero_points"]) == (4, 32, True)
-    assert found["kept_by"] == ["cpu", "ascend"]
+    assert found["kept_by"] == ["cpu", "ascend", "cuda"]
     assert found["excluded"] == [GATES, HEAD]
     assert facts["problems"] == []
     assert facts["total"]["tensor_nbytes"] == data_bytes(folder)

@@ -1,0 +1,1 @@
+"""A CUDA GPU as a device."""

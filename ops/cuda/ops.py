@@ -1,0 +1,168 @@
+"""The ops of ops/interface.py on a GPU: products by PyTorch, the rest by kernels/ where `kernels` is set, else by what
+the ops mean.
+
+What a captured step calls never waits for the device: no size depends on values."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from umbra.ops import reference
+from umbra.ops.cpu import ops as cpu
+from umbra.ops.cuda.layout import CudaLayout
+from umbra.ops.cuda.unpack import biases, unpacked
+from umbra.ops.cuda.weights import BlockExperts, FloatHeads, FloatMatrix
+from umbra.ops.interface import Heads, LatentCache, LatentNorm, Paged, Recurrent
+from umbra.ops.sampling import Choice
+
+UNPACKED = 1 << 28  # most elements of matrices that are unpacked at a time
+
+
+class CudaOps(CudaLayout):
+    """With `kernels`, Triton's kernels compute what PyTorch has no fused op for; mixtures of at most `gemv_tokens`
+    tokens are computed row by row, from the experts' blocks."""
+
+    def __init__(self, dtype: torch.dtype, kernels: bool, gemv_tokens: int = 8):
+        super().__init__(dtype)
+        self.gemv_tokens = gemv_tokens
+        self.kernels: Any = import_module("umbra.ops.cuda.kernels") if kernels else None
+
+    def embedding(self, ids: Tensor, table: Tensor | FloatMatrix, first_id: int | None) -> Tensor:
+        rows = table.data if isinstance(table, FloatMatrix) else table
+        if first_id is None:
+            return F.embedding(ids, rows)
+        return reference.embedding(ids, rows, first_id)
+
+    def linear(self, x: Tensor, weight: FloatMatrix, bias: Tensor | None) -> Tensor:
+        y = F.linear(x.to(torch.promote_types(x.dtype, weight.data.dtype)), weight.data)
+        return y if bias is None else (y + bias).to(y.dtype)
+
+    def head_linear(self, x: Tensor, weights: FloatHeads) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), weights.data.transpose(1, 2)).transpose(0, 1)
+
+    rms_norm, add_rms_norm = staticmethod(reference.rms_norm), staticmethod(reference.add_rms_norm)
+    rope, write_kv = staticmethod(reference.rope), staticmethod(reference.write_kv)
+    silu_mul = staticmethod(reference.silu_mul)
+
+    def split_rms_norm(
+        self,
+        parts: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        counts: Sequence[int],
+        eps: float,
+        total: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        squares = total(torch.stack([x.float().square().sum(-1) for x in parts]))  # (parts, T)
+        return [
+            (x.float() * torch.rsqrt(square / count + eps)[:, None] * weight.float()).to(x.dtype)
+            for x, square, weight, count in zip(parts, squares.unbind(), weights, counts, strict=True)
+        ]
+
+    def norm_rope_write(
+        self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
+    ) -> Tensor:
+        return reference.norm_rope_write(qkv, heads, k_cache, v_cache, slot_mapping, None)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        paged: Paged,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        attend = self.kernels.attention if self.kernels else reference.attention
+        out: Tensor = attend(q, k_cache, v_cache, paged, scale, window, sinks)
+        return out
+
+    write_latents = staticmethod(reference.write_latents)
+
+    def rope_write_latents(
+        self, q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentCache, slot_mapping: Tensor
+    ) -> Tensor:
+        return reference.rope_write_latents(q, rows, norm, cache, slot_mapping)
+
+    def latent_attention(self, q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
+        attend = self.kernels.latent_attention if self.kernels else reference.latent_attention
+        out: Tensor = attend(q, q_rotary, cache, paged, scale)
+        return out
+
+    def expanded_attention(
+        self,
+        q: Tensor,
+        q_rotary: Tensor,
+        cache: LatentCache,
+        keys: FloatHeads,
+        values: FloatHeads,
+        paged: Paged,
+        scale: float,
+    ) -> Tensor:
+        """In the absorbed form, whose products are larger but need no keys and values of their own."""
+        latents = torch.einsum("thk,hnk->thn", q, keys.data)
+        attended = self.latent_attention(latents.contiguous(), q_rotary, cache, paged, scale)
+        return torch.einsum("thn,hvn->thv", attended, values.data)
+
+    add_gated, sigmoid_mul = staticmethod(reference.add_gated), staticmethod(reference.sigmoid_mul)
+    gated_rms_norm = staticmethod(reference.gated_rms_norm)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
+        convolve = self.kernels.causal_conv if self.kernels else reference.causal_conv
+        out: Tensor = convolve(x, weight, states, recurrent)
+        return out
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        inputs: Tensor,
+        recurrent: Recurrent,
+    ) -> Tensor:
+        rule = self.kernels.gated_delta_rule if self.kernels else reference.gated_delta_rule
+        out: Tensor = rule(qkv, a, b, rates, dt_bias, states, inputs, recurrent)
+        return out
+
+    route_softmax, route_sigmoid = staticmethod(reference.route_softmax), staticmethod(reference.route_sigmoid)
+    argmax = staticmethod(reference.argmax)
+
+    def sample(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+        """On the host, whose native kernel needs less time than the launches of a sort and a cumulative sum would."""
+        return cpu.sample(logits.float().cpu(), choices).to(logits.device)
+
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts, first_expert: int | None) -> Tensor:
+        if self.kernels and len(x) <= self.gemv_tokens:
+            bank = experts.shape, experts.data, experts.places
+            out: Tensor = self.kernels.mixture(x, weights, ids, *bank, first_expert or 0)
+            return out
+        return grouped(x, weights, ids, experts, first_expert)
+
+
+def grouped(x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts, first_expert: int | None) -> Tensor:
+    """The mixture expert by expert, with matrices that are unpacked to the type of `x`, some experts at a time."""
+    shape, first = experts.shape, first_expert or 0
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    here = [i - first for i in ids.unique().tolist() if first <= i < first + experts.count]
+    each = max(1, UNPACKED // (3 * shape.inner * shape.hidden))
+    for some in (here[at : at + each] for at in range(0, len(here), each)):
+        blocks = experts.data[some]
+        w13, w2 = (unpacked(blocks, shape, name).to(x.dtype) for name in shape.shapes)
+        b13, b2 = (biases(blocks, shape, name) for name in shape.shapes)
+        for i, expert in enumerate(some):
+            rows, columns = (ids == expert + first).nonzero(as_tuple=True)
+            both = F.linear(x[rows], w13[i]).float()
+            both = both if b13 is None else both + b13[i]
+            gate, up = both.unflatten(1, (-1, 2, 16)).unbind(2)  # 16 rows of each in turn
+            hidden = reference.gated(torch.cat((gate.flatten(1), up.flatten(1)), 1), experts.kind)
+            y = F.linear(hidden.to(x.dtype), w2[i]).float()[:, : x.shape[1]]
+            y = y if b2 is None else y + b2[i, : x.shape[1]]
+            out.index_add_(0, rows, y * weights[rows, columns, None].float())
+    return out.to(x.dtype)

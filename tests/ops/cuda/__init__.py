@@ -1,0 +1,1 @@
+"""Tests of the ops on a GPU that need none."""
