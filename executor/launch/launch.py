@@ -160,6 +160,8 @@ def run_ranks(
         cause = Cause(f"{who or 'this job'} was told to end by {error.sigval.name}", 128 + error.sigval)
     except DistError as error:
         cause = Cause(f"the launchers' store: {error}", follows=True)
+    finally:
+        rendezvous.shutdown()  # ends its thread, which could otherwise be the one that collects it, and join itself
     return nodes.end(cause) if nodes else cause
 
 
