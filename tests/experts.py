@@ -27,7 +27,7 @@ def fill_experts(count: int, inner: int, hidden: int, kind: ExpertKind, *places:
     for expert in range(count):
         for which, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             part, bias = torch.randn(rows, columns) / columns**0.5, torch.randn(rows)
-            for place in places:
-                place.fill(expert, which, part)
+            for target in places:
+                target.fill(expert, which, part)
                 if kind.biased:
-                    place.fill_bias(expert, which, bias)
+                    target.fill_bias(expert, which, bias)

@@ -45,8 +45,8 @@ def stacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     stacks: dict[str, list[Tensor]] = {}
     for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
         tensor = tensors[name]
-        if found := EXPERT.fullmatch(name):
-            stacks.setdefault(found[1] + found[2], []).append(tensor)
+        if match := EXPERT.fullmatch(name):
+            stacks.setdefault(match[1] + match[2], []).append(tensor)
         elif ".experts.gate_up_proj" in name:
             rows = tensor if name.endswith("bias") else tensor.mT
             for first, which in enumerate(("gate", "up")):
@@ -107,7 +107,7 @@ def latent(tensors: dict[str, Tensor], config: dict[str, Any], family: str) -> I
 
 
 def _named(which: str) -> Callable[[re.Match[str]], str]:
-    return lambda found: f"{which}_proj.{'bias' if found[1] else 'weight'}"
+    return lambda match: f"{which}_proj.{'bias' if match[1] else 'weight'}"
 
 
 def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name: "F32", split: int = 0) -> Path:

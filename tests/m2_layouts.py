@@ -118,7 +118,7 @@ def write_shards(to: Path, config: dict[str, Any], tensors: dict[str, Tensor], c
     (to / "config.json").write_text(json.dumps(config))
     places = {name: f"model-{i % count:05d}-of-{count:05d}.safetensors" for i, name in enumerate(sorted(tensors))}
     for file in set(places.values()):
-        save_file({name: tensors[name] for name, place in places.items() if place == file}, to / file)
+        save_file({name: tensors[name] for name, shard in places.items() if shard == file}, to / file)
     save_file({"model.norm.weight": torch.zeros(3), "stray": torch.zeros(1)}, to / "model-00003-of-00003.safetensors")
     (to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 

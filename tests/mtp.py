@@ -62,13 +62,13 @@ class Oracle:
     def guesses(self, ids: list[int], depth: int) -> list[tuple[Tensor, int]]:
         """`depth` guesses of what follows `ids`, with their logits."""
         hidden = self.main.model(torch.tensor([ids[:-1]])).last_hidden_state
-        found, known = list[tuple[Tensor, int]](), ids[1:]
+        guessed, known = list[tuple[Tensor, int]](), ids[1:]
         for _ in range(depth):
             after = self.mtp.forward_layer(
                 0, hidden, torch.arange(len(known))[None], None, input_ids=torch.tensor([known])
             )
             logits = self.main.lm_head(after[0, -1])
-            found.append((logits, int(logits.argmax())))
+            guessed.append((logits, int(logits.argmax())))
             hidden = torch.cat((hidden, after[:, -1:]), 1)
-            known = [*known, found[-1][1]]
-        return found
+            known = [*known, guessed[-1][1]]
+        return guessed

@@ -70,17 +70,17 @@ class Node:
 
     def processes(self) -> dict[int, dict[str, str]]:
         """The environment of every process on this node but its first, by process id as seen from here."""
-        found, own = {}, os.readlink(f"/proc/{self.first}/ns/pid")
+        environments, own = {}, os.readlink(f"/proc/{self.first}/ns/pid")
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and int(entry.name) != self.first and os.readlink(entry / "ns/pid") == own:
                     pairs = [p.split("=", 1) for p in (entry / "environ").read_bytes().decode().split("\0") if "=" in p]
-                    found[int(entry.name)] = dict(pairs)
-        return found
+                    environments[int(entry.name)] = dict(pairs)
+        return environments
 
     def ranks(self) -> dict[int, int]:
         """The process id, seen from here, of each rank that runs on this node."""
-        return {int(found["RANK"]): pid for pid, found in self.processes().items() if "RANK" in found}
+        return {int(environment["RANK"]): pid for pid, environment in self.processes().items() if "RANK" in environment}
 
     def logs(self, case: str) -> str:
         """Returns the logs that this node's ranks of a case have written."""
@@ -152,13 +152,13 @@ def cluster(count: int, folder: Path) -> Iterator[Cluster]:
     (ROOT / "results").mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
-            made = Cluster(folder, stack, hold(stack, ["unshare", "--net"]).pid)
-            made.switch("ip", "link", "add", "bridge", "type", "bridge")
-            made.switch("ip", "link", "set", "bridge", "up")
-            made.nodes += [made.new_node(rank) for rank in range(count)]
+            nodes = Cluster(folder, stack, hold(stack, ["unshare", "--net"]).pid)
+            nodes.switch("ip", "link", "add", "bridge", "type", "bridge")
+            nodes.switch("ip", "link", "set", "bridge", "up")
+            nodes.nodes += [nodes.new_node(rank) for rank in range(count)]
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"nodes in namespaces are not permitted here: {getattr(error, 'stderr', '') or error}".strip())
-        yield made
+        yield nodes
 
 
 def hold(stack: contextlib.ExitStack, namespaces: list[str]) -> "subprocess.Popen[str]":
@@ -180,10 +180,10 @@ def run(*command: str) -> None:
 def until(condition: Callable[[], Found], within_s: float = 300.0) -> Found:
     """Waits until `condition` holds. -> what it found"""
     deadline = time.monotonic() + within_s
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return found
+    return result
 
 
 def parent(pid: int) -> int:

@@ -68,30 +68,30 @@ def awq_meaning(name: str, tensors: dict[str, Tensor]) -> Tensor:
 def gptq(w: Tensor, group: int, bits: int, symmetric: bool, ordered: bool = False) -> Written:
     """`ordered`: the columns are quantised in another order than they are stored in."""
     group, columns = w.shape[1] if group < 0 else group, w.shape[1]
-    place = torch.randperm(columns) if ordered else torch.arange(columns)
-    levels, scales, zeros = levels_of(w[:, place.argsort()], group, bits, symmetric)
+    group_of = torch.randperm(columns) if ordered else torch.arange(columns)
+    levels, scales, zeros = levels_of(w[:, group_of.argsort()], group, bits, symmetric)
     zeros = zeros.clamp(min=1)  # the format stores them less one
     shifts = list(range(0, 32, bits))
-    tensors: dict[str, Any] = {"qweight": packed(levels[:, place], shifts).T, "qzeros": packed(zeros.T - 1, shifts)}
-    tensors |= {"scales": scales.T, "g_idx": (place // group).int()}
-    return tensors, meaning(levels, scales, zeros)[:, place]
+    tensors: dict[str, Any] = {"qweight": packed(levels[:, group_of], shifts).T, "qzeros": packed(zeros.T - 1, shifts)}
+    tensors |= {"scales": scales.T, "g_idx": (group_of // group).int()}
+    return tensors, meaning(levels, scales, zeros)[:, group_of]
 
 
 def pack_quantized(w: Tensor, group: int, bits: int, symmetric: bool, ordered: bool = False) -> Written:
     group, columns = w.shape[1] if group < 0 else group, w.shape[1]
-    place = torch.randperm(columns) if ordered else torch.arange(columns)
-    levels, scales, zeros = levels_of(w[:, place.argsort()], group, bits, symmetric)
+    group_of = torch.randperm(columns) if ordered else torch.arange(columns)
+    levels, scales, zeros = levels_of(w[:, group_of.argsort()], group, bits, symmetric)
     middle = 1 << (bits - 1)
     tensors = {
-        "weight_packed": pack_to_int32((levels[:, place] - middle).to(torch.int8), bits),
+        "weight_packed": pack_to_int32((levels[:, group_of] - middle).to(torch.int8), bits),
         "weight_shape": torch.tensor(w.shape),
         "weight_scale": scales,
     }
     if not symmetric:
         tensors["weight_zero_point"] = pack_to_int32((zeros - middle).to(torch.int8), bits, packed_dim=0)
     if ordered:
-        tensors["weight_g_idx"] = (place // group).int()
-    return tensors, meaning(levels, scales, zeros)[:, place]
+        tensors["weight_g_idx"] = (group_of // group).int()
+    return tensors, meaning(levels, scales, zeros)[:, group_of]
 
 
 def int_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
@@ -242,8 +242,8 @@ def mxfp4_tiny(model: Path, to: Path) -> Path:
 def nested(kind: str, rows: int, columns: int, group: int = 256) -> Nested:
     """Random rows in one of GGUF's formats whose scales have scales, of weights below 4."""
     bits = {"q5_k": 5, "q6_k": 6}.get(kind, 4)
-    lowest, each, top = (0, 32, 64) if kind in ("q4_k", "q5_k") else (-128, 16, 128) if bits == 6 else (-32, 32, 32)
-    scales = torch.randint(lowest, top, (rows, columns // each)).to(torch.int8)
+    lowest, unit, top = (0, 32, 64) if kind in ("q4_k", "q5_k") else (-128, 16, 128) if bits == 6 else (-32, 32, 32)
+    scales = torch.randint(lowest, top, (rows, columns // unit)).to(torch.int8)
     d = torch.rand(rows, columns // group).half() / (1024 if bits > 4 else 512)
     levels = torch.randint(1 << bits, (rows, columns), dtype=torch.uint8)
     if lowest:

@@ -55,8 +55,8 @@ def join_once() -> None:
     distributed.init_process_group("gloo")
     distributed.init_process_group = lambda *_, **__: None
     new_group = distributed.new_group
-    made = functools.cache(lambda *ids: new_group(list(ids)))
-    distributed.new_group = lambda ids, **_: made(*ids)
+    group_of = functools.cache(lambda *ids: new_group(list(ids)))
+    distributed.new_group = lambda ids, **_: group_of(*ids)
 
 
 def run_rank(rank: int) -> None:

@@ -52,11 +52,11 @@ def check_node(output: str, expected: NodeEnv, monkeypatch: pytest.MonkeyPatch) 
 def objects(name: str) -> dict[str, list[tuple[str, Any]]]:
     """The objects of a file that is filled in: (name, spec) by kind."""
     text = Template((DEPLOY / name).read_text()).substitute(NNODES=NODES, NPUS=8, CASE="demo_tp8", IMAGE="umbra:1")
-    found: dict[str, list[tuple[str, Any]]] = {}
+    by_kind: dict[str, list[tuple[str, Any]]] = {}
     for item in yaml.safe_load_all(text):
         assert item.keys() == {"apiVersion", "kind", "metadata", "spec"}
-        found.setdefault(item["kind"], []).append((item["metadata"]["name"], item["spec"]))
-    return found
+        by_kind.setdefault(item["kind"], []).append((item["metadata"]["name"], item["spec"]))
+    return by_kind
 
 
 def started(project: Path, pod: dict[str, Any], given: dict[str, str]) -> str:
@@ -89,8 +89,8 @@ for i in $(seq 0 {NODES - 1}); do SLURM_NODEID=$i SLURM_STEP_NUM_NODES={NODES} "
 
 
 def test_indexed_job(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = objects("kubernetes-job.yaml")
-    ((service, net),), ((name, job),) = found["Service"], found["Job"]
+    resources = objects("kubernetes-job.yaml")
+    ((service, net),), ((name, job),) = resources["Service"], resources["Job"]
     pod = job["template"]["spec"]
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", NODES, NODES)
     assert (net["clusterIP"], net["publishNotReadyAddresses"]) == ("None", True)
@@ -119,8 +119,8 @@ def test_volcano_job(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_server(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = objects("kubernetes-server.yaml")
-    ((nets, net), (_, front)), ((name, server),) = found["Service"], found["StatefulSet"]
+    resources = objects("kubernetes-server.yaml")
+    ((nets, net), (_, front)), ((name, server),) = resources["Service"], resources["StatefulSet"]
     labels, pod = server["template"]["metadata"]["labels"], server["template"]["spec"]
     assert (server["replicas"], server["serviceName"], server["podManagementPolicy"]) == (NODES, nets, "Parallel")
     assert (net["clusterIP"], net["publishNotReadyAddresses"]) == ("None", True)

@@ -141,15 +141,15 @@ def names_in(tree: ast.Module) -> set[str]:
 
 def test_names_in_strings_are_there() -> None:
     """Registries name what is imported late as `module:name`."""
-    found = 0
+    names = 0
     for path in SOURCES.values():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 module, colon, name = node.value.partition(":")
                 if colon and name.isidentifier() and module.startswith("umbra."):
                     assert name in names_in(tree_of(SOURCES[module])), node.value
-                    found += 1
-    assert found >= 10
+                    names += 1
+    assert names >= 10
 
 
 def test_no_import_goes_in_a_circle() -> None:
@@ -178,7 +178,7 @@ def test_only_plans_and_what_is_above_take_a_whole_case() -> None:
 
 def test_ascends_libraries_are_imported_in_few_places() -> None:
     for module, own in SOURCES.items():
-        if not any(own.is_relative_to(ROOT / place) for place in ASCEND):
+        if not any(own.is_relative_to(ROOT / path) for path in ASCEND):
             assert not {name.split(".")[0] for name in imports(own)} & {"torch_npu", "torchair"}, module
 
 
@@ -200,6 +200,30 @@ def test_no_function_has_many_parameters() -> None:
                 names = [p.arg for p in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 own = [name for name in names if name not in ("self", "cls")]
                 assert len(own) <= MOST_PARAMETERS, f"{path}: {node.name}"
+
+
+EMPTY_NAMES = {"found", "each", "made", "place"}
+
+
+def names_bound(tree: ast.Module) -> Iterator[str]:
+    """The names that the file gives: to variables, fields, attributes, parameters, functions and in imports."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.ExceptHandler(name=str(name)):
+                yield name
+            case ast.alias(asname=str(name)):
+                yield name
+
+
+def test_results_have_names_with_content() -> None:
+    for path in [*SOURCES.values(), *(ROOT / "tests").rglob("*.py")]:
+        assert not (names := EMPTY_NAMES & set(names_bound(tree_of(path)))), (
+            f"{path}: {names} do not say what they hold"
+        )
 
 
 CLAUSE = re.compile(r"(Of|What|Where|Those|That|How|Whether)\b")
@@ -238,11 +262,11 @@ def test_only_a_familys_folder_names_it() -> None:
     """Records, configs and models say what differs between families; other code asks these."""
     words, folders = family_words(), {record.config.rpartition(".")[0] for record in families()}
     wrong = {
-        (module, number, found[0])
+        (module, number, word[0])
         for module, path in SOURCES.items()
         if module not in NAMING_MODULES and not any(is_in(module, room) for room in (*NAMING, *folders))
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if (found := words.search(line))
+        if (word := words.search(line))
     }
     assert not wrong
 

@@ -53,9 +53,9 @@ def member_lines(name: str, member: Any) -> Iterator[str]:
         yield "@property"
         yield f"def {name}(self) -> {in_our_words(member.fget.__doc__).split('-> ')[1].strip()}: ..."
     elif callable(member) and "->" in in_our_words(member.__doc__) and not name.startswith("_pybind"):
-        found = signatures(member)
-        for signature in found:
-            if len(found) > 1:
+        overloads = signatures(member)
+        for signature in overloads:
+            if len(overloads) > 1:
                 yield "@overload"
             yield f"def {re.sub(r'self: [^,)]+', 'self', signature)}: ..."
 

@@ -52,10 +52,10 @@ def build(source: Path, out: Path, flags: tuple[str, ...] = FLAGS) -> Path:
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        made = Path(folder) / out.name
-        if subprocess.run(["g++", *flags, str(source), "-o", str(made), "-ldl"], check=False).returncode:
+        built = Path(folder) / out.name
+        if subprocess.run(["g++", *flags, str(source), "-o", str(built), "-ldl"], check=False).returncode:
             raise UserError(f"{source.name}: g++ could not compile it, see above")
-        os.replace(made, out)
+        os.replace(built, out)
     return out
 
 

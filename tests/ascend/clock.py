@@ -54,7 +54,7 @@ def timed(given: list[str], rates: Rates, cpu: Callable[[int], float]) -> QueueT
 
 
 def _kernel_seconds(text: str, memory: Ranges, rates: Rates) -> float:
-    shapes = [[int(size) for size in found.split(",")] for found in re.findall(r"\(([\d,]+)\)\w", text)]
+    shapes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"\(([\d,]+)\)\w", text)]
     sizes = [end - first for first, end in memory]
     moved, multiplied = sum(sizes), 0
     if "IndexSelect" in text:  # of which only some rows are read
@@ -82,7 +82,7 @@ def races(given: list[str]) -> list[tuple[str, str]]:
             events[rest] = last[stream]
         if memory:
             tasks.append((number, stream, text, memory))
-    found = []
+    unordered = []
     for i, on, copy, to in tasks:
         if not copy.startswith("memcpy async H2D"):
             continue
@@ -90,8 +90,8 @@ def races(given: list[str]) -> list[tuple[str, str]]:
         for j, stream, text, memory in tasks:
             ordered = before[max(i, j)] >> min(i, j) & 1
             if stream != on and not ordered and any(a < end and first < b for a, b in memory):
-                found.append((copy, text))
-    return found
+                unordered.append((copy, text))
+    return unordered
 
 
 def touching(given: list[str], memory: range) -> list[str]:

@@ -31,11 +31,11 @@ def no_rule_is_broken() -> Iterator[None]:
 def numbers_become_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """FakeTensorMode does not see tensors that are made from memory."""
 
-    def made(numbers: Numbers) -> Tensor:
+    def fake_tensor(numbers: Numbers) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64) if detect_fake_mode() else tensor_of(numbers)
 
-    monkeypatch.setattr(layout, "tensor_of", made)
-    monkeypatch.setattr(batching, "tensor_of", made)
+    monkeypatch.setattr(layout, "tensor_of", fake_tensor)
+    monkeypatch.setattr(batching, "tensor_of", fake_tensor)
 
 
 @pytest.fixture

@@ -126,8 +126,8 @@ def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[S
 def node(nodes: ShadowNodes, tokens: int, layer: int, make: Any = ShadowNodes.make_node) -> Node:
     """In place of `ShadowNodes.make_node`: the fake device's memory has no routing, so it is copied beside the buffer
     that the jobs read, in which each token goes to experts 0, 1, 2, ..."""
-    made = make(nodes, tokens, layer)
-    made.read = made.ids
-    made.read.copy_(torch.arange(nodes.top_k, dtype=torch.int32).expand(tokens, -1))
-    made.ids = pinned(made.read.shape, torch.int32, f"layer {layer}")
-    return cast(Node, made)
+    node = make(nodes, tokens, layer)
+    node.read = node.ids
+    node.read.copy_(torch.arange(nodes.top_k, dtype=torch.int32).expand(tokens, -1))
+    node.ids = pinned(node.read.shape, torch.int32, f"layer {layer}")
+    return cast(Node, node)

@@ -21,9 +21,9 @@ def built() -> Path:
     where = Path(sys.prefix) / f"umbra_ascendc-{hashlib.sha256(sources).hexdigest()[:16]}.so"
     if not where.is_file():
         with tempfile.TemporaryDirectory(dir=sys.prefix) as folder:
-            made = Path(folder) / where.name
-            extension.build(made)
-            os.replace(made, where)
+            library = Path(folder) / where.name
+            extension.build(library)
+            os.replace(library, where)
     return where
 
 

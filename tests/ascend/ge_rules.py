@@ -53,28 +53,28 @@ TYPES = {  # the numbers of AscendCL
 
 def broken_rules(program: "GeProgram") -> list[str]:
     """The rules that the nodes of `program` break."""
-    made = {out.source: out for node in program.nodes for out in node.outputs}
+    values = {out.source: out for node in program.nodes for out in node.outputs}
     # 4-bit weights are made from int32; torchair knows no shape of what it copies.
     origin = {f"{node.name}:0": node.inputs[0] for node in program.of("Bitcast", "TensorMove")}
-    found = []
+    broken = []
     for node in program.of(*KERNELS):
         numbers: list[int] = []
-        for listed, value in _arguments(node, made, origin):
+        for listed, value in _arguments(node, values, origin):
             shape = [size if isinstance(size, int) else -1 for size in value.shape or ()]
             numbers += [listed, TYPES[value.dtype], len(shape), *shape]
         array = (ctypes.c_int64 * len(numbers))(*numbers)
         rule = _fake.fake_broken_rule(KERNELS[node.type].encode(), array, len(numbers)).decode()
         if rule:
-            found.append(f"{node.name}: {rule}")
-    return found
+            broken.append(f"{node.name}: {rule}")
+    return broken
 
 
-def _arguments(node: "Node", made: dict[str, "Value"], origin: dict[str, str]) -> Iterator[tuple[bool, "Value"]]:
+def _arguments(node: "Node", values: dict[str, "Value"], origin: dict[str, str]) -> Iterator[tuple[bool, "Value"]]:
     """(whether it is a list's member, tensor) of a node's inputs and outputs. Tensors that torchair makes in place of
     absent ones have no shape here."""
     for desc, name in zip(node.proto.input_desc, node.inputs, strict=True):
         if name and not name.endswith(":-1"):
-            value = made[origin.get(name, name)]
+            value = values[origin.get(name, name)]
             if value.shape is not None:
                 yield bool(re.fullmatch(r"\D+\d+", desc.name)) and desc.name not in ("x1", "x2", "r1", "r2"), value
     for value in node.outputs:

@@ -274,11 +274,13 @@ def npu_moe_gating_top_k(a: Given) -> tuple[Tensor, Tensor, Tensor]:
     expect(a.x.dtype in (torch.float32, torch.float16, torch.bfloat16), "gating_top_k: floats")
     expect(a.bias is None or (a.bias.dtype, a.bias.shape) == (a.x.dtype, a.x.shape[1:]), "gating_top_k: a bias as x")
     expect(a.input_ids is None and a.tid2eid is None, "gating_top_k: no table of experts")
-    each, rest = divmod(a.x.shape[1], a.group_count)
-    expect(rest == 0 and 0 < a.k_group <= a.group_count and a.k <= a.k_group * each, "gating_top_k: groups")
-    expect(a.group_select_mode in (0, 1) and each > a.group_select_mode, "gating_top_k: groups by one score or two")
+    per_group, rest = divmod(a.x.shape[1], a.group_count)
+    expect(rest == 0 and 0 < a.k_group <= a.group_count and a.k <= a.k_group * per_group, "gating_top_k: groups")
+    expect(
+        a.group_select_mode in (0, 1) and per_group > a.group_select_mode, "gating_top_k: groups by one score or two"
+    )
     plain = a.group_count in (1, a.x.shape[1]) or a.k_group == a.group_count
-    expect(plain or a.group_count * -(-each // 32) * 32 <= 2048, "gating_top_k: groups in multiples of 32")
+    expect(plain or a.group_count * -(-per_group // 32) * 32 <= 2048, "gating_top_k: groups in multiples of 32")
     expect(a.renorm in (0, 1), "gating_top_k: renormalises or does not")
     expect(a.norm_type in (0, 1), "gating_top_k: softmax or sigmoid")
     scores = a.x.float().sigmoid() if a.norm_type else a.x.float().softmax(-1)
@@ -377,10 +379,10 @@ def int8_products(
     output_dtype: Any = None,
 ) -> Tensor:
     """Multiplies in int8. Rows that belong to no group get sums of 0 and values of NaN."""
-    each = torch.arange(len(matrices)).repeat_interleave(counts)
+    experts = torch.arange(len(matrices)).repeat_interleave(counts)
     sums = torch.zeros(len(x), matrices.shape[-1], dtype=torch.float64)
     for expert, matrix in enumerate(matrices):
-        sums[: len(each)][each == expert] = x[: len(each)][each == expert].double() @ matrix.double()
+        sums[: len(experts)][experts == expert] = x[: len(experts)][experts == expert].double() @ matrix.double()
     if scale is None or per_token_scale is None:
         expect(output_dtype in (torch.int32, 3), "grouped_matmul: sums of integers are int32")
         return sums.int()
@@ -389,9 +391,9 @@ def int8_products(
     expect(scale[0].dtype == own and per_token_scale[0].dtype == torch.float32, "grouped_matmul: types of scales")
     expect(scale[0].shape == (len(matrices), matrices.shape[-1]), "grouped_matmul: a scale for each column")
     y = x.new_full(sums.shape, torch.nan, dtype=dtype)
-    y[: len(each)] = (sums[: len(each)].float() * scale[0].float()[each] * per_token_scale[0][: len(each), None]).to(
-        dtype
-    )
+    y[: len(experts)] = (
+        sums[: len(experts)].float() * scale[0].float()[experts] * per_token_scale[0][: len(experts), None]
+    ).to(dtype)
     return y
 
 
@@ -421,10 +423,10 @@ def npu_dequant_swiglu_quant(a: Given) -> tuple[Tensor, Tensor]:
     expect(
         a.activate_left and a.quant_mode == 1 and a.swiglu_mode == 0, "dequant_swiglu_quant: gates left, rows rounded"
     )
-    each = torch.arange(len(a.weight_scale)).repeat_interleave(a.group_index)
-    gate, up = (a.x[: len(each)] * a.weight_scale[each] * a.activation_scale[: len(each), None]).chunk(2, -1)
+    experts = torch.arange(len(a.weight_scale)).repeat_interleave(a.group_index)
+    gate, up = (a.x[: len(experts)] * a.weight_scale[experts] * a.activation_scale[: len(experts), None]).chunk(2, -1)
     hidden, scales = (torch.zeros(len(a.x), a.x.shape[1] // 2, dtype=torch.int8), torch.full((len(a.x),), torch.nan))
-    hidden[: len(each)], scales[: len(each)] = rounded(torch.nn.functional.silu(gate) * up)
+    hidden[: len(experts)], scales[: len(experts)] = rounded(torch.nn.functional.silu(gate) * up)
     return hidden, scales
 
 

@@ -32,7 +32,7 @@ class Call:
 def calls_in(source: str, file: str) -> list[Call]:
     """Every `module.npu_*(...)`. An argument without a name, or an op that is passed on uncalled, is refused."""
     tree = ast.parse(source)
-    found, called = [], set()
+    calls, called = [], set()
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and _is_op(node.func)):
             continue
@@ -41,12 +41,12 @@ def calls_in(source: str, file: str) -> list[Call]:
         names = [keyword.arg for keyword in node.keywords]
         if node.args or None in names:
             raise ValueError(f"{where}: {op} has arguments without names")
-        found.append(Call(where, op, frozenset(name for name in names if name)))
+        calls.append(Call(where, op, frozenset(name for name in names if name)))
         called.add(node.func)
     for node in ast.walk(tree):
         if _is_op(node) and node not in called:
             raise ValueError(f"{file}: {ast.unparse(node)} is not called where it is named")
-    return found
+    return calls
 
 
 def all_calls() -> list[Call]:
@@ -61,13 +61,13 @@ def _is_op(node: ast.AST) -> bool:
 def schemas_in(library: bytes, ops: set[str]) -> set[str]:
     """Each overload's schema, as torch prints it."""
     names = "|".join(sorted(ops)).encode()
-    found = set()
+    schemas = set()
     for text in re.findall(rb"(?<!\w)(?:%s)(?:\.\w+)?\([ -~]+\) -> [ -~]+" % names, library):
         try:
-            found.add(printed(text.decode()))
+            schemas.add(printed(text.decode()))
         except RuntimeError:  # a signature for Python, which has other types
             continue
-    return found
+    return schemas
 
 
 def printed(schema: str) -> str:

@@ -102,9 +102,9 @@ def generated(rank: int, folder: Path, family: Family, *overrides: str) -> list[
 def test_every_mode_generates_the_same_tokens(tmp_path: Path, family: Family, dtype: str) -> None:
     modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
     of = f"model_config.dtype={dtype}"
-    found = [run_ranks(generated, 1, tmp_path, family, f"exe_mode={mode}", of)[0] for mode in modes]
-    assert all(tokens == found[0] for tokens in found)
-    assert {token for tokens in found[0] for token in tokens} != {0}
+    runs = [run_ranks(generated, 1, tmp_path, family, f"exe_mode={mode}", of)[0] for mode in modes]
+    assert all(tokens == runs[0] for tokens in runs)
+    assert {token for tokens in runs[0] for token in tokens} != {0}
 
 
 def in_int8_generated(rank: int, folder: Path, mode: str) -> list[list[int]]:
@@ -114,9 +114,9 @@ def in_int8_generated(rank: int, folder: Path, mode: str) -> list[list[int]]:
 @pytest.mark.thorough
 def test_every_mode_generates_the_same_tokens_in_int8(tmp_path: Path) -> None:
     modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
-    found = [run_ranks(in_int8_generated, 1, tmp_path, mode)[0] for mode in modes]
-    assert all(tokens == found[0] for tokens in found)
-    assert {token for tokens in found[0] for token in tokens} != {0}
+    runs = [run_ranks(in_int8_generated, 1, tmp_path, mode)[0] for mode in modes]
+    assert all(tokens == runs[0] for tokens in runs)
+    assert {token for tokens in runs[0] for token in tokens} != {0}
 
 
 def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> tuple[list[str], int]:

@@ -121,12 +121,12 @@ def check(program: GeProgram, family: Family) -> None:
     around = Counter(RmsNorm=1, MatMul=1)  # the first norm, the head
     assert {name: count[name] - around[name] for name in kernels} == {name: 2 * n for name, n in kernels.items()}
     assert not count.keys() & ((WRITES | REPLACED.keys()) - kernels.keys())
-    made = {out.source: out for node in program.nodes for out in node.outputs}
+    values = {out.source: out for node in program.nodes for out in node.outputs}
     own = program.of("UmbraFusedMoeScoresW4a16", "UmbraGemvW4a16")
     assert all(node.proto.attr["float_sums"].b for node in own)
     for node in program.of("UmbraFusedMoeScoresW4a16"):
         assert [desc.name for desc in node.proto.input_desc] == FUSED_INPUTS
-        assert [made[i].shape if i else None for i in node.inputs] == [
+        assert [values[i].shape if i else None for i in node.inputs] == [
             (4, 128),
             (8, 1, 128, 64),
             (8, 1, 128, 8),
@@ -137,14 +137,14 @@ def check(program: GeProgram, family: Family) -> None:
             (4, 8),
             (8,) if family == M2 else None,
         ]
-        types = [made[i].dtype if i else None for i in node.inputs[-2:]]
+        types = [values[i].dtype if i else None for i in node.inputs[-2:]]
         assert types == ([torch.float32] * 2 if family == M2 else [torch.bfloat16, None])
         assert (node.proto.attr["top_k"].i, node.proto.attr["sigmoid"].b) == (3, family == M2)
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, 128), torch.bfloat16)
     for node, inputs, outputs in zip(program.of("UmbraGemvW4a16"), (128, 256) * 2, (512, 128) * 2, strict=True):
         assert [desc.name for desc in node.proto.input_desc] == ["x", "w", "scales", "zeros"]
         kept = (1, outputs, 8)
-        assert [made[i].shape if i else None for i in node.inputs] == [
+        assert [values[i].shape if i else None for i in node.inputs] == [
             (4, inputs),
             (inputs // 128, outputs, 64),
             kept,

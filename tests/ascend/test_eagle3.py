@@ -31,6 +31,6 @@ def answers(rank: int, folder: Path, mode: str) -> tuple[list[list[int]], int]:
 
 @pytest.mark.thorough
 def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
-    found = [run_ranks(answers, 1, tmp_path, mode)[0] for mode in MODES]
-    assert all(run == found[0] for run in found)
-    assert found[0][1] > 50
+    runs = [run_ranks(answers, 1, tmp_path, mode)[0] for mode in MODES]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0][1] > 50

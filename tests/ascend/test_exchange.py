@@ -210,8 +210,8 @@ def test_real_sizes_break_no_rule(tmp_path: Path, model: str, ranks: int) -> Non
         Format("q4", 32, zeros=True),
         *[FORMATS["w8a8"]] * (model != "oss120"),
     ]  # in bfloat16 an expert of 235B has 38 MB
-    for found in run_ranks(real, 2, size, formats, ranks, 32, window):
-        assert found == []
+    for broken in run_ranks(real, 2, size, formats, ranks, 32, window):
+        assert broken == []
 
 
 @pytest.mark.parametrize(("tokens", "taken"), [(0, False), (1, False), (4, False), (5, True), (32, True), (33, False)])

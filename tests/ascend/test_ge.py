@@ -134,8 +134,8 @@ def decode_program(
 def casts(program: GeProgram) -> list[tuple[str, torch.dtype]]:
     """(the type of the node before, the new type) of each cast of a tensor; casts of constants are folded by GE."""
     types = {node.name: node.type for node in program.nodes}
-    found = [(types[node.inputs[0].partition(":")[0]], node.outputs[0].dtype) for node in program.of("Cast")]
-    return [(source, dtype) for source, dtype in found if source not in ("Const", "Range", "Pack")]
+    conversions = [(types[node.inputs[0].partition(":")[0]], node.outputs[0].dtype) for node in program.of("Cast")]
+    return [(source, dtype) for source, dtype in conversions if source not in ("Const", "Range", "Pack")]
 
 
 AROUND = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
@@ -175,12 +175,12 @@ def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
 def test_layers_attend_over_windows_in_turn() -> None:
     """One layer attends over a token and the seven before it, with sinks; the next attends over all before it."""
     program = two_layers(GPT_OSS)
-    nodes, made = program.of("FusedInferAttentionScore"), {out.source: out for out in program.inputs()}
-    found = [[node.proto.attr[name].i for name in ("sparse_mode", "pre_tokens", "next_tokens")] for node in nodes]
-    assert found == [[4, 7, 0], [3, ALL_TOKENS, ALL_TOKENS]]
+    nodes, inputs = program.of("FusedInferAttentionScore"), {out.source: out for out in program.inputs()}
+    windows = [[node.proto.attr[name].i for name in ("sparse_mode", "pre_tokens", "next_tokens")] for node in nodes]
+    assert windows == [[4, 7, 0], [3, ALL_TOKENS, ALL_TOKENS]]
     for node in nodes:
         (sinks,) = (i for i, d in zip(node.inputs, node.proto.input_desc, strict=True) if d.name == "learnable_sink")
-        assert (made[sinks].shape, made[sinks].dtype) == ((8,), torch.bfloat16)
+        assert (inputs[sinks].shape, inputs[sinks].dtype) == ((8,), torch.bfloat16)
 
 
 @pytest.mark.thorough

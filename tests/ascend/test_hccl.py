@@ -30,11 +30,11 @@ def expected(family: Family, split: str, rank: int) -> list[tuple[str, str]]:
     """The collectives of two layers, each with the node that makes its input. MiniMax-M2's norm of queries and keys has
     one all-reduce, where attention is split; only the first rank adds the bias of gpt-oss's attention."""
     if split == "dp":  # a rank's tokens go to all experts: rows, weights, ids
-        made = {
+        makers = {
             QWEN3: ("AddRmsNorm", "MoeGatingTopK", "MoeGatingTopK"),
             M2: ("AddRmsNormCast", "Cast", "MoeGatingTopK"),
         }
-        return [*((GATHER, maker) for maker in made[family]), EXPERTS] * 2
+        return [*((GATHER, maker) for maker in makers[family]), EXPERTS] * 2
     norm = [(SUM, "RealDiv")] if family is M2 else []
     product = "MatMulV2" if family is GPT_OSS and rank == 0 else "MatMul"
     return [(SUM, "MaskedFill"), *[*norm, (SUM, product), EXPERTS] * 2, (GATHER, "MatMul")]
@@ -104,15 +104,15 @@ def prefetched(rank: int, folder: Path) -> list[tuple[str, Shape | None]]:
         generate(runner)
     (program,) = programs
     types = {node.name: node.type for node in program.nodes}
-    made = {out.source: out for node in program.nodes for out in node.outputs}
-    return [(types[node.inputs[1].partition(":")[0]], made[node.inputs[0]].shape) for node in program.of("Cmo")]
+    values = {out.source: out for node in program.nodes for out in node.outputs}
+    return [(types[node.inputs[1].partition(":")[0]], values[node.inputs[0]].shape) for node in program.of("Cmo")]
 
 
 @pytest.mark.thorough
 def test_the_next_layers_projection_is_read_ahead(tmp_path: Path) -> None:
     ascend_case(tmp_path)
-    for found in run_ranks(prefetched, 2, tmp_path):
-        assert found == [("MoeFinalizeRoutingV2", (128, 384))]  # none after the last layer
+    for reads in run_ranks(prefetched, 2, tmp_path):
+        assert reads == [("MoeFinalizeRoutingV2", (128, 384))]  # none after the last layer
 
 
 ODD = [[5, 17, 3, 88], [7], list(range(30, 52))]  # 27 tokens, which two ranks cannot divide

@@ -60,11 +60,11 @@ def attended(ops: Any, step: str, heads: int, widths: tuple[int, int], expanded:
     still, turned = (x.unflatten(1, (heads, -1)) for x in q.split([heads * key, heads * 64], 1))
     rest = turned.contiguous(), parts
     if expanded:
-        found: Tensor = ops.expanded_attention(still, *rest, *matrices, paged, SCALE)
+        values: Tensor = ops.expanded_attention(still, *rest, *matrices, paged, SCALE)
     else:
         sums = ops.latent_attention(ops.head_linear(still, matrices[0]), *rest, paged, SCALE)
-        found = ops.head_linear(sums, matrices[1])
-    return found
+        values = ops.head_linear(sums, matrices[1])
+    return values
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -73,8 +73,8 @@ def test_both_forms_are_the_reference(heads: int, widths: tuple[int, int], step:
     ops = AscendOps(torch.float32, CPU, "fusion_v2")
     wanted = attended(reference, step, heads, widths, False)
     for expanded in (False, True):
-        found = attended(ops, step, heads, widths, expanded)
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        ours = attended(ops, step, heads, widths, expanded)
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
 class Sizes(NamedTuple):
@@ -91,7 +91,7 @@ class Sizes(NamedTuple):
 def test_one_op_before_attention_is_all_of_them() -> None:
     """On the second of two ranks: prompts, expanded, then a decode step over what they wrote."""
     given: dict[str, Tensor] = {}
-    found, rank = [], CountedGroup(1, 2)
+    outs, rank = [], CountedGroup(1, 2)
     for prolog in (False, True):
         ops: Any = AscendOps(torch.bfloat16, CPU, "fusion_v2", can=replace(ALL_ABILITIES, prolog=prolog))
         plain, tiled = Format("bfloat16"), Format("bfloat16", tiled=True)
@@ -116,9 +116,9 @@ def test_one_op_before_attention_is_all_of_them() -> None:
             batch = Batch(count, count, paged, None, None, expanded=Subset(count, paged) if starts[1] > 1 else None)
             x, angles = (torch.randn(len(slots), n, generator=rows) for n in (1024, 32))
             angles = angles.repeat(1, 2)
-            found.append(layer(x.bfloat16(), angles.cos().bfloat16(), angles.sin().bfloat16(), batch))
-        found += layer.attention.caches
-    for ours, wanted in zip(found[4:], found[:4], strict=True):
+            outs.append(layer(x.bfloat16(), angles.cos().bfloat16(), angles.sin().bfloat16(), batch))
+        outs += layer.attention.caches
+    for ours, wanted in zip(outs[4:], outs[:4], strict=True):
         torch.testing.assert_close(ours, wanted, atol=0.02, rtol=0.02)
 
 

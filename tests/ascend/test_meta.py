@@ -71,7 +71,7 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch_npu, "empty_with_format", empty_with_format)
 
-    def made(
+    def checked(
         routing: str = "fusion_v2",
         format: Format | None = None,
         gemv_tokens: int = 0,
@@ -102,7 +102,7 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
                 layer.bind(*(fixed(layer.new_cache(part, 6, 128, BF16, NPU)) for part in range(layer.tensors)))
         return Model(module, ops, pool)
 
-    return made
+    return checked
 
 
 @pytest.mark.parametrize(

@@ -75,22 +75,22 @@ def answers(
     drafts = HalfRight(texts)
     if texts:
         runner.loop.scheduler.drafts = drafts
-    found = [prompt + s.generated for prompt, s in zip(PROMPTS, generate(runner), strict=True)]
+    tokens = [prompt + s.generated for prompt, s in zip(PROMPTS, generate(runner), strict=True)]
     if texts and mode != "eager":
         for graphs in (runner.engine.decode_step, runner.loop.speculation.drafter.captured):  # type: ignore[union-attr]
-            made: Any = graphs
-            assert len(made.graphs) > 1
-    return found, drafts.seen, runner.loop.timings.accepted_tokens
+            captured: Any = graphs
+            assert len(captured.graphs) > 1
+    return tokens, drafts.seen, runner.loop.timings.accepted_tokens
 
 
 @pytest.mark.parametrize("family", thorough_but((GLM, HYBRID, V3), GLM), ids=str)
 @pytest.mark.parametrize("mode", thorough_but(["acl_graph", "npugraph_ex", "ge_graph"], "acl_graph"))
 def test_tokens_are_those_without_drafts(tmp_path: Path, mode: str, family: Family) -> None:
     ((texts, *_),) = run_ranks(answers, 1, tmp_path, "eager", family, [])
-    ((found, guesses, _),) = run_ranks(answers, 1, tmp_path, "eager", family, texts)
-    assert found == texts
-    ((found, again, accepted),) = run_ranks(answers, 1, tmp_path, mode, family, texts)
-    assert (found, again) == (texts, guesses)
+    ((tokens, guesses, _),) = run_ranks(answers, 1, tmp_path, "eager", family, texts)
+    assert tokens == texts
+    ((tokens, again, accepted),) = run_ranks(answers, 1, tmp_path, mode, family, texts)
+    assert (tokens, again) == (texts, guesses)
     assert accepted > 8
 
 
@@ -112,8 +112,8 @@ def served(
     loop = Loop(ascend_runner(case, folder).engine, frozenset(), serving=True)
     if texts:
         loop.scheduler.drafts = HalfRight(texts)
-    (pool,), preempted, found = loop.scheduler.pools, 0, list[list[int]]()
-    prompts = [[(7 * i + 31 * place) % 4000 for place in range(115)] for i in range(3)]
+    (pool,), preempted, tokens = loop.scheduler.pools, 0, list[list[int]]()
+    prompts = [[(7 * i + 31 * position) % 4000 for position in range(115)] for i in range(3)]
     for turn in range(2):
         asked = [
             loop.submit(Request(tuple(ids), SamplingParams(max_tokens=30, **sampling)))
@@ -126,10 +126,10 @@ def served(
         while not loop.idle:
             loop.step()
         prompts = [[*s.ids, *range(95)] for s in asked]
-        found += [s.ids.tolist() for s in asked]
+        tokens += [s.ids.tolist() for s in asked]
         preempted += sum(s.preemptions for s in asked)
     assert all(s.cached_tokens for s in asked)
-    return found, loop.timings.accepted_tokens, preempted
+    return tokens, loop.timings.accepted_tokens, preempted
 
 
 @pytest.mark.thorough
@@ -139,14 +139,14 @@ def test_sampled_tokens_are_too(tmp_path: Path, mode: str, family: Family) -> No
     """With penalties and a grammar, after preemption, and behind cached prefixes. In float16, since draws fall to the
     other side of bfloat16's roundings, which forms of attention and of recurrence differ by."""
     ((texts, _, _),) = run_ranks(served, 1, tmp_path, "eager", family, [])
-    ((found, accepted, preempted),) = run_ranks(served, 1, tmp_path, mode, family, texts)
-    assert found == texts
+    ((tokens, accepted, preempted),) = run_ranks(served, 1, tmp_path, mode, family, texts)
+    assert tokens == texts
     assert (accepted > 20, preempted > 0) == (True, family is GLM)
 
 
 def kernels(lines: list[str]) -> list[str]:
-    found = (line.removeprefix("captured ").split()[0] for line in lines)
-    return [name.removeprefix("aclnn") for name in found if name.startswith("aclnn")]
+    ops = (line.removeprefix("captured ").split()[0] for line in lines)
+    return [name.removeprefix("aclnn") for name in ops if name.startswith("aclnn")]
 
 
 @pytest.mark.parametrize("family", thorough_after(1, [GLM, HYBRID, V3]), ids=str)
@@ -199,9 +199,9 @@ def test_guesses_in_ge_copy_nothing(tmp_path: Path) -> None:
     assert [[out.shape for out in program.outputs()] for program in (first, further)] == [[(4,), (4, 128)]] * 2
     more_nodes = Counter(RmsNorm=2, MatMul=1, ConcatV2=1, ArgMaxV2=1)
     for program, picked in ((first, 2), (further, 0)):
-        found = program.count() - verify.count()
-        found = Counter({name: count for name, count in found.items() if name not in ("Const", "Data")})
-        assert found == more_nodes + Counter(GatherV2=picked)
+        added = program.count() - verify.count()
+        added = Counter({name: count for name, count in added.items() if name not in ("Const", "Data")})
+        assert added == more_nodes + Counter(GatherV2=picked)
         assert not program.of("TensorMove", "Transpose", "Identity", "TensorScatterUpdate")
 
 
@@ -216,8 +216,8 @@ def test_two_ranks(tmp_path: Path, split: str) -> None:
     ascend_case(tmp_path, family=with_layer(GLM))
     ((texts, *_), _) = run_ranks(on_two_ranks, 2, tmp_path, "eager", [], *SPLITS[split])
     for mode in ("acl_graph", "ge_graph"):
-        for found, _, accepted in run_ranks(on_two_ranks, 2, tmp_path, mode, texts, *SPLITS[split]):
-            assert found == texts
+        for tokens, _, accepted in run_ranks(on_two_ranks, 2, tmp_path, mode, texts, *SPLITS[split]):
+            assert tokens == texts
             assert accepted > 8
 
 
@@ -233,8 +233,8 @@ def beside_shadows(rank: int, folder: Path, texts: ListOf[list[int]]) -> tuple[A
 def test_beside_shadow_experts(tmp_path: Path) -> None:
     """The layer's own experts are all on the device."""
     ((texts, *_),) = run_ranks(beside_shadows, 1, tmp_path, [])
-    ((found, _, accepted),) = run_ranks(beside_shadows, 1, tmp_path, texts)
-    assert found == texts
+    ((tokens, _, accepted),) = run_ranks(beside_shadows, 1, tmp_path, texts)
+    assert tokens == texts
     assert accepted > 8
 
 
@@ -259,18 +259,18 @@ def trained(rank: int, folder: Path, mode: str, drafts: bool) -> tuple[list[list
         runner = ascend_runner(load_case(str(path), list(more)), folder)
         if drafts:
             runner.loop.scheduler.drafts = FreeDrafts(3)
-        found = [s.generated for s in generate(runner)]
+        tokens = [s.generated for s in generate(runner)]
     compiles = getattr(runner.engine.decode_step, "compiles", 0)
     cache = [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
-    return found, runner.loop.timings.accepted_tokens, cache, compiles
+    return tokens, runner.loop.timings.accepted_tokens, cache, compiles
 
 
 @pytest.mark.thorough
 def test_a_trained_layer_and_graphs_of_the_next_process(tmp_path: Path) -> None:
     ((plain, *_),) = run_ranks(trained, 1, tmp_path, "eager", False)
-    ((found, accepted, missed, _),) = run_ranks(trained, 1, tmp_path, "acl_graph", True)
+    ((tokens, accepted, missed, _),) = run_ranks(trained, 1, tmp_path, "acl_graph", True)
     ((again, _, hits, compiles),) = run_ranks(trained, 1, tmp_path, "acl_graph", True)
-    assert plain == found == again
+    assert plain == tokens == again
     assert accepted > 8
     assert all("miss" in line for line in missed)
     assert len(hits) == len(missed)

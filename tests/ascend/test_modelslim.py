@@ -32,16 +32,16 @@ def save_int8(family: Family, folder: Path) -> None:
 
 def errors(ours: Any, expected: dict[str, np.ndarray], steps: str) -> list[float]:
     """Returns the errors of logits, relative to their norms."""
-    found = [name for name in expected if name.startswith(steps) and expected[name].size]
-    return [float(np.linalg.norm(ours[n] - expected[n]) / np.linalg.norm(expected[n])) for n in found]
+    compared = [name for name in expected if name.startswith(steps) and expected[name].size]
+    return [float(np.linalg.norm(ours[n] - expected[n]) / np.linalg.norm(expected[n])) for n in compared]
 
 
 @pytest.mark.parametrize("family", [QWEN3, M2, GLM], ids=str)
 def test_logits_are_close_to_those_of_floats(tmp_path: Path, family: Family) -> None:
     save_int8(family, tmp_path)
     expected = logits(tmp_path, ReferenceOnCpu, model="model-floats")
-    found = errors(logits(tmp_path, ascend_on_cpu("fusion_v2"), **BF16), expected, "prefill")
-    assert all(0.005 < error < 0.1 for error in found), found
+    distances = errors(logits(tmp_path, ascend_on_cpu("fusion_v2"), **BF16), expected, "prefill")
+    assert all(0.005 < error < 0.1 for error in distances), distances
 
 
 def on_rank(rank: int, port: int, folder: Path, split: dict[str, int]) -> None:
@@ -65,8 +65,8 @@ def test_two_ranks_equal_one(tmp_path: Path, family: Family, split: dict[str, in
     expected = logits(tmp_path, ascend_on_cpu("fusion_v2"), **BF16)
     for rank in range(2):
         with np.load(tmp_path / f"rank{rank}.npz") as ours:
-            found = errors(ours, expected, steps)
-        assert max(found) < 0.05, found
+            distances = errors(ours, expected, steps)
+        assert max(distances) < 0.05, distances
 
 
 def test_experts_on_the_cpu(tmp_path: Path) -> None:

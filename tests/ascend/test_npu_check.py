@@ -52,9 +52,9 @@ def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_the_operators_pass(run: Run) -> None:
-    found = run("operators")
-    assert len(found) > 20
-    assert {outcome.result for outcome in found.values()} == {PASS}, found
+    outcomes = run("operators")
+    assert len(outcomes) > 20
+    assert {outcome.result for outcome in outcomes.values()} == {PASS}, outcomes
 
 
 @pytest.mark.thorough
@@ -82,22 +82,22 @@ def test_everything_passes(demo: Path, tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_a_fault_is_found_and_named(run: Run, fault: str, stage: str, case: str, text: str, advice: str) -> None:
-    found = run(stage, fault)
-    assert found[case].result == FAIL, found
-    assert text in found[case].text
-    assert advice in found[case].hint
+    outcomes = run(stage, fault)
+    assert outcomes[case].result == FAIL, outcomes
+    assert text in outcomes[case].text
+    assert advice in outcomes[case].hint
 
 
 @pytest.mark.thorough
 def test_after_an_error_of_the_device_the_other_operators_are_checked(run: Run) -> None:
-    found = run("operators", "broken_device")
-    assert {name: o.result for name, o in found.items()} == {
+    outcomes = run("operators", "broken_device")
+    assert {name: o.result for name, o in outcomes.items()} == {
         "rms_norm, small": FAIL,
         "argmax, small": PASS,
         "rms_norm, 30B": FAIL,
         "argmax, 30B": PASS,
     }
-    assert found["rms_norm, small"].text == (
+    assert outcomes["rms_norm, small"].text == (
         "The Inner error is reported / ACL stream synchronize failed, error code is 507015"
     )
-    assert "an address that it must not" in found["rms_norm, small"].hint
+    assert "an address that it must not" in outcomes["rms_norm, small"].hint

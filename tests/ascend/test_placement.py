@@ -41,14 +41,14 @@ def placed(rank: int, folder: Path, *overrides: str) -> Seen:
     case, ranks = started(rank, 2, folder, *SPLIT, "expert_slots=5", "rebalance_steps=3", *overrides)
     runner = ascend_runner(case, folder, ranks)
     prefilled(runner, PROMPTS)
-    found = []
+    steps = []
     for _ in range(5):
         with device_log() as log:
             runner.loop.step()
-        found.append([line for line in log.lines if not line.startswith("synchronize")])
+        steps.append([line for line in log.lines if not line.startswith("synchronize")])
     moved = runner.engine.rebalancing
     assert moved
-    return Seen(found, [layer.held.tolist() for layer, _ in moved.layers], moved.report())
+    return Seen(steps, [layer.held.tolist() for layer, _ in moved.layers], moved.report())
 
 
 def test_experts_move_between_steps(tmp_path: Path) -> None:

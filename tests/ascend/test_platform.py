@@ -28,10 +28,10 @@ def test_a_rank_needs_a_device(tmp_path: Path) -> None:
 def test_graphs_are_asked_for_with_weights_that_stay(mode: str, name: str) -> None:
     config = compiler_config(mode, AscendSettings())
     assert config.mode.value == name
-    found = config.experimental_config
-    assert found.frozen_parameter
-    assert bool(found.tiling_schedule_optimize) == (mode == "ge_graph")
-    assert (found.topology_sorting_strategy.value == "StableRDFS") == (mode == "ge_graph")
+    options = config.experimental_config
+    assert options.frozen_parameter
+    assert bool(options.tiling_schedule_optimize) == (mode == "ge_graph")
+    assert (options.topology_sorting_strategy.value == "StableRDFS") == (mode == "ge_graph")
 
 
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])

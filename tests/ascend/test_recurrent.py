@@ -60,12 +60,12 @@ class Layer:
         out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, drafts, at)
         return out
 
-    def kept(self, place: int) -> tuple[Tensor, Tensor]:
+    def kept(self, number: int) -> tuple[Tensor, Tensor]:
         """A place's state, in the reference's order, and inputs."""
-        state = self.states[place * self.units]
+        state = self.states[number * self.units]
         if self.ops is not reference:
             state = state.reshape(self.heads, self.width, self.depth).mT
-        return state.clone(), self.inputs[place * self.units].clone()
+        return state.clone(), self.inputs[number * self.units].clone()
 
 
 STEPS: list[list[Sequence]] = [
@@ -86,8 +86,8 @@ def test_a_layer_is_the_reference(heads: tuple[int, int], depth: int, width: int
         rows = torch.randn(sum(n for n, *_ in step) + 2, ours.channels + 2 * ours.heads)
         rows[-2:] = torch.nan  # padding
         torch.testing.assert_close(ours.run(rows, *step), wanted.run(rows, *step), atol=1e-5, rtol=1e-5)
-    for place in range(6):
-        for kept, expected in zip(ours.kept(place), wanted.kept(place), strict=True):
+    for number in range(6):
+        for kept, expected in zip(ours.kept(number), wanted.kept(number), strict=True):
             torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
@@ -99,12 +99,12 @@ def test_chunks_of_like_keys_are_exact() -> None:
     qkv = torch.randn(1, 2 * width + heads * width).expand(rows, -1)
     gates = torch.full((rows, heads), -20.0), torch.full((rows, heads), 8.0), torch.full((heads,), 0.01)
     at = Recurrent(torch.tensor([0, rows]), *(torch.tensor([n], dtype=torch.int32) for n in (-1, 0, 0, 0, 0)))
-    ops, found = AscendOps(torch.float32, torch.device("cpu"), "fusion_v2"), []
+    ops, outs = AscendOps(torch.float32, torch.device("cpu"), "fusion_v2"), []
     for implementation in (ops, reference):
         states, drafts = torch.zeros(1, heads, width, width), torch.empty(1, 0, 3 * width + 2 * heads)
         given = qkv.clone(), *gates, torch.zeros(heads), states, drafts, at
-        found.append(implementation.gated_delta_rule(*given))
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+        outs.append(implementation.gated_delta_rule(*given))
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -150,7 +150,9 @@ def test_a_plan_counts_what_is_alive(lengths: list[int]) -> None:
 
     real = alive(AscendOps(torch.bfloat16, torch.device("cpu"), "fusion_v2"))
     planned = alive(CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, AscendCosts))
-    assert all(0.95 * made <= counted <= 1.6 * made for made, counted in zip(real, planned, strict=True))
+    assert all(
+        0.95 * real_bytes <= counted <= 1.6 * real_bytes for real_bytes, counted in zip(real, planned, strict=True)
+    )
 
 
 MIXER = [  # between the norm before and the projection back

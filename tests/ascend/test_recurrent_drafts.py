@@ -62,11 +62,11 @@ class Layer:
         out = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.rates, self.delta, self.inputs, at)
         return out.cpu()[: int(lens.sum())]
 
-    def kept(self, place: int) -> tuple[Tensor, Tensor]:
-        state = self.delta[place * self.units].cpu()
+    def kept(self, number: int) -> tuple[Tensor, Tensor]:
+        state = self.delta[number * self.units].cpu()
         if self.ops is not reference:
             state = state.reshape(HEADS, WIDTH, DEPTH).mT
-        return state, self.conv[place * self.units][: TAPS - 1].cpu()
+        return state, self.conv[number * self.units][: TAPS - 1].cpu()
 
 
 def follows(seed: int, drafts: int, graph: bool) -> None:
@@ -77,25 +77,25 @@ def follows(seed: int, drafts: int, graph: bool) -> None:
     ours = Layer(AscendOps(torch.float32, device, "fusion_v2"), drafts, "npu")
     wanted = Layer(reference, drafts, "cpu")
     live, free = [(0, 0), (1, 0), (2, 0)], list(range(3, PLACES - 1))  # place, pending
-    step: list[tuple[int, ...]] = [(choose.randint(1, 9), -1, place, 0, 0, 0) for place, _ in live]
+    step: list[tuple[int, ...]] = [(choose.randint(1, 9), -1, number, 0, 0, 0) for number, _ in live]
     for number in range(6):
         padding = choose.randint(0, 2)
         rows = torch.randn(sum(n for n, *_ in step) + padding, CHANNELS + 2 * HEADS)
         rows[len(rows) - padding :] = torch.nan
         expected = wanted.run(rows, step, False)
         torch.testing.assert_close(ours.run(rows, step, graph and number > 0), expected, atol=2e-5, rtol=1e-4)
-        for place in {max(write, marked if mark else write) for _, _, write, mark, marked, _ in step}:
-            for mine, right in zip(ours.kept(place), wanted.kept(place), strict=True):
+        for state in {max(write, marked if mark else write) for _, _, write, mark, marked, _ in step}:
+            for mine, right in zip(ours.kept(state), wanted.kept(state), strict=True):
                 torch.testing.assert_close(mine, right, atol=2e-5, rtol=1e-4)
         step = []
-        for i, (place, pending) in enumerate(live):
-            guessed, to = choose.randint(0, drafts), choose.choice([place, free.pop(0)])
+        for i, (state, pending) in enumerate(live):
+            guessed, to = choose.randint(0, drafts), choose.choice([state, free.pop(0)])
             if guessed:
-                step.append((1 + guessed, place, -1, pending + 1, to, pending))
+                step.append((1 + guessed, state, -1, pending + 1, to, pending))
             else:
-                step.append((1, place, to, choose.randint(0, pending), free.pop(0), pending))
+                step.append((1, state, to, choose.randint(0, pending), free.pop(0), pending))
             live[i] = to, choose.randint(0, guessed)
-        free = [place for place in range(PLACES - 1) if place not in [kept for kept, _ in live]]
+        free = [number for number in range(PLACES - 1) if number not in [kept for kept, _ in live]]
 
 
 def all_follow(rank: int) -> None:
@@ -151,9 +151,9 @@ def answers(rank: int, folder: Path, mode: str) -> tuple[list[list[int]], int, i
 @pytest.mark.thorough
 def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
     modes = "eager", "acl_graph", "npugraph_ex", "ge_graph"
-    found = [run_ranks(answers, 1, tmp_path, mode)[0] for mode in modes]
-    assert all(run == found[0] for run in found)
-    assert 20 < found[0][1] < found[0][2]
+    runs = [run_ranks(answers, 1, tmp_path, mode)[0] for mode in modes]
+    assert all(run == runs[0] for run in runs)
+    assert 20 < runs[0][1] < runs[0][2]
 
 
 @pytest.mark.parametrize("mode", thorough_after(1, ["acl_graph", "ge_graph"]))

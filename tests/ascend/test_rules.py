@@ -131,13 +131,13 @@ def layer(size: Size, how: str, routing: str, tokens: int, decode: bool, cann: s
 def delta_net(heads: tuple[int, int], cann: str) -> None:
     """A prompt of 70 rows beside a row, in two steps from a mark; then two rows of a graph and one of padding. So many
     key and value heads of 128, also those of attention of 256 with partial rotation."""
-    device, (keys, values), place = torch.device("npu"), heads, 128 * 128
+    device, (keys, values), state = torch.device("npu"), heads, 128 * 128
     ops = AscendOps(BF16, device, "fusion_v2", can=abilities(cann))
     channels, unit = (2 * keys + values) * 128, 4096
-    arena = torch.zeros(6 * (values * place + 3 * channels + unit), device=device)
-    delta = fixed(arena.as_strided((5 * values * place // unit, values, 128, 128), (unit, place, 128, 1)))
-    conv = fixed(arena.as_strided((len(delta), 3, channels), (unit, channels, 1), values * place))
-    far = values * place // unit + 3 * channels // unit + 1
+    arena = torch.zeros(6 * (values * state + 3 * channels + unit), device=device)
+    delta = fixed(arena.as_strided((5 * values * state // unit, values, 128, 128), (unit, state, 128, 1)))
+    conv = fixed(arena.as_strided((len(delta), 3, channels), (unit, channels, 1), values * state))
+    far = values * state // unit + 3 * channels // unit + 1
     strips = GraphStrips([(conv, fixed(delta[:, 0, :0]), delta)], 3)
     weight, rates = torch.zeros(4, channels, device=device), torch.ones(values, device=device)
     steps = (0, 70, 71), [[-1, far], [0, far], [64, 0], [2 * far, 0], [0, 0]]
@@ -148,17 +148,17 @@ def delta_net(heads: tuple[int, int], cann: str) -> None:
             at = strips.tables(Recurrent(at[0], *(table[None] for table in at[1:])))
             at = Recurrent(at[0].to(device), *(table[0].to(device) for table in at[1:]))
         count = starts[-1]
-        qkvz, ba = made(count, channels + values * 128), made(count, 2 * values)
+        qkvz, ba = tensor(count, channels + values * 128), tensor(count, 2 * values)
         qkv, z = qkvz.split([channels, values * 128], 1)
         qkv = ops.causal_conv(qkv, weight, conv, at)
         y = ops.gated_delta_rule(qkv, ba[:, :values], ba[:, values:], rates, rates, delta, delta[:, 0, :0], at)
-        ops.gated_rms_norm(y, z.unflatten(1, (-1, 128)), made(128), 1e-6)
-        x, norm = made(count, 256), torch.ones(256, device=device)
+        ops.gated_rms_norm(y, z.unflatten(1, (-1, 128)), tensor(128), 1e-6)
+        x, norm = tensor(count, 256), torch.ones(256, device=device)
         ops.add_rms_norm(x, x, norm, 1e-6)
         k_cache, v_cache = (ops.kv_cache(2, PAGE, 1, 256, BF16, device) for _ in "kv")
         places = torch.zeros(count, 2, dtype=torch.int64, device=device)
         of_heads = Heads(1, 1e-6, norm, norm, x, x)
-        q = ops.norm_rope_write(made(count, 4 * 256), of_heads, k_cache, v_cache, places, None)
+        q = ops.norm_rope_write(tensor(count, 4 * 256), of_heads, k_cache, v_cache, places, None)
         block = torch.zeros(len(rows[0]), 1, dtype=torch.int32, device=device)
         ops.attention(q, k_cache, v_cache, Paged(places, block, starts, (70, 9, 9)[: len(block)]), 1.0)
 
@@ -174,18 +174,21 @@ def latents(heads: int, key: int, value: int, cann: str) -> None:
     )
     for starts, lengths in (((0, 1, 2, 3), (300, 1, 7)), ((0, 7, 40), (7, 133))):
         tokens = starts[-1]
-        slots, tables = made(tokens, dtype=torch.int64), torch.zeros(len(lengths), 4, dtype=torch.int32, device=device)
-        paged, wide = Paged(slots, tables, starts, lengths), made(tokens, heads * (key + 64) + 576)
+        slots, tables = (
+            tensor(tokens, dtype=torch.int64),
+            torch.zeros(len(lengths), 4, dtype=torch.int32, device=device),
+        )
+        paged, wide = Paged(slots, tables, starts, lengths), tensor(tokens, heads * (key + 64) + 576)
         q, rows = wide.split([heads * (key + 64), 576], 1)
         still, turning = (part.unflatten(1, (heads, -1)) for part in q.split([heads * key, heads * 64], 1))
-        norm = LatentNorm(1e-6, made(512), made(tokens, 64), made(tokens, 64))
+        norm = LatentNorm(1e-6, tensor(512), tensor(tokens, 64), tensor(tokens, 64))
         turned = ops.rope_write_latents(turning, rows, norm, cache, slots)
-        found = ops.head_linear(ops.latent_attention(ops.head_linear(still, keys), turned, cache, paged, 0.1), values)
+        sums = ops.head_linear(ops.latent_attention(ops.head_linear(still, keys), turned, cache, paged, 0.1), values)
         if tokens > 3:
             if key == 128 and ops.can.prolog:
                 before_latents(7168, heads)
-            assert ops.expanded_attention(still, turned, cache, keys, values, paged, 0.1).shape == found.shape
-        scores = made(tokens, 256, dtype=F32)
+            assert ops.expanded_attention(still, turned, cache, keys, values, paged, 0.1).shape == sums.shape
+        scores = tensor(tokens, 256, dtype=F32)
         ops.route_sigmoid(scores, scores[0], 8, True, 2.5, Groups(8, 4, 2))
         ops.route_softmax(scores[:, :160].contiguous(), 6, False, 16.0, Groups(8, 3, 1))
 
@@ -199,11 +202,11 @@ def guess(hidden: int, vocabulary: int, parts: int, cann: str) -> None:
     head = AscendMatrix(vocabulary, hidden, format, BF16, device)
     tiled(projection)
     tiled(head)
-    x, weight, rows = made(8, hidden), made(hidden), made(3, dtype=torch.int64)
+    x, weight, rows = tensor(8, hidden), tensor(hidden), tensor(3, dtype=torch.int64)
     both = torch.cat([ops.rms_norm(x, weight, 1e-6) for _ in range(parts)], -1)
     y, residual = (of.index_select(0, rows) for of in (ops.linear(both, projection, None), x))
     tokens = ops.argmax(ops.linear(ops.add_rms_norm(y, residual, weight, 1e-6)[0], head, None))
-    made(vocabulary, dtype=torch.int64).index_select(0, tokens)
+    tensor(vocabulary, dtype=torch.int64).index_select(0, tokens)
 
 
 GUESSES = {
@@ -227,7 +230,7 @@ Broken = dict[tuple[str, str, str], list[str]]
 def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
     """The rules that each size, format and routing breaks, and the rule that heads break that are fused."""
     torch_npu.npu.config.allow_internal_format = True
-    found: Broken = {}
+    by_op: Broken = {}
     for name in names:
         for format in FORMATS:
             if FORMATS[format] is W8A8 and SIZES[name] in OSS:
@@ -238,9 +241,9 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
                         layer(SIZES[name], format, routing, tokens, decode, cann)
                         torch.npu.synchronize()
                     except RuntimeError as error:
-                        found.setdefault((name, format, routing), []).append(str(error).splitlines()[0])
+                        by_op.setdefault((name, format, routing), []).append(str(error).splitlines()[0])
                     if rules := violations():
-                        found.setdefault((name, format, routing), []).extend(rules)
+                        by_op.setdefault((name, format, routing), []).extend(rules)
     others = {name: partial(delta_net, of, cann) for name, of in DELTA_NETS.items()}
     others |= {name: partial(latents, *of, cann) for name, of in LATENTS.items()}
     others |= {f"guess of {name}": partial(guess, *of, cann) for name, of in GUESSES.items()}
@@ -249,35 +252,37 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
             steps()
             torch.npu.synchronize()
         except RuntimeError as error:
-            found.setdefault((name, "", ""), []).append(str(error).splitlines()[0])
+            by_op.setdefault((name, "", ""), []).append(str(error).splitlines()[0])
         if rules := violations():
-            found.setdefault((name, "", ""), []).extend(rules)
+            by_op.setdefault((name, "", ""), []).extend(rules)
     try:
         heads()
     except RuntimeError as error:
-        return found, f"{error}\n{violations()[0]}"
-    return found, ""
+        return by_op, f"{error}\n{violations()[0]}"
+    return by_op, ""
 
 
 def on(cann: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Broken, str]:
     """torch_npu asks for the version once, when it is imported; the newest is the fake's own."""
     monkeypatch.setenv("FAKE_CANN_VERSION", cann)
-    (found,) = run_ranks(broken, 1, cann, names, fresh=cann != CANN[-1])
-    return found
+    (answer,) = run_ranks(broken, 1, cann, names, fresh=cann != CANN[-1])
+    return answer
 
 
 @pytest.mark.parametrize("cann", thorough_but(CANN, CANN[-1]))
 def test_real_sizes_break_no_rule(cann: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides 4 bits without zero points on an older CANN, which `check_offsets` refuses; fused heads come with 9.0."""
-    found, of_heads = on(cann, list(SIZES), monkeypatch)
-    refused = {key for key in found if key[1] == "q4"}
-    assert not {key: rules for key, rules in found.items() if key not in refused}
+    broken_rules, of_heads = on(cann, list(SIZES), monkeypatch)
+    refused = {key for key in broken_rules if key[1] == "q4"}
+    assert not {key: rules for key, rules in broken_rules.items() if key not in refused}
     assert bool(refused) == (cann < "9")
-    assert all("antiquantOffset must not be null" in rule for key in refused for rule in found[key] if "OT " in rule)
+    assert all(
+        "antiquantOffset must not be null" in rule for key in refused for rule in broken_rules[key] if "OT " in rule
+    )
     assert ("161002" in of_heads) == ("not in CANN before 9.0" in of_heads) == (cann < "9")
 
 
-def made(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="npu")
 
 
@@ -290,14 +295,14 @@ def grouped(
     bias: torch.Tensor | None = None,
 ) -> None:
     """(8, `inputs`, or as many as `rows`) by four experts of (rows, columns)."""
-    weights = made(4, rows, columns)
+    weights = tensor(4, rows, columns)
     if tiles:
         weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_grouped_matmul(
-        [made(8, inputs or rows)],
+        [tensor(8, inputs or rows)],
         [weights],
         bias=None if bias is None else [bias],
-        group_list=made(counts, dtype=torch.int64),
+        group_list=tensor(counts, dtype=torch.int64),
         split_item=3,
         group_type=0,
         group_list_type=1,
@@ -309,15 +314,15 @@ INT8 = torch.int8
 
 def int8_experts(rows: int = 32, columns: int = 64, scale: torch.dtype = BF16, tiles: bool = True) -> None:
     """Eight rows by the second products of two experts."""
-    weights = made(2, rows, columns, dtype=INT8)
+    weights = tensor(2, rows, columns, dtype=INT8)
     if tiles:
         weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_grouped_matmul(
-        [made(8, rows, dtype=INT8)],
+        [tensor(8, rows, dtype=INT8)],
         [weights],
-        scale=[made(2, columns, dtype=scale)],
-        per_token_scale=[made(8, dtype=F32)],
-        group_list=made(2, dtype=torch.int64),
+        scale=[tensor(2, columns, dtype=scale)],
+        per_token_scale=[tensor(8, dtype=F32)],
+        group_list=tensor(2, dtype=torch.int64),
         split_item=3,
         group_type=0,
         group_list_type=1,
@@ -326,38 +331,38 @@ def int8_experts(rows: int = 32, columns: int = 64, scale: torch.dtype = BF16, t
 
 
 def fused_swiglu(columns: int = 64, counts: torch.dtype = torch.int64, tiles: bool = True) -> None:
-    weights = made(2, 32, columns, dtype=INT8)
+    weights = tensor(2, 32, columns, dtype=INT8)
     if tiles:
         weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-        made(8, 32, dtype=INT8),
+        tensor(8, 32, dtype=INT8),
         [weights],
-        [made(2, columns, dtype=F32)],
-        made(8, dtype=F32),
-        made(2, dtype=counts),
+        [tensor(2, columns, dtype=F32)],
+        tensor(8, dtype=F32),
+        tensor(2, dtype=counts),
         group_list_type=1,
     )
 
 
 def dequant_swiglu(columns: int = 64, scale: torch.dtype = F32) -> None:
     torch_npu.npu_dequant_swiglu_quant(
-        made(8, columns, dtype=torch.int32),
-        weight_scale=made(2, columns, dtype=scale),
-        activation_scale=made(8, dtype=F32),
-        group_index=made(2, dtype=torch.int64),
+        tensor(8, columns, dtype=torch.int32),
+        weight_scale=tensor(2, columns, dtype=scale),
+        activation_scale=tensor(8, dtype=F32),
+        group_index=tensor(2, dtype=torch.int64),
         activate_left=True,
         quant_mode=1,
     )
 
 
 def quant_matmul(inputs: int = 32, bias: torch.dtype = BF16) -> None:
-    weight = torch_npu.npu_format_cast(input=made(32, 64, dtype=INT8), acl_format=FRACTAL_NZ, customize_dtype=None)
+    weight = torch_npu.npu_format_cast(input=tensor(32, 64, dtype=INT8), acl_format=FRACTAL_NZ, customize_dtype=None)
     torch_npu.npu_quant_matmul(
-        made(8, inputs, dtype=INT8),
+        tensor(8, inputs, dtype=INT8),
         weight,
-        made(64, dtype=F32),
-        pertoken_scale=made(8, dtype=F32),
-        bias=made(64, dtype=bias),
+        tensor(64, dtype=F32),
+        pertoken_scale=tensor(8, dtype=F32),
+        bias=tensor(64, dtype=bias),
         output_dtype=BF16,
     )
 
@@ -367,29 +372,31 @@ def ops() -> AscendOps:
 
 
 def attention(page: int = 128, width: int = 128, sinks: torch.Tensor | None = None) -> None:
-    caches = [made(4, width // 16, page, 16) for _ in range(2)]
-    tables = made(2, 2, dtype=torch.int32)
-    ops().attention(made(2, 4, width), caches[0], caches[1], Paged(tables, tables, (0, 1, 2), (9, 9)), 1.0, None, sinks)
+    caches = [tensor(4, width // 16, page, 16) for _ in range(2)]
+    tables = tensor(2, 2, dtype=torch.int32)
+    ops().attention(
+        tensor(2, 4, width), caches[0], caches[1], Paged(tables, tables, (0, 1, 2), (9, 9)), 1.0, None, sinks
+    )
 
 
 def packed_attention(width: int) -> None:
-    cache, tables = made(4, PAGE, width), made(2, 2, dtype=torch.int32)
+    cache, tables = tensor(4, PAGE, width), tensor(2, 2, dtype=torch.int32)
     untiled = AscendOps(BF16, torch.device("npu"), "fusion_v2", can=abilities("8.5.0"))
-    untiled.attention(made(3, 4, width), cache, cache, Paged(tables, tables, (0, 1, 3), (9, 9)), 1.0)
+    untiled.attention(tensor(3, 4, width), cache, cache, Paged(tables, tables, (0, 1, 3), (9, 9)), 1.0)
 
 
 def heads(tokens: int = 2, places: torch.dtype = torch.int64, weights: int = 128) -> None:
     """Writes keys and values for two query heads of 128."""
-    angles, weight = made(tokens, 128), made(weights)
-    caches = [made(1, 8, 128, 16) for _ in "kv"]
+    angles, weight = tensor(tokens, 128), tensor(weights)
+    caches = [tensor(1, 8, 128, 16) for _ in "kv"]
     torch_npu.npu_qkv_rms_norm_rope_cache(
-        made(tokens, 4 * 128),
+        tensor(tokens, 4 * 128),
         weight,
         weight,
         angles,
         angles,
-        made(tokens, dtype=places),
-        made(tokens, 256),
+        tensor(tokens, dtype=places),
+        tensor(tokens, 256),
         *caches,
         qkv_size=[1, tokens, 4, 128],
         head_nums=[2, 1, 1],
@@ -399,22 +406,22 @@ def heads(tokens: int = 2, places: torch.dtype = torch.int64, weights: int = 128
 def dispatch(rows: int = 4, chosen: int = 4, ids: torch.dtype = torch.int32, room: int = 0) -> None:
     """`room` is the number of rows of all ranks that the operator is told of, if not as many as come."""
     torch_npu.npu_moe_distribute_dispatch_v2(
-        made(rows, 1024), made(rows, chosen, dtype=ids), "group", 2, 0, 16, shared_expert_num=0, global_bs=room
+        tensor(rows, 1024), tensor(rows, chosen, dtype=ids), "group", 2, 0, 16, shared_expert_num=0, global_bs=room
     )
 
 
 def combine(weights: torch.dtype = torch.float32, places: int = 128) -> None:
     """Four rows, four of 16 experts for each, on two ranks."""
-    sums = made(4, 4, dtype=torch.int32), made(32 * places, dtype=torch.int32), made(16, dtype=torch.int32)
+    sums = tensor(4, 4, dtype=torch.int32), tensor(32 * places, dtype=torch.int32), tensor(16, dtype=torch.int32)
     torch_npu.npu_moe_distribute_combine_v2(
-        made(32, 1024), *sums, made(4, 4, dtype=weights), "group", 2, 0, 16, shared_expert_num=0
+        tensor(32, 1024), *sums, tensor(4, 4, dtype=weights), "group", 2, 0, 16, shared_expert_num=0
     )
 
 
 def split_attention(width: int = 512, heads: int = 2, rotary: int = 64, page: int = 128) -> None:
     """Over latents of `width` columns and their rotated keys."""
-    cache, tables = (made(4, page, width), made(4, page, rotary)), made(2, 2, dtype=torch.int32)
-    paged, rows = Paged(tables, tables, (0, 1, 2), (9, 9)), (made(2, heads, width), made(2, heads, rotary))
+    cache, tables = (tensor(4, page, width), tensor(4, page, rotary)), tensor(2, 2, dtype=torch.int32)
+    paged, rows = Paged(tables, tables, (0, 1, 2), (9, 9)), (tensor(2, heads, width), tensor(2, heads, rotary))
     call = AttentionCall(
         rows[0][:, None],
         cache[0],
@@ -438,14 +445,14 @@ def split_attention(width: int = 512, heads: int = 2, rotary: int = 64, page: in
 
 
 def write_latents(columns: int = 576, slots: torch.dtype = torch.int64, page: int = 128) -> None:
-    angles = [made(3, 1, 1, 64) for _ in range(2)]
+    angles = [tensor(3, 1, 1, 64) for _ in range(2)]
     torch_npu.npu_kv_rmsnorm_rope_cache_v2(
-        made(3, 1, 1, columns),
-        made(columns - 64),
+        tensor(3, 1, 1, columns),
+        tensor(columns - 64),
         *angles,
-        made(3, dtype=slots),
-        made(4, page, 1, 64),
-        made(4, page, 1, columns - 64),
+        tensor(3, dtype=slots),
+        tensor(4, page, 1, 64),
+        tensor(4, page, 1, columns - 64),
         epsilon=1e-6,
         cache_mode="PA",
     )
@@ -459,14 +466,17 @@ def before_latents(hidden: int = 1024, heads: int = 2, slots: torch.dtype = torc
     for matrix in matrices:
         matrix.fill(0, torch.empty(matrix.rows, matrix.columns, dtype=BF16))
     keys = ops().head_matrices(heads, 512, 128, tiled, device)
-    weights = PrologWeights(*cast(Any, (q_a, made(1536), q_b, kv_a, keys)))
-    norm, cache = LatentNorm(1e-6, made(512), made(3, 64), made(3, 64)), (made(4, 128, 1, 512), made(4, 128, 1, 64))
-    prolog(made(3, hidden), weights, norm, cache, made(3, dtype=slots))
+    weights = PrologWeights(*cast(Any, (q_a, tensor(1536), q_b, kv_a, keys)))
+    norm, cache = (
+        LatentNorm(1e-6, tensor(512), tensor(3, 64), tensor(3, 64)),
+        (tensor(4, 128, 1, 512), tensor(4, 128, 1, 64)),
+    )
+    prolog(tensor(3, hidden), weights, norm, cache, tensor(3, dtype=slots))
 
 
 def products_of_heads(heads: int = 4, inputs: int = 128, outputs: int = 512) -> None:
     torch_npu.npu_transpose_batchmatmul(
-        made(3, heads, inputs), made(heads, inputs, outputs), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+        tensor(3, heads, inputs), tensor(heads, inputs, outputs), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
     )
 
 
@@ -475,7 +485,7 @@ BROKEN: dict[str, Callable[[], object]] = {
     "x has as many columns": lambda: grouped(inputs=32),
     "rows and columns of tiled weights": lambda: grouped(rows=60, tiles=True),
     "inner axes have 65,535": lambda: grouped(rows=65_552, columns=16),
-    "biases are (experts, columns)": lambda: grouped(bias=made(4, 64)),
+    "biases are (experts, columns)": lambda: grouped(bias=tensor(4, 64)),
     "int8 has scales (experts, columns), bfloat16 with": lambda: int8_experts(scale=F32),
     "tiled weights of int8": lambda: int8_experts(columns=48),
     "rows and weights are int8, scales (experts, columns)": lambda: fused_swiglu(counts=torch.int32),
@@ -483,15 +493,15 @@ BROKEN: dict[str, Callable[[], object]] = {
     "weights of int8 are in tiles": lambda: fused_swiglu(tiles=False),
     "sums are int32": lambda: dequant_swiglu(scale=BF16),
     "sums have a multiple of 64 columns": lambda: dequant_swiglu(columns=96),
-    "rows have 16 bits and become int8": lambda: torch_npu.npu_dynamic_quant(made(8, 32, dtype=F32)),
+    "rows have 16 bits and become int8": lambda: torch_npu.npu_dynamic_quant(tensor(8, 32, dtype=F32)),
     "rows, residuals and weights of a norm": lambda: torch_npu.npu_add_rms_norm_dynamic_quant(
-        made(8, 32), made(8, 32), made(32, dtype=F32), output_mask=[True, False]
+        tensor(8, 32), tensor(8, 32), tensor(32, dtype=F32), output_mask=[True, False]
     ),
     "rows and weights are int8, scales (rows)": lambda: quant_matmul(inputs=48),
     "a bias has the type of the result": lambda: quant_matmul(bias=torch.float16),
     "expert ids are int32, counts int64": lambda: torch_npu.npu_moe_init_routing_v2(
-        made(3, 128),
-        made(3, 2, dtype=torch.int64),
+        tensor(3, 128),
+        tensor(3, 2, dtype=torch.int64),
         active_num=6,
         expert_capacity=0,
         expert_num=8,
@@ -503,11 +513,11 @@ BROKEN: dict[str, Callable[[], object]] = {
         row_idx_type=0,
     ),
     "expanded_src_to_dst_row is int32": lambda: weighted_sum(
-        made(6, 128), made(3, 2), made(6, dtype=torch.int64), None, BY_ROW
+        tensor(6, 128), tensor(3, 2), tensor(6, dtype=torch.int64), None, BY_ROW
     ),
     "blocks have 128 tokens": lambda: attention(page=256),
     "heads of tiled caches have 64 or 128 values": lambda: attention(width=96),
-    "sinks are (heads) bfloat16": lambda: attention(width=64, sinks=made(3)),
+    "sinks are (heads) bfloat16": lambda: attention(width=64, sinks=tensor(3)),
     "heads have 128 values": lambda: heads(weights=64),
     "index is (tokens) int64": lambda: heads(places=torch.int32),
     "as many tokens in all as the call": lambda: heads(tokens=129),
@@ -517,11 +527,13 @@ BROKEN: dict[str, Callable[[], object]] = {
     "there is room for the rows of all ranks": lambda: dispatch(room=4),
     "results have 16 bits, ids are int32, weights float32": lambda: combine(weights=BF16),
     "128 numbers for each and a weight": lambda: combine(places=127),
-    "an even number of values up to 896": lambda: torch_npu.npu_rotary_mul(*[made(1, 4, 1, 1024)] * 3),
-    "the weight of a norm has the type": lambda: torch_npu.npu_rms_norm(made(4, 64), made(64, dtype=torch.float16)),
-    "residuals and the weight of a norm": lambda: torch_npu.npu_add_rms_norm(*[made(4, 64)] * 2, made(64, dtype=F32)),
+    "an even number of values up to 896": lambda: torch_npu.npu_rotary_mul(*[tensor(1, 4, 1, 1024)] * 3),
+    "the weight of a norm has the type": lambda: torch_npu.npu_rms_norm(tensor(4, 64), tensor(64, dtype=torch.float16)),
+    "residuals and the weight of a norm": lambda: torch_npu.npu_add_rms_norm(
+        *[tensor(4, 64)] * 2, tensor(64, dtype=F32)
+    ),
     "indices are integers, and what": lambda: torch_npu.npu_scatter_nd_update_(
-        made(8, 64), made(2, 1, dtype=torch.int32), made(2, 32)
+        tensor(8, 64), tensor(2, 1, dtype=torch.int32), tensor(2, 32)
     ),
     "packed tokens have 256 values": lambda: packed_attention(320),
     "heads with 64 rotated columns": lambda: split_attention(heads=6),
@@ -532,7 +544,7 @@ BROKEN: dict[str, Callable[[], object]] = {
     "all before attention over latents is bfloat16": lambda: before_latents(slots=torch.int32),
     "multiples of 128, of all heads": lambda: products_of_heads(inputs=192),
     "fewer than 65,536 inputs": lambda: products_of_heads(heads=128, inputs=512, outputs=128),
-    "scores are of 2,048 experts at most": lambda: torch_npu.npu_moe_gating_top_k(made(3, 4096), 4),
+    "scores are of 2,048 experts at most": lambda: torch_npu.npu_moe_gating_top_k(tensor(3, 4096), 4),
 }
 
 

@@ -79,8 +79,8 @@ def check_graphs(server: Server, captured: bool) -> None:
     worker, script, shadows = server.worker, server.script, server.worker.engine.shadows
     graphs: Any = worker.engine.decode_step
     assert sorted(graphs.graphs) == [(1,), (2,), (4,)]
-    made = graphs.compiles
-    assert made == 3
+    compiles = graphs.compiles
+    assert compiles == 3
     resident = set()  # numbers of experts
     with device_log() as log:
         server.answer(9, [1, 2, 3], 30)
@@ -105,7 +105,7 @@ def check_graphs(server: Server, captured: bool) -> None:
     again = server.answer(12, [*ASKED[2], *script.tokens(2)[:50]], 5)
     assert again == script.tokens(2)[50:55]
     assert script.rows(12)[0].cached_tokens == 128
-    assert graphs.compiles == made
+    assert graphs.compiles == compiles
     assert not [line for line in log.lines if line.startswith(("captured", "capture begin"))]
     assert (sum(line.startswith("replay graph") for line in log.lines) > NEW) == captured
     assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)

@@ -23,26 +23,26 @@ BOTH = pytest.mark.parametrize("cann", [CALLBACK, HOST_FUNC])
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    made = Workers()
-    yield made
-    made.gate.set()
-    made.jobs.put(None)
-    made.thread.join()
+    simulated = Workers()
+    yield simulated
+    simulated.gate.set()
+    simulated.jobs.put(None)
+    simulated.thread.join()
 
 
 @pytest.fixture
 def make(workers: Workers) -> Iterator[Callable[..., ShadowNodes]]:
     """Makes nodes. After the test, their streams are dropped if a callback is still queued in them."""
-    made = []
+    opened = []
 
     def nodes(cann: str = CALLBACK, timeout_s: float = 30) -> ShadowNodes:
-        made.append(ShadowNodes(workers.submit, 0, range(LAYERS), E, H, K, torch.float32, timeout_s, cann))
-        made[-1].prepare(T)
-        return made[-1]
+        opened.append(ShadowNodes(workers.submit, 0, range(LAYERS), E, H, K, torch.float32, timeout_s, cann))
+        opened[-1].prepare(T)
+        return opened[-1]
 
     yield nodes
     workers.gate.set()
-    for one in made:
+    for one in opened:
         one.timeout_s = min(one.timeout_s, 0.2)
         one.close()
     forget_streams()

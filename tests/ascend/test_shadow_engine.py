@@ -179,16 +179,16 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     first = step_log(runner, running)
     assert len([line for line in first if line == "captured host function"]) == 2
     usual = [line.split()[0] for line in step_log(runner, running)]
-    here = [place for place in shadows.slots if place[0] == 0]
-    for place in here:
-        shadows.evict(place)
+    here = [id for id in shadows.slots if id[0] == 0]
+    for id in here:
+        shadows.evict(id)
     table = f"memcpy async H2D {2 * PLACES}"
     assert step_log(runner, running)[0] == table
     node = device.nodes.nodes[4, 0]
     assert device.nodes.bridge.seen(node.payload) == int(shadows.pool.step)
     with device_log() as log:
-        for place in here:
-            shadows.fetch(place)
+        for id in here:
+            shadows.fetch(id)
     assert log.lines == ["memcpy async H2D 32768", "memcpy async H2D 16384", "memcpy async H2D 4"] * len(here)
     assert not shadows.published[0].any()
     assert step_log(runner, running)[0] == table

@@ -51,8 +51,8 @@ STEPS = {  # what a line ends or begins with -> what happens
 
 def told(lines: list[str]) -> list[str]:
     """The attentions, and what happens to the banks."""
-    found = ([what for what, (name, part) in STEPS.items() if line.startswith(name) and part in line] for line in lines)
-    return [what for names in found for what in names]
+    steps = ([what for what, (name, part) in STEPS.items() if line.startswith(name) and part in line] for line in lines)
+    return [what for names in steps for what in names]
 
 
 FIRST = ["attention", "unpack w13", "product w13", "unpack w13", "unpack w2", "product w2", "unpack w2"]

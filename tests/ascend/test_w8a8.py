@@ -82,7 +82,7 @@ Expert = tuple[Quantised, Quantised, Quantised]  # gate, up, down
 Rows = tuple[Tensor, Tensor, Tensor]  # x, weights, ids
 
 
-def made(dtype: torch.dtype) -> tuple[list[Expert], Rows]:
+def experts_and_rows(dtype: torch.dtype) -> tuple[list[Expert], Rows]:
     """Experts, and rows with weights and ids of theirs: always the same."""
     torch.manual_seed(0)
     parts = [(int8(INNER, HIDDEN), int8(INNER, HIDDEN), int8(HIDDEN, INNER)) for _ in range(EXPERTS)]
@@ -119,7 +119,7 @@ def exact_sums(experts: list[Expert], x: Tensor, weights: Tensor, ids: Tensor, f
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("first", [None, 2])
 def test_experts(routing: str, can: Abilities, dtype: torch.dtype, first: int | None) -> None:
-    experts, given = made(dtype)
+    experts, given = experts_and_rows(dtype)
     ops = AscendOps(dtype, CPU, routing, can=can)
     ours = ops.moe(*given, bank(ops, experts[first or 0 :]), first)
     assert close(ours, exact_sums(experts, *given, first or 0), dtype)
@@ -130,7 +130,7 @@ def on_two_ranks(rank: int, port: int) -> None:
     each rank rounds by scales of its own."""
     gloo_ranks(rank, port, 2)
     dist.init_process_group("gloo")
-    ops, (experts, given) = AscendOps(BF16, CPU, "fusion_v2"), made(BF16)
+    ops, (experts, given) = AscendOps(BF16, CPU, "fusion_v2"), experts_and_rows(BF16)
     whole, half = ops.moe(*given, bank(ops, experts), None).double(), EXPERTS // 2
     mine, part = bank(ops, experts[rank * half :][:half]), slice(rank * INNER // 2, (rank + 1) * INNER // 2)
     split = bank(ops, experts, part)
@@ -160,14 +160,14 @@ def test_experts_in_slots(inner: int) -> None:
     memory = torch.zeros((EXPERTS + 1) * blocks.block_bytes, dtype=torch.uint8)
     slots = ArenaSlots(memory, EXPERTS * blocks.block_bytes, blocks, filled)
     places = [expert * blocks.block_bytes for expert in range(EXPERTS)]
-    for expert, place in enumerate(places[1:], 1):
-        views = blocks.views(memory[place:])
+    for expert, start in enumerate(places[1:], 1):
+        views = blocks.views(memory[start:])
         planes = (filled.w13.data, filled.w13.scales, filled.w2.data, filled.w2.scales)
         for name, plane in zip(("w13", "s13", "w2", "s2"), planes, strict=True):
             assert plane is not None
             views[name].copy_(plane[expert])
     slots.prepare(EXPERTS)
-    _, (x, weights, ids) = made(BF16)
-    at = torch.tensor([slots.nowhere, *(place // PLACE for place in places[1:])], dtype=torch.int32)
+    _, (x, weights, ids) = experts_and_rows(BF16)
+    at = torch.tensor([slots.nowhere, *(start // PLACE for start in places[1:])], dtype=torch.int32)
     expected = ops.moe(x, torch.where(ids > 0, weights, 0), ids, filled, None)
     torch.testing.assert_close(ops.moe(x, weights, ids, slots.bank(at), None), expected, rtol=0.01, atol=0.01)

@@ -48,10 +48,10 @@ def shadow_join(sums: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
 
 def shadow_rows(x: Tensor, ids: Tensor, out: Tensor, layer: int, nodes: int) -> None:
     node = ShadowNodes.alive[nodes].of_rows[layer]
-    for part, chosen, made in zip(x.split(len(node.x)), ids.split(len(node.x)), out.split(len(node.x)), strict=True):
-        ShadowNodes.alive[nodes].rows(part, chosen, made, layer)
+    for part, chosen, result in zip(x.split(len(node.x)), ids.split(len(node.x)), out.split(len(node.x)), strict=True):
+        ShadowNodes.alive[nodes].rows(part, chosen, result, layer)
         torch.npu.synchronize()
-        made.copy_(node.sums[: len(part)])
+        result.copy_(node.sums[: len(part)])
 
 
 LIBRARY.impl("shadow_rows", shadow_rows, "CPU")

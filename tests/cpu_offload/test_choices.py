@@ -41,11 +41,11 @@ def test_streaming_is_as_long_as_its_longest_side() -> None:
 
 def test_a_cheap_copy_streams_earlier() -> None:
     slow = Line(0.04, 0.002, 0.02)  # most of the CPU's time goes with the pairs
-    found = [choose_streaming(planner(copy=c, shadow=slow), 0.5, 4, 4096).value for c in (0.001, 1.5, 4.0, 8.0)]
-    assert found[0] == 5  # anything longer than a decode step
-    assert all(a < b for a, b in pairwise(found))
+    values = [choose_streaming(planner(copy=c, shadow=slow), 0.5, 4, 4096).value for c in (0.001, 1.5, 4.0, 8.0)]
+    assert values[0] == 5  # anything longer than a decode step
+    assert all(a < b for a, b in pairwise(values))
     assert choose_streaming(planner(copy=1e3, shadow=slow), 0.5, 4, 4096).value == 0
-    for value, copy in zip(found[1:], (1.5, 4.0, 8.0), strict=True):
+    for value, copy in zip(values[1:], (1.5, 4.0, 8.0), strict=True):
         one = planner(copy=copy, shadow=slow)
         assert one.stream_ms(value, 0.5) < GAIN * one.layer_ms(value, 0.5)
         assert one.stream_ms(value // 2, 0.5) >= GAIN * one.layer_ms(value // 2, 0.5)

@@ -17,10 +17,10 @@ COSTS = Costs(0.1, Line(0.0, 0.0, 0.001), Line(0.0, 0.094, 0.01), 0.0, 0.495, 1,
 
 
 def test_link_device_and_cpu_end_together() -> None:
-    found = split(np.full(256, 12), np.zeros(256, np.bool_), COSTS, 4)
+    parts = split(np.full(256, 12), np.zeros(256, np.bool_), COSTS, 4)
     cpu = 0.094 + 12 * 0.01
-    assert len(found.copied) == pytest.approx(256 * cpu / (cpu + 0.495), abs=1)  # the equal ends
-    assert found.ms == pytest.approx(0.1 + 0.495 * len(found.copied), abs=0.5)
+    assert len(parts.copied) == pytest.approx(256 * cpu / (cpu + 0.495), abs=1)  # the equal ends
+    assert parts.ms == pytest.approx(0.1 + 0.495 * len(parts.copied), abs=0.5)
 
 
 @pytest.mark.parametrize("slip", [0.0, 0.4, 1.0])
@@ -31,17 +31,17 @@ def test_a_split_is_the_best_and_copies_experts_of_most_pairs(slip: float) -> No
         copy, shadow = choose.random() / 2, Line(0.1, *choose.random(2) / 9)
         costs = Costs(0.1, Line(0.01, 0.02, 0.003), shadow, slip, copy, 1, (1, 1), 0.0)
         begun, lead = int(choose.integers(0, 6)), choose.random()
-        found = split(pairs, here, costs, EACH, begun, lead)
-        assert {*found.copied, *found.computed} == set(np.flatnonzero((pairs > 0) & ~here))
-        assert list(pairs[found.copied + found.computed]) == sorted(pairs[(pairs > 0) & ~here])[::-1]
-        for n in range(len(found.copied + found.computed) + 1):
-            copied, left = (found.copied + found.computed)[:n], (found.copied + found.computed)[n:]
+        parts = split(pairs, here, costs, EACH, begun, lead)
+        assert {*parts.copied, *parts.computed} == set(np.flatnonzero((pairs > 0) & ~here))
+        assert list(pairs[parts.copied + parts.computed]) == sorted(pairs[(pairs > 0) & ~here])[::-1]
+        for n in range(len(parts.copied + parts.computed) + 1):
+            copied, left = (parts.copied + parts.computed)[:n], (parts.copied + parts.computed)[n:]
             on_device = [*copied, *np.flatnonzero((pairs > 0) & here)]
             groups = (len(on_device) > n) + -(-n // EACH)
             device = costs.device.ms(len(on_device), pairs[on_device].sum(), groups)
             cpu = costs.shadow.ms(len(left), pairs[left].sum(), bool(left))
             link = max(n * costs.copy, (begun + n) * costs.copy - lead)
-            assert found.ms <= costs.layer_ms(float(device), float(cpu), link) + 1e-9
+            assert parts.ms <= costs.layer_ms(float(device), float(cpu), link) + 1e-9
     dear = Costs(0.1, Line(0, 0, 0), Line(0, 0.01, 0), slip, 100.0, 1, (1, 1), 0.0)
     assert split(np.ones(EXPERTS), NONE, dear, EACH).copied == []
 

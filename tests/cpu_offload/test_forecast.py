@@ -18,13 +18,13 @@ class Plain:
     def __init__(self) -> None:
         self.frequencies, self.weights = np.zeros((len(HALF_LIVES), SIZE)), np.zeros((9, SIZE))
         self.values, self.steps, self.errors = np.array(BELIEVED), 0, list[tuple[np.ndarray, np.ndarray]]()
-        self.made = np.zeros(SIZE), np.zeros((len(BELIEVED), SIZE)), list[int]()
+        self.past = np.zeros(SIZE), np.zeros((len(BELIEVED), SIZE)), list[int]()
 
     def learn(self, counts: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         seen = counts.reshape(-1).astype(float)
         if not self.steps:
             self.frequencies[:] = seen.mean()
-        slow, corrections, rows = self.made
+        slow, corrections, rows = self.past
         scale = (np.maximum(slow, 0) + slow.mean() / 10 + LEAST) ** -0.5
         self.errors.append((corrections * scale, (seen - slow) * scale))
         age = 0.5 ** (np.arange(len(self.errors))[::-1] / MEMORY)
@@ -40,7 +40,7 @@ class Plain:
             frequency += max(1 - 0.5 ** (1 / life), least) * (seen - frequency)
         slow = self.frequencies[-1].copy()
         corrections = np.vstack([self.frequencies[:-1] - slow, self.weights[sorted(set(tokens))].sum(axis=0)])
-        self.made = slow, corrections, list(tokens)
+        self.past = slow, corrections, list(tokens)
         return slow + self.values @ corrections
 
 
@@ -52,12 +52,12 @@ def traffic(seed: int, steps: int = 60) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_forecast_is_its_formulas() -> None:
-    found, plain = Forecast(LAYERS, EXPERTS), Plain()
+    ours, plain = Forecast(LAYERS, EXPERTS), Plain()
     counts, tokens = traffic(1)
     for step in range(len(counts) - 1):
         coming = [int(tokens[step + 1]), int(tokens[step])][: 1 + step % 2]
-        found.learn(counts[step], coming)
-        np.testing.assert_allclose(found.coming, plain.learn(counts[step], coming), atol=2e-3, rtol=2e-3)
+        ours.learn(counts[step], coming)
+        np.testing.assert_allclose(ours.coming, plain.learn(counts[step], coming), atol=2e-3, rtol=2e-3)
 
 
 def error(of: Forecast, hinted: bool) -> float:
@@ -80,15 +80,15 @@ def test_a_prompt_counts_as_decode_steps_of_one_sequence() -> None:
     ids = np.random.default_rng(3).integers(-1, EXPERTS + 1, (LAYERS, 200, K))  # some are experts of other ranks
     prompt, pasts = list(ids), (np.zeros((LAYERS, 200, K), np.int64), np.full((LAYERS, 200, K), 5))
     stepwise, at_once, first, other = (Forecast(LAYERS, EXPERTS) for _ in range(4))
-    for each in (stepwise, at_once):
-        each.learn(np.ones((LAYERS, EXPERTS), np.int64))
+    for one in (stepwise, at_once):
+        one.learn(np.ones((LAYERS, EXPERTS), np.int64))
     rows = [of[(of >= 0) & (of < EXPERTS)] for of in ids[:, 0]]
     stepwise.learn(np.array([np.bincount(of, minlength=EXPERTS) for of in rows]))
     at_once.learn_long(list(ids[:, :1]), [1], 1)
     np.testing.assert_allclose(at_once.lasting, stepwise.lasting, rtol=1e-3)
-    for each, past in zip((first, other), pasts, strict=True):
-        each.learn_long(list(past), [200], 1)
-        each.learn_long(prompt, [200], 1)
+    for one, past in zip((first, other), pasts, strict=True):
+        one.learn_long(list(past), [200], 1)
+        one.learn_long(prompt, [200], 1)
     np.testing.assert_allclose(first.lasting, other.lasting, atol=0.25 * K / EXPERTS)  # the past has given way
     last = np.bincount(ids[0, -32:].ravel().clip(0, EXPERTS), minlength=EXPERTS + 1)[:EXPERTS]
     assert np.corrcoef(first.lasting[:EXPERTS], last)[0, 1] > 0.5

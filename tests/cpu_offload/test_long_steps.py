@@ -59,8 +59,8 @@ class Model:
             ids[0, 0] = ids[0, 1]
             x, weights, experts = torch.randn(tokens, HIDDEN), torch.rand(tokens, TOP_K), self.device.layers[layer]
             before, table = experts.layer.counts.clone(), experts.layer.device.clone()
-            found = experts.mixture(x, weights, ids, None)
-            assert torch.equal(found, cpu.moe(x, weights, ids, self.native[layer], None))
+            sums = experts.mixture(x, weights, ids, None)
+            assert torch.equal(sums, cpu.moe(x, weights, ids, self.native[layer], None))
             here = ids[(ids >= 0) & (ids < COUNT)].bincount(minlength=COUNT)
             assert torch.equal(experts.layer.counts - before, here)
             assert torch.equal(experts.layer.device, table)

@@ -70,9 +70,9 @@ def test_rules_of_every_swap(data: st.DataObject) -> None:
             popular = random.random((layers, experts)) * 3
         counts = random.poisson(popular * (random.random() < 0.9))
         free = slots - int(resident.sum())
-        for each in (policy, twin):
-            each.observe(counts)
-            each.trust = 1.0 if believing else each.trust
+        for one in (policy, twin):
+            one.observe(counts)
+            one.trust = 1.0 if believing else one.trust
         under_way = int(random.integers(3))
         swaps = policy.swaps(resident, free, under_way)
         assert swaps == twin.swaps(resident, free, under_way)
@@ -80,12 +80,12 @@ def test_rules_of_every_swap(data: st.DataObject) -> None:
         come = [(s.layer, s.expert_in) for s in swaps]
         go = [s.expert_out for s in swaps if s.expert_out]
         assert len({*come, *go}) == len(come) + len(go)
-        assert not any(resident[place] for place in come)
-        assert all(resident[place] for place in go)
-        for place in go:
-            resident[place] = False
-        for place in come:
-            resident[place] = True
+        assert not any(resident[id] for id in come)
+        assert all(resident[id] for id in go)
+        for id in go:
+            resident[id] = False
+        for id in come:
+            resident[id] = True
         assert resident.sum() <= slots
         assert 0 <= policy.trust <= 1
 

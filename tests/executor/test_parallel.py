@@ -93,8 +93,8 @@ class Jobs:
     def facts(self, model: str, name: str) -> dict[str, Any]:
         """Returns what happened to the experts of a split with slots for them."""
         self.split(model, name)
-        found: dict[str, Any] = json.loads((self.folder / f"{model}_{name}.json").read_text())
-        return found
+        facts: dict[str, Any] = json.loads((self.folder / f"{model}_{name}.json").read_text())
+        return facts
 
 
 @pytest.fixture(scope="module")

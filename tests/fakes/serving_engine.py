@@ -157,8 +157,8 @@ class FakeEngine:
                 self.running.append(self.waiting.pop(0))
                 self.running[-1].done = -int(self.prefill_s / self.step_s)
             rows = [self._row(s) for s in self.running]
-            if found := [row for row in rows if row]:
-                self.send(Out(self.steps, found))
+            if nonempty := [row for row in rows if row]:
+                self.send(Out(self.steps, nonempty))
             self.running = [s for s, row in zip(self.running, rows, strict=True) if not (row and row.finish)]
             if loop.time() - reported > 0.02:
                 reported = loop.time()

@@ -56,12 +56,12 @@ def turn(folder: Path, name: str, args: argparse.Namespace) -> int:
     for kind in scenario.kinds:
         if args.kinds and kind not in args.kinds:
             continue
-        found: Counter[str] = Counter()
+        verdicts: Counter[str] = Counter()
         points = [args.n] if args.n else sample(counts[kind], args.most or counts[kind], args.seed)
         for n in points:
             for forever in (False, True) if kind == "write" else (False,):
                 verdict = judge(scenario, kind, n, forever)
-                found[verdict.partition(":")[0]] += 1
+                verdicts[verdict.partition(":")[0]] += 1
                 if verdict not in FINE:
                     complaints += 1
                     whole = verdict.replace("\n", "\n    ") if args.n else " ".join(verdict.split())[-600:]
@@ -69,7 +69,7 @@ def turn(folder: Path, name: str, args: argparse.Namespace) -> int:
         if not points:
             print(f"{name}: {kind}: never called", flush=True)
         else:
-            told = ", ".join(f"{number} {verdict}" for verdict, number in sorted(found.items()))
+            told = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
             print(f"{name}: {kind}: {len(points)} of {counts[kind]}: {told}", flush=True)
     print(f"{name}: {time.process_time() - start:.0f} s", flush=True)
     return complaints

@@ -112,7 +112,7 @@ def page_of(name: bytes) -> bytes:
 
 def kill_writers(writer: Writer | PageWriter, times: int, generator: random.Random) -> Counter[str]:
     """Returns the number of times that each outcome occurred. Raises if one is wrong."""
-    log, found = writer.folder.with_suffix(".log"), Counter[str]()
+    log, ends = writer.folder.with_suffix(".log"), Counter[str]()
 
     def write_four() -> None:
         for version in range(4):
@@ -143,8 +143,8 @@ def kill_writers(writer: Writer | PageWriter, times: int, generator: random.Rand
         ended = forked(check, log)
         if ended.status:
             raise AssertionError(f"{ended.out[-1000:]} {ended.err[-3000:]}")
-        found[next(line for line in ended.out.splitlines() if line.startswith("found")).split()[1]] += 1
-    return found
+        ends[next(line for line in ended.out.splitlines() if line.startswith("found")).split()[1]] += 1
+    return ends
 
 
 def calls_of(writer: Writer, faults: Faults) -> str:
@@ -177,8 +177,8 @@ def main() -> None:
         renames = calls.count("rename\t")
         wrong = unsynced("\n".join(line for line in calls.splitlines() if line.count("\t") == 2))
         for writer in (Writer(folder / "kills"), PageWriter(folder / "pages")):
-            found = kill_writers(writer, args.times, generator)
-            print(f"{args.times} kills of a {type(writer).__name__}: {dict(found)}")
+            ends = kill_writers(writer, args.times, generator)
+            print(f"{args.times} kills of a {type(writer).__name__}: {dict(ends)}")
         print(f"{renames} renames of what is on the disk")
         print(*wrong, f"--seed {args.seed}", sep="\n")
         sys.exit(bool(wrong) or not renames)

@@ -223,4 +223,4 @@ def talk(listener: socket.socket, begun: Callable[[], None]) -> None:
     print(json.dumps(said))
 
 
-SCENARIOS: dict[str, type[Scenario]] = {each.name: each for each in (Offline, Kept, Shadows, Rank)}
+SCENARIOS: dict[str, type[Scenario]] = {scenario.name: scenario for scenario in (Offline, Kept, Shadows, Rank)}

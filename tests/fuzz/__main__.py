@@ -87,8 +87,8 @@ def guided(name: str, runs: int, seconds: float, keep: Path | None, folder: Path
 
         make = maker(name)
         places = [folder / "kept", folder / "seeds", folder / "files"]
-        for place in places:
-            place.mkdir()
+        for directory in places:
+            directory.mkdir()
         tempfile.tempdir = str(places[2])
         bounds = Bounds(make, places[2])
     target, seeds = bounds.target, bounds.target.seeds + corpus(name)

@@ -76,9 +76,9 @@ def index(folder: Path) -> Target:
 def config(folder: Path) -> Target:
     def run(data: bytes) -> None:
         (folder / "config.json").write_bytes(data)
-        found = read_config(folder, family_in(folder))
-        found.check_parallel(2, 2, 2, 2, 2)
-        _ = (found.max_positions, found.eos_token_ids, found.expert_count, found.experts_per_token)
+        parsed = read_config(folder, family_in(folder))
+        parsed.check_parallel(2, 2, 2, 2, 2)
+        _ = (parsed.max_positions, parsed.eos_token_ids, parsed.expert_count, parsed.experts_per_token)
 
     files = [ROOT / f"checkpoints/{name}/config.json" for name in ("austen_moe", "austen_minimax", "austen_hybrid")]
     qwen, minimax, hybrid = (json.loads(file.read_text()) for file in files)

@@ -44,8 +44,8 @@ class Engine(EngineClient):
         wanted, prompt = sampling.logprobs, sampling.prompt_logprobs
         of_prompt = () if prompt is None else tuple(logprob(token, prompt) for token in ids[1:])
         for token, finish in ((65, "length" if sampling.max_tokens == 1 else ""), (self.end, "stop")):
-            found = () if wanted is None else (logprob(token, wanted),)
-            yield Row(submit.id, [token], finish, logprobs=found, prompt_logprobs=of_prompt)
+            chosen = () if wanted is None else (logprob(token, wanted),)
+            yield Row(submit.id, [token], finish, logprobs=chosen, prompt_logprobs=of_prompt)
             if finish:
                 return
             of_prompt = ()
@@ -125,9 +125,9 @@ class Api:
             raise Violation("a request is still counted")
 
     async def _connect(self, pieces: list[bytes]) -> bytes:
-        made: Any = self.config.http_protocol_class
+        protocol_class: Any = self.config.http_protocol_class
         state = ServerState()
-        protocol = made(config=self.config, server_state=state, app_state={}, _loop=self.loop)
+        protocol = protocol_class(config=self.config, server_state=state, app_state={}, _loop=self.loop)
         transport = Transport(protocol, self.loop)
         protocol.connection_made(transport)
         for piece in pieces:

@@ -84,10 +84,10 @@ def gguf(folder: Path) -> Target:
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
-        found = read_gguf(path)
-        files_of(found)
-        names = architecture_of(found).names
-        views_of(found.tensors, names, Keys(found).predicting, str(path), value_heads(found))
+        header = read_gguf(path)
+        files_of(header)
+        names = architecture_of(header).names
+        views_of(header.tensors, names, Keys(header).predicting, str(path), value_heads(header))
 
     words: dict[str, object] = {
         "tokenizer.ggml.model": "gpt2",

@@ -82,8 +82,8 @@ DEEP = 40  # levels
 def mutated(data: bytes, seeds: Sequence[bytes], is_json: bool, longest: int, rng: random.Random) -> bytes:
     """`data` after one to four changes; parts of `seeds` may come in."""
     for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
-        found = json_mutated(data, seeds, rng) if is_json and rng.random() < 0.7 else None
-        data = bytes_mutated(data, seeds, rng) if found is None else found
+        changed = json_mutated(data, seeds, rng) if is_json and rng.random() < 0.7 else None
+        data = bytes_mutated(data, seeds, rng) if changed is None else changed
     return data[:longest]
 
 

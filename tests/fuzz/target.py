@@ -93,14 +93,14 @@ def _halted_after(seconds: float) -> Iterator[None]:
 def _memory() -> int:
     """The most bytes that this process has held."""
     with open("/proc/self/status", "rb", buffering=0) as file:
-        found = PEAK.search(file.read(4096))
-    assert found
-    return 1024 * int(found[1])
+        peak = PEAK.search(file.read(4096))
+    assert peak
+    return 1024 * int(peak[1])
 
 
 def _files(folder: str) -> set[str]:
-    found = set()
+    paths = set()
     with os.scandir(folder) as entries:  # a third of what os.walk takes
         for entry in entries:
-            found |= _files(entry.path) if entry.is_dir(follow_symlinks=False) else {entry.path}
-    return found
+            paths |= _files(entry.path) if entry.is_dir(follow_symlinks=False) else {entry.path}
+    return paths

@@ -31,8 +31,8 @@ CORPUS = Path(__file__).with_name("corpus")
 
 
 def maker(name: str) -> Callable[[Path], Target]:
-    made: Callable[[Path], Target] = getattr(importlib.import_module(f"tests.fuzz.{PLACES[name]}"), name)
-    return made
+    maker_of_target: Callable[[Path], Target] = getattr(importlib.import_module(f"tests.fuzz.{PLACES[name]}"), name)
+    return maker_of_target
 
 
 def corpus(name: str) -> list[bytes]:

@@ -109,7 +109,7 @@ def test_every_bound_is_noticed(run: object, said: str, tmp_path: Path, monkeypa
 
 
 def test_the_corpus_is_small_and_known() -> None:
-    found = list(CORPUS.iterdir())
-    assert {path.name for path in found} <= set(PLACES)
-    assert sum(path.stat().st_size for path in found) < 300_000
-    assert all(corpus(path.name) for path in found)
+    inputs = list(CORPUS.iterdir())
+    assert {path.name for path in inputs} <= set(PLACES)
+    assert sum(path.stat().st_size for path in inputs) < 300_000
+    assert all(corpus(path.name) for path in inputs)

@@ -33,9 +33,9 @@ def tokenizer(folder: Path) -> Target:
 
     def run(data: bytes) -> None:
         (folder / "tokenizer.json").write_bytes(data)
-        made = tokenizer_in(folder, size)
-        made.decode(made.encode(TEXT, chat=False))
-        detokenizer = made.detokenizer([1, 2])
+        opened = tokenizer_in(folder, size)
+        opened.decode(opened.encode(TEXT, chat=False))
+        detokenizer = opened.detokenizer([1, 2])
         detokenizer.push(range(60, 70))
         detokenizer.rest()
 
@@ -67,9 +67,9 @@ def tokenizer_config(folder: Path) -> Target:
 
     def run(data: bytes) -> None:
         (folder / "tokenizer_config.json").write_bytes(data)
-        made = tokenizer_in(folder, size)
-        made.decode(made.encode(TEXT, chat=False))
-        _ = made.template
+        opened = tokenizer_in(folder, size)
+        opened.decode(opened.encode(TEXT, chat=False))
+        _ = opened.template
 
     plain = json.loads((folder / "tokenizer_config.json").read_text())
     token = {"content": "<|x|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -93,8 +93,8 @@ def tiktoken(folder: Path) -> Target:
     def run(data: bytes) -> None:
         write_ranks(folder, lines(RANKS))
         (folder / ("tokenizer_config.json" if data[:1] == b"{" else "tiktoken.model")).write_bytes(data)
-        made = tokenizer_in(folder, len(RANKS) + 3)
-        made.decode(made.encode(TEXT, chat=False))
+        opened = tokenizer_in(folder, len(RANKS) + 3)
+        opened.decode(opened.encode(TEXT, chat=False))
 
     return Target(run, [lines(RANKS), json.dumps(SETTINGS).encode()], json=False)
 

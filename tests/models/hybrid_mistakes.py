@@ -25,9 +25,9 @@ def rewritten(owner: Any, name: str, *changes: tuple[str, str], into: Any = None
         for old, new in changes:
             assert text.count(old) == 1, f"{name}: {old}"
             text = text.replace(old, new)
-        made = dict(own.__globals__)
-        exec(text, made)  # noqa: S102 (of our own text)
-        patch.setattr(into or owner, name, made[name])
+        names = dict(own.__globals__)
+        exec(text, names)  # noqa: S102 (of our own text)
+        patch.setattr(into or owner, name, names[name])
 
     return mistake
 

@@ -103,14 +103,14 @@ class Head:
         if self.newer and not self.own:
             states = self.norm("input_norm", states)
         states = states @ self.weights["fc.weight"].T
-        found, known = list[tuple[Tensor, int]](), ids[1:]
+        guessed, known = list[tuple[Tensor, int]](), ids[1:]
         for _ in range(depth):
             last = self._layer(torch.tensor(known), states)[-1:]
             logits = self.logits(last[0])
-            found.append((logits, int(self.tokens[logits.argmax()])))
+            guessed.append((logits, int(self.tokens[logits.argmax()])))
             state = self.norm("norm", last) if self.newer and self.own else last
-            states, known = torch.cat((states, state)), [*known, found[-1][1]]
-        return found
+            states, known = torch.cat((states, state)), [*known, guessed[-1][1]]
+        return guessed
 
     def _layer(self, known: Tensor, states: Tensor) -> Tensor:
         table = self.weights["embed_tokens.weight"] if self.own else self.main.model.embed_tokens.weight

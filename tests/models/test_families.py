@@ -86,8 +86,8 @@ def test_quantised_logits_stay_close(tmp_path: Path, row: Row, method: str, most
     sections = {"quantization": {"method": method, "group_size": 32, "keep_packed": False}}
     arrays = logits_of(tmp_path / "model", row.name, steps=0, **sections)
     expected = np.concatenate([oracle_logits(oracle, prompt).numpy() for prompt in PROMPTS])
-    found = np.concatenate([arrays[f"prefill_{i}"] for i in range(len(PROMPTS))])
-    assert np.abs(found - expected).mean() < most * np.abs(expected).mean()
+    quantised = np.concatenate([arrays[f"prefill_{i}"] for i in range(len(PROMPTS))])
+    assert np.abs(quantised - expected).mean() < most * np.abs(expected).mean()
 
 
 @pytest.mark.parametrize("format", ["fp8", "awq", "gptq"])

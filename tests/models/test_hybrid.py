@@ -33,14 +33,14 @@ def test_logits_do_not_depend_on_steps(tmp_path: Path, family: str) -> None:
         runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name=family, data_config=sizes), tmp_path)
         return collect_logits(runner, IDS, 2)
 
-    oracle, found = MODELS[family](tmp_path / "model"), logits_in(1024)
+    oracle, ours = MODELS[family](tmp_path / "model"), logits_in(1024)
     for i in range(len(IDS)):
-        expected = oracle_logits(oracle, found[f"ids_{i}"].tolist()).numpy()
+        expected = oracle_logits(oracle, ours[f"ids_{i}"].tolist()).numpy()
         assert expected.std() > 0.5
-        np.testing.assert_allclose(np.concatenate([found[f"prefill_{i}"], found[f"decode_{i}"]]), expected, atol=1e-4)
+        np.testing.assert_allclose(np.concatenate([ours[f"prefill_{i}"], ours[f"decode_{i}"]]), expected, atol=1e-4)
     for chunk in (1, 2, 3, 5, 16, 64):
         for name, logits in logits_in(chunk).items():
-            np.testing.assert_array_equal(logits, found[name])
+            np.testing.assert_array_equal(logits, ours[name])
 
 
 SMALL = "linear_attn.in_proj_ba", "linear_attn.in_proj_b", "linear_attn.in_proj_a"

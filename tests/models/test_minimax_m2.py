@@ -143,9 +143,9 @@ NESTED = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.
 
 def parse(folder: Path, config: dict[str, Any]) -> MiniMaxM2Config:
     (folder / "config.json").write_text(json.dumps(config))
-    found = read_config(folder, "minimax_m2")
-    assert isinstance(found, MiniMaxM2Config)
-    return found
+    parsed = read_config(folder, "minimax_m2")
+    assert isinstance(parsed, MiniMaxM2Config)
+    return parsed
 
 
 def without(*keys: str) -> dict[str, Any]:

@@ -121,8 +121,8 @@ def test_gguf_files_mean_the_same(tmp_path: Path, family: str, monkeypatch: pyte
     monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
     Oracle(tmp_path / "model", family, **sizes_of(family, moe_intermediate_size=256, hidden_size=256))
     save_gguf(tmp_path / "model", tmp_path / "floats.gguf", family)
-    expected, found = (guesses(tmp_path, tmp_path / name, family) for name in ("model", "floats.gguf"))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    expected, read = (guesses(tmp_path, tmp_path / name, family) for name in ("model", "floats.gguf"))
+    torch.testing.assert_close(read, expected, atol=1e-5, rtol=0)
 
     def kinds(name: str) -> str:
         return ("Q6_K" if "down" in name else "Q4_K") if "_exps" in name else "F32"
@@ -152,8 +152,8 @@ def test_what_quantize_writes_still_drafts(tmp_path: Path, family: str, target: 
     assert (experts is not None) == (target == "fp8")
     assert written.encoding(f"{at}.{sign}") is None
     expected = guesses(tmp_path, tmp_path / "model", family)[: len(PROMPTS)]
-    found = guesses(tmp_path, out, family)[: len(PROMPTS)]
-    assert 0 < (found - expected).abs().mean() < 0.2 * expected.abs().mean()
+    drafted = guesses(tmp_path, out, family)[: len(PROMPTS)]
+    assert 0 < (drafted - expected).abs().mean() < 0.2 * expected.abs().mean()
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
@@ -194,6 +194,6 @@ def test_two_ranks_draft_like_one(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, 2, ["tests/executor/engine/step/drafts_ranks.py", str(tmp_path / "jobs.json")])
     assert done.returncode == 0, done.stdout + done.stderr
     for name, _, _, texts in jobs:
-        found, accepted = json.loads((tmp_path / f"{name}.json").read_text())
-        assert found == texts
+        tokens, accepted = json.loads((tmp_path / f"{name}.json").read_text())
+        assert tokens == texts
         assert accepted > 8

@@ -154,4 +154,4 @@ def test_the_guide_names_every_layer() -> None:
     }
     named = set(re.findall(rf"`((?:{'|'.join(modules)})\.\w+)`", (ROOT / "docs/adding_a_model.md").read_text()))
     assert there <= named
-    assert all(hasattr(modules[name], word) for name, _, word in (place.partition(".") for place in named))
+    assert all(hasattr(modules[name], word) for name, _, word in (path.partition(".") for path in named))

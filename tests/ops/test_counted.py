@@ -58,8 +58,8 @@ def test_ops_on_rows() -> None:
     assert ops.silu_mul(x).shape == (3, 5)
     totals: list[Tensor] = []
     parts = [x, x[:, :4]]
-    found = ops.split_rms_norm(parts, parts, (10, 4), 1e-6, lambda t: totals.append(t) or t)  # type: ignore[func-returns-value]
-    assert [t.shape for t in found] == [(3, 10), (3, 4)]
+    normed = ops.split_rms_norm(parts, parts, (10, 4), 1e-6, lambda t: totals.append(t) or t)  # type: ignore[func-returns-value]
+    assert [t.shape for t in normed] == [(3, 10), (3, 4)]
     assert [(t.numel(), t.dtype) for t in totals] == [(6, torch.float32)]
     assert ops.notes.done == [
         Done("embedding", 7, 1, rows=200),
@@ -123,8 +123,8 @@ def test_attention_sees_what_is_cached_and_what_came_before_in_the_step() -> Non
     q = zeros(5, 2, 8)
     assert ops.attention(q, cache, cache, Paged(q, q, (0, 2, 5), (2, 10)), 1.0).shape == q.shape
     pairs = (1 + 2) + (8 + 9 + 10)
-    each = 2 * 4 * 2  # bytes of a token's keys and values
-    assert ops.notes.done == [Done("attention", 7, 1, rows=2 * 160, cached=each * 12, macs=2 * pairs * 2 * 8)]
+    token_bytes = 2 * 4 * 2  # bytes of a token's keys and values
+    assert ops.notes.done == [Done("attention", 7, 1, rows=2 * 160, cached=token_bytes * 12, macs=2 * pairs * 2 * 8)]
     host = CountedOps(CpuLayout(BF16), torch.float32, PAGE, 128)
     latents = (host.latent_cache(0, 5, PAGE, 8, 4, BF16, META),)  # which all heads share, read once for keys and values
     assert host.latent_attention(q, q[..., :4], latents, Paged(q, q, (0, 2, 5), (2, 10)), 1.0).shape == q.shape

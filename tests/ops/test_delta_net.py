@@ -36,7 +36,7 @@ def recurrent(*sequences: Sequence[int]) -> Recurrent:
     """Takes (rows, read, write, mark, marked) of each sequence, and the number of pending rows."""
     lens, *places = zip(*(s if len(s) > 5 else (*s, 0) for s in sequences), strict=True)
     starts = torch.tensor([0, *itertools.accumulate(lens)])
-    return Recurrent(starts, *(torch.tensor(place, dtype=torch.int32) for place in places))
+    return Recurrent(starts, *(torch.tensor(numbers, dtype=torch.int32) for numbers in places))
 
 
 class Layer:
@@ -77,13 +77,13 @@ class Layer:
     def rows(self, count: int) -> Tensor:
         return torch.randn(count, self.channels + 2 * self.heads)
 
-    def kept(self, place: int) -> tuple[Tensor, Tensor]:
+    def kept(self, number: int) -> tuple[Tensor, Tensor]:
         """A place's state, in the reference's order, and inputs."""
-        state = self.states[place * self.units]
+        state = self.states[number * self.units]
         if self.ops is cpu:
             slab = 16 if self.width % 32 else 32
             state = state.reshape(self.heads, -1, self.depth, slab).transpose(1, 2).reshape(state.shape)
-        return state.clone(), self.inputs[place * self.units][: KERNEL - 1].clone()
+        return state.clone(), self.inputs[number * self.units][: KERNEL - 1].clone()
 
 
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -132,8 +132,8 @@ def test_kernels_compute_the_reference(heads: tuple[int, int], depth: int, width
         torch.testing.assert_close(ours.run(rows, *step), wanted.run(rows, *step), atol=1e-5, rtol=1e-5)
     assert not ours.run(ours.rows(3), (1, 0, 0, 0, 0))[1:].any()
     wanted.arena[:], ours.arena[:] = wanted.arena.nan_to_num(), ours.arena.nan_to_num()
-    for place in (1, 2, 3, 4, 5):
-        for kept, expected in zip(ours.kept(place), wanted.kept(place), strict=True):
+    for number in (1, 2, 3, 4, 5):
+        for kept, expected in zip(ours.kept(number), wanted.kept(number), strict=True):
             torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -148,18 +148,18 @@ def test_bits_depend_on_no_schedule(instruction_set: str) -> None:
 
     def check(*cuts: int, threads: int = 1, company: bool = False, moves: bool = False) -> None:
         engine.start(threads, instruction_set)
-        layer, place, outs = Layer(cpu, (2, 4), 32, 32), -1, []
+        layer, number, outs = Layer(cpu, (2, 4), 32, 32), -1, []
         for start, end in itertools.pairwise((0, *cuts, length)):
-            to = 2 - place if moves and place >= 0 else 1
-            mine, step = (end - start, place, to, 0, 0), rows[start:end]
+            to = 2 - number if moves and number >= 0 else 1
+            mine, step = (end - start, number, to, 0, 0), rows[start:end]
             if company:
                 out = layer.run(torch.cat([strange, step, strange]), (others, -1, 3, 0, 0), mine, (others, -1, 4, 0, 0))
                 outs.append(out[others:-others])
             else:
                 outs.append(layer.run(step, mine))
-            place = to
+            number = to
         assert torch.equal(torch.cat(outs), whole)
-        assert all(torch.equal(a, b) for a, b in zip(layer.kept(place), first.kept(0), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(layer.kept(number), first.kept(0), strict=True))
 
     for cut in range(1, length):
         check(cut)
@@ -173,8 +173,8 @@ def test_bits_depend_on_no_schedule(instruction_set: str) -> None:
             rest, count = rows[mark:], length - mark
             out = layer.run(torch.cat([rest, rest]), (count, 1, 2, 0, 0), (count, 1, -1, 0, 0))
             assert torch.equal(out, torch.cat([whole[mark:], whole[mark:]]))
-        for place in (0, 1 if mark == length else 2):
-            assert all(torch.equal(a, b) for a, b in zip(layer.kept(place), first.kept(0), strict=True))
+        for number in (0, 1 if mark == length else 2):
+            assert all(torch.equal(a, b) for a, b in zip(layer.kept(number), first.kept(0), strict=True))
 
 
 def test_drafts_are_replayed() -> None:
@@ -195,22 +195,22 @@ def test_drafts_that_come_to_nothing_leave_no_trace(ops: Any) -> None:
     also of rows that are pending, has the states of all rows before it."""
     layer, wanted = (Layer(ops, (2, 4), 16, 32) for _ in range(2))
     same = partial(torch.testing.assert_close, atol=1e-5 * (ops is not cpu), rtol=1e-5 * (ops is not cpu))
-    rows, random, at, pending, place = layer.rows(40), torch.Generator().manual_seed(1), 0, 0, -1
+    rows, random, at, pending, number = layer.rows(40), torch.Generator().manual_seed(1), 0, 0, -1
     whole = wanted.run(rows.clone(), (40, -1, 0, 0, 0))
     while at < 34:
         drafts, come = torch.randint(0, 4, (2,), generator=random).tolist()
-        come, to = min(come, drafts), place if place >= 0 and at % 3 else (place + 1) % 3
+        come, to = min(come, drafts), number if number >= 0 and at % 3 else (number + 1) % 3
         step = torch.cat((rows[at : at + 1 + come], layer.rows(drafts - come)))
         if drafts:
-            out = layer.run(step, (1 + drafts, place, -1, pending + 1, to, pending))
+            out = layer.run(step, (1 + drafts, number, -1, pending + 1, to, pending))
         else:
-            out = layer.run(step, (1, place, to, max(pending - 1, 0), 4, pending))
+            out = layer.run(step, (1, number, to, max(pending - 1, 0), 4, pending))
             if pending > 1:
                 before = Layer(ops, (2, 4), 16, 32)
                 before.run(rows[: at - 1].clone(), (at - 1, -1, 0, 0, 0))
                 same(layer.kept(4), before.kept(0))
         same(out[: 1 + come], whole[at : at + 1 + come])
-        at, pending, place = at + 1 + come, come, to
+        at, pending, number = at + 1 + come, come, to
 
 
 def test_a_tape_reads_the_tables_of_each_replay() -> None:

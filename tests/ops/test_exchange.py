@@ -43,18 +43,18 @@ def body(rank: int, port: int, ranks: int, tokens: int, by_slots: bool) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    each = EXPERTS // ranks
+    per_rank = EXPERTS // ranks
     turned = torch.arange(EXPERTS).roll(3)  # the slot of each expert, whose weights are those of its number
-    physical = PhysicalExperts(turned.int(), torch.zeros(each, dtype=torch.int64)) if by_slots else None
-    exchange, bank = GroupExchange(load_ops("reference")), experts(rank * each, each)
+    physical = PhysicalExperts(turned.int(), torch.zeros(per_rank, dtype=torch.int64)) if by_slots else None
+    exchange, bank = GroupExchange(load_ops("reference")), experts(rank * per_rank, per_rank)
     x, weights, ids = rows(rank, tokens)
     assert exchange.takes(tokens, bank)
-    found = exchange.mixture(x, weights, ids, bank, physical)
+    sums = exchange.mixture(x, weights, ids, bank, physical)
     expected = reference.moe(x, weights, turned[ids] if by_slots else ids, experts(0, EXPERTS), None)
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(sums, expected, atol=1e-4)
     if physical:  # the rows that came are counted
         came = torch.cat([turned[rows(other, tokens)[2]] for other in range(ranks)]).flatten()
-        assert torch.equal(physical.rows, came.bincount(minlength=EXPERTS)[rank * each : (rank + 1) * each])
+        assert torch.equal(physical.rows, came.bincount(minlength=EXPERTS)[rank * per_rank : (rank + 1) * per_rank])
     dist.destroy_process_group()
 
 

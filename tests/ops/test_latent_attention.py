@@ -49,16 +49,16 @@ class Latents:
     def attend(self, q: Tensor, q_rotary: Tensor, lens: list[int], new: list[int], first: int = 0) -> Tensor:
         starts = torch.tensor([0, *itertools.accumulate(new)])
         paged = Paged(NONE, self.tables[first : first + len(lens)], starts, torch.tensor(lens))
-        found: Tensor = self.ops.latent_attention(q, q_rotary, self.cache, paged, 0.05)
-        return found
+        sums: Tensor = self.ops.latent_attention(q, q_rotary, self.cache, paged, 0.05)
+        return sums
 
     def expand(
         self, q: Tensor, q_rotary: Tensor, heads: tuple[Any, Any], lens: list[int], new: list[int], first: int = 0
     ) -> Tensor:
         starts = torch.tensor([0, *itertools.accumulate(new)])
         paged = Paged(NONE, self.tables[first : first + len(lens)], starts, torch.tensor(lens))
-        found: Tensor = self.ops.expanded_attention(q, q_rotary, self.cache, *heads, paged, 0.05)
-        return found
+        sums: Tensor = self.ops.expanded_attention(q, q_rotary, self.cache, *heads, paged, 0.05)
+        return sums
 
 
 def key_and_value_matrices(ops: Any, heads: int, latent: int, key: int, value: int, format: Format) -> tuple[Any, Any]:
@@ -95,10 +95,10 @@ def test_latent_attention(
     engine.start(2, instruction_set)
     ours, theirs = (Latents(ops, lens, width, rotary, page_size, dtype) for ops in (cpu, reference))
     q, q_rotary = torch.randn(sum(new), heads, width), torch.randn(sum(new), heads, rotary) * 2
-    found, expected = (of.attend(q, q_rotary, lens, new) for of in (ours, theirs))
+    sums, expected = (of.attend(q, q_rotary, lens, new) for of in (ours, theirs))
     rounded = "bf16" in instruction_set or instruction_set == "amx"  # queries and weights are
     close = 0.05 if rounded and dtype in (torch.bfloat16, torch.int8) else 2e-3 if dtype == torch.int8 else 2e-5
-    torch.testing.assert_close(found, expected, atol=close, rtol=0)
+    torch.testing.assert_close(sums, expected, atol=close, rtol=0)
 
 
 @pytest.mark.parametrize("instruction_set", VECTORS)
@@ -175,11 +175,11 @@ def test_each_head_has_its_own_matrix(format: Format) -> None:
     for head, own in enumerate(weights):
         ours.fill(head, own)
         theirs.fill(head, own)
-    found = cpu.head_linear(x, ours)
+    product = cpu.head_linear(x, ours)
     close = 1e-4 if format.kind == "float32" else 0.4
-    torch.testing.assert_close(found, reference.head_linear(x, theirs), atol=close, rtol=0)
-    assert torch.equal(cpu.head_linear(wider[69:], ours), found[69:])
-    assert torch.equal(cpu.head_linear(wider, ours), found)
+    torch.testing.assert_close(product, reference.head_linear(x, theirs), atol=close, rtol=0)
+    assert torch.equal(cpu.head_linear(wider[69:], ours), product[69:])
+    assert torch.equal(cpu.head_linear(wider, ours), product)
 
 
 def test_latents_that_are_too_wide_are_named() -> None:

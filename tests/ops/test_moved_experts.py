@@ -58,5 +58,5 @@ def test_moved_experts_compute_the_same(name: str, kind: str, nodes: int) -> Non
     target.restore([0, 3], stored)
     target.restore([], source.stored([]))
     expected[0], expected[3] = theirs[4], theirs[1]
-    for found, wanted in zip(alone(target), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for sums, wanted in zip(alone(target), expected, strict=True):
+        assert torch.equal(sums, wanted)

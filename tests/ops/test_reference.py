@@ -28,14 +28,14 @@ def test_norm_rope_write_is_its_parts(heads: int, kv_heads: int) -> None:
 
     k_cache, v_cache = caches()
     given = Heads(kv_heads, EPS, q_weight, k_weight, cos, sin)
-    found = reference.norm_rope_write(qkv, given, k_cache, v_cache, slot_mapping, None)
+    queries = reference.norm_rope_write(qkv, given, k_cache, v_cache, slot_mapping, None)
     q = qkv[:, : heads * dim].view(tokens, heads, dim)
     k = qkv[:, heads * dim : (heads + kv_heads) * dim].view(tokens, kv_heads, dim)
     v = qkv[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, dim)
     q, k = reference.rope(reference.rms_norm(q, q_weight, EPS), reference.rms_norm(k, k_weight, EPS), cos, sin)
     wanted = caches()
     reference.write_kv(k, v, *wanted, slot_mapping)
-    assert torch.equal(found, q)
+    assert torch.equal(queries, q)
     assert torch.equal(k_cache, wanted[0])
     assert torch.equal(v_cache, wanted[1])
     assert k_cache.count_nonzero() == v_cache.count_nonzero() == tokens * kv_heads * dim

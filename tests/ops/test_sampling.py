@@ -62,15 +62,15 @@ def shares(*weights: float) -> list[float]:
     ],
 )
 def test_filters_leave_the_most_probable_tokens(settings: dict[str, Any], wanted: list[float]) -> None:
-    [found] = probabilities(settings)
-    assert found == pytest.approx(wanted, abs=2e-4)
+    [chances] = probabilities(settings)
+    assert chances == pytest.approx(wanted, abs=2e-4)
 
 
 def test_each_row_has_filters_of_its_own() -> None:
     settings: list[dict[str, Any]] = [{}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.41}, {"min_p": 0.26}]
     settings += [{"temperature": 0.5}]
-    for found, one in zip(probabilities(*settings), settings, strict=True):
-        assert found == pytest.approx(probabilities(one)[0], abs=2e-4)
+    for chances, one in zip(probabilities(*settings), settings, strict=True):
+        assert chances == pytest.approx(probabilities(one)[0], abs=2e-4)
 
 
 def test_without_top_p_no_token_is_dropped_beside_a_row_that_has_it() -> None:

@@ -23,8 +23,8 @@ FLASH = named("deepseek_v4_flash", HARDWARE)
 @pytest.mark.parametrize(("hit", "total"), [(0.262, (20.0, 39, 48)), (0.5, (22.7, 50, 65)), (0.6, (24.1, 57, 76))])
 def test_a_token_takes_what_the_published_formula_says(hit: float, total: tuple[float, ...]) -> None:
     """With its host at 139 GB/s, where the hardware file has the 137 of a microbenchmark."""
-    found = [n / FLASH.decode(n, 16384, hit, 0) for n in (1, 4, 8)]
-    assert found == pytest.approx(total, rel=0.02)
+    times = [n / FLASH.decode(n, 16384, hit, 0) for n in (1, 4, 8)]
+    assert times == pytest.approx(total, rel=0.02)
     assert 1.85 / FLASH.decode(1, 0, 0.6, 1) == pytest.approx(34.1, rel=0.02)  # of 36.1, less 3 ms of the guess
 
 
@@ -57,9 +57,9 @@ def test_published_figures_are_near_the_model() -> None:
 
 def test_hit_rates_grow_from_none_to_all() -> None:
     for curve in (*CURVES.values(), curve_of("0.125:0.485,0.25:.704", "hits")):
-        found = [hit_rate(curve, share / 100) for share in range(101)]
-        assert (found[0], found[-1]) == (0.0, 1.0)
-        assert found == sorted(found)
+        rates = [hit_rate(curve, share / 100) for share in range(101)]
+        assert (rates[0], rates[-1]) == (0.0, 1.0)
+        assert rates == sorted(rates)
     assert hit_rate((), 0.3) == pytest.approx(0.3)
     assert hit_rate(CURVES["v4_flash_moved"], 0.3) == pytest.approx((0.464 + 0.81) / 2)
 

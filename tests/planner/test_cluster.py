@@ -59,9 +59,9 @@ HARDWARE = Hardware(
 def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]) -> None:
     """Layers of a kind are built once and multiplied."""
     case = load_case(name, overrides)
-    sketch, found = sketch_of(case), CountedRank(case)
-    memory = found.memory
-    assert found.limits == sketch.limits
+    sketch, counted = sketch_of(case), CountedRank(case)
+    memory = counted.memory
+    assert counted.limits == sketch.limits
     sizes = {part.name: part.nbytes for part in weights_of(sketch.model)}
     experts = sizes.pop("experts") + sizes.pop("experts' scales and biases", 0)
     assert memory.experts == experts
@@ -132,8 +132,8 @@ def test_the_formulas_of_collectives() -> None:
 
 def test_the_formulas_of_kernels() -> None:
     def times(*done: Done, resident: float = 1.0, sharing: int = 8) -> dict[str, float]:
-        found = step_times(RankWork(done, ()), Placing(spans(1), resident, sharing), HARDWARE).parts
-        return {part: seconds for part, seconds in found.items() if seconds and part != "host"}
+        parts = step_times(RankWork(done, ()), Placing(spans(1), resident, sharing), HARDWARE).parts
+        return {part: seconds for part, seconds in parts.items() if seconds and part != "host"}
 
     read = 0.5 * 1000 * GIGA
     linear = Done("linear", 3, 1, weights=1e6, rows=1e4, macs=1e6)
@@ -226,11 +226,11 @@ def test_a_plan_finds_the_best_of_all(tmp_path: Path) -> None:
     tried = list(sizes_of(plan.cluster))
     assert len(tried) == len(divisors(4)) ** 2 + len(divisors(8)) ** 2
     assert len(tried) == len(plan.rated) + len(plan.slow) + len(plan.refused)
-    assert plan.quickest[0].load.tpot == min(found.load.tpot for found in plan.in_time)
-    rates = [found.most.rate for found in plan.cheapest if found.most]
+    assert plan.quickest[0].load.tpot == min(rated.load.tpot for rated in plan.in_time)
+    rates = [rated.most.rate for rated in plan.cheapest if rated.most]
     assert rates == sorted(rates, reverse=True)
-    assert rates[0] == max(found.most.rate for found in plan.in_time if found.most)
-    assert all(set(found.layout.decode(1).parts) == set(PARTS) for found in plan.rated)
+    assert rates[0] == max(rated.most.rate for rated in plan.in_time if rated.most)
+    assert all(set(rated.layout.decode(1).parts) == set(PARTS) for rated in plan.rated)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +255,10 @@ def test_errors_in_a_cluster_file_are_one_line(tmp_path: Path, changes: dict[str
 
 def test_a_file_and_overrides_give_a_cluster(tmp_path: Path) -> None:
     search = {"worlds": [1, 8], "resident": [0, 1], "methods": ["none", "q8"]}
-    found = read_cluster(write(tmp_path, search=search), ["load.rate=2.5", "devices=16"])
-    assert (found.devices, found.load.rate) == (16, 2.5)
-    assert found.search == Search(("none", "q8"), (0.0, 1.0), (1, 8))
-    assert read_hardware(found.hardware).name == "made"
+    cluster = read_cluster(write(tmp_path, search=search), ["load.rate=2.5", "devices=16"])
+    assert (cluster.devices, cluster.load.rate) == (16, 2.5)
+    assert cluster.search == Search(("none", "q8"), (0.0, 1.0), (1, 8))
+    assert read_hardware(cluster.hardware).name == "made"
     with pytest.raises(UserError, match=r"--cluster .*/none\.yaml: no such file; planner/clusters/ has examples"):
         read_cluster(tmp_path / "none.yaml")
     with pytest.raises(UserError, match=r"--set nothing"):

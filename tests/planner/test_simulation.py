@@ -62,11 +62,11 @@ def test_failures_lose_time_and_nothing_else(layout: Layout) -> None:
 def test_kept_prefixes_are_found_and_the_router_knows_where(layout: Layout) -> None:
     settings = dict(prefixes=20, prefix_tokens=256, requests=400)
 
-    def found(**more: Any) -> int:
+    def cached_tokens(**more: Any) -> int:
         return sum(replica.cached_tokens for replica in simulate(layout, **settings, **more).replicas)
 
-    assert found(prefix_cache=False) == 0
-    assert 0 < found() <= found(router="prefix_aware")
+    assert cached_tokens(prefix_cache=False) == 0
+    assert 0 < cached_tokens() <= cached_tokens(router="prefix_aware")
 
 
 def test_the_command_reports_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

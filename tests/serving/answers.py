@@ -46,16 +46,16 @@ class Answer:
 
     def record(self) -> dict[str, Any]:
         """For the history, with a hash in place of log-probabilities."""
-        found: dict[str, Any] = {"ids": sorted(self.ids), "texts": [self.texts[i] for i in sorted(self.texts)]}
-        found |= {"ends": [self.ends[i] for i in sorted(self.ends)], "prompt": self.prompt, "tokens": self.tokens}
+        facts: dict[str, Any] = {"ids": sorted(self.ids), "texts": [self.texts[i] for i in sorted(self.texts)]}
+        facts |= {"ends": [self.ends[i] for i in sorted(self.ends)], "prompt": self.prompt, "tokens": self.tokens}
         if self.logprobs:
             pairs = json.dumps([self.logprobs[i] for i in sorted(self.logprobs)])
-            found["logprobs"] = hashlib.blake2b(pairs.encode(), digest_size=8).hexdigest()
+            facts["logprobs"] = hashlib.blake2b(pairs.encode(), digest_size=8).hexdigest()
         if self.error:
-            found["error"] = self.error
+            facts["error"] = self.error
         if self.faults:
-            found["faults"] = self.faults
-        return found
+            facts["faults"] = self.faults
+        return facts
 
 
 def _pairs(logprobs: dict[str, Any]) -> list[Any]:
@@ -80,8 +80,8 @@ def whole(api: str, body: Any) -> Answer:
     """Checks an answer with status 200 that is no stream."""
     answer = Answer({body["id"]})
     if api in ("completions", "chat"):
-        for place, choice in enumerate(body["choices"]):
-            answer.expect(choice["index"] == place, "choices are not in order")
+        for index, choice in enumerate(body["choices"]):
+            answer.expect(choice["index"] == index, "choices are not in order")
             text = choice["text"] if api == "completions" else choice["message"]["content"]
             answer.add(choice["index"], text, choice["logprobs"])
             answer.end(choice["index"], choice["finish_reason"])
@@ -126,9 +126,9 @@ def _openai(answer: Answer, events: list[Any], cut: bool) -> None:
     elif not cut:
         answer.expect(events[-1:] == ["[DONE]"], "a stream ends without [DONE]")
     heads, begun = set(), set()
-    for place, event in enumerate(events):
+    for number, event in enumerate(events):
         if event == "[DONE]":
-            answer.expect(place == len(events) - 1, "events follow [DONE]")
+            answer.expect(number == len(events) - 1, "events follow [DONE]")
             continue
         answer.ids.add(event["id"])
         heads.add((event["object"], event["created"], event["model"]))

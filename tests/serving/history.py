@@ -184,7 +184,7 @@ class Checker:
             rejected = sum(metrics.get(f"admission_rejections_total:{r}", -1) for r in ("queue_full", "too_slow"))
             whole = metrics.get("e2e_request_latency_seconds_count", -1)
             starts = 1 + len([f for f in self.of["mended"] if f["kind"] == "kill" and self._of_life(f, life, quiet)])
-            for what, found, least, more in (
+            for what, counted, least, more in (
                 ("ended by stop", ended["stop"], known["stop"], perhaps["requests"]),
                 ("ended by length", ended["length"], known["length"], perhaps["requests"]),
                 ("requests", sum(ended.values()), known["requests"], perhaps["requests"]),
@@ -194,9 +194,9 @@ class Checker:
                 ("refused", rejected, known["refused"], perhaps["refused"]),
                 ("starts of the ranks", metrics.get("engine_starts_total", -1), starts, 0),
             ):
-                good = least <= found <= least + more
+                good = least <= counted <= least + more
                 between = f"{least}" if not more else f"{least} to {least + more}"
-                self.expect(good, f"{self._at(quiet)}: the server counts {found:g} {what}, its clients {between}")
+                self.expect(good, f"{self._at(quiet)}: the server counts {counted:g} {what}, its clients {between}")
 
     def _asked(self, life: int, until: float) -> tuple[Counter[str], Counter[str]]:
         """Returns what the server must have counted of a life until then, and what it may have counted beyond it."""
@@ -206,15 +206,15 @@ class Checker:
             if sent["life"] != life or sent["client"] not in ASKS or not end or end["t"] > until:
                 continue
             alone = self.questions[sent["key"]]
-            choices, place = alone["choices"], end.get("at")
+            choices, cut_at = alone["choices"], end.get("at")
             if end["how"] == "answered" and end["status"] == 200 and "error" not in end:
                 known.update(end["ends"])
                 known.update(requests=choices, tokens=alone["tokens"], prompt=alone["prompt"] * choices)
             elif end.get("status") == 429:
                 known["refused"] += 1
-            elif place != "body":  # of which the server got but a half
+            elif cut_at != "body":  # of which the server got but a half
                 perhaps.update(requests=choices, tokens=alone["most"], prompt=alone["prompt"] * choices)
-                perhaps["refused"] += place == "head"
+                perhaps["refused"] += cut_at == "head"
         return known, perhaps
 
     def _quiet(self) -> None:
@@ -226,10 +226,14 @@ class Checker:
                 self.expect(metrics.get(name) == 0, f"{self._at(quiet)}: {name} is {metrics.get(name)}")
             arena = {name: frames for name, frames in metrics.items() if name.startswith("arena_frames")}
             rank = next((p["pid"] for p in quiet["processes"] if p["name"] == "rank"), 0)
-            found = arena.get("arena_frames:sequences", -1), sum(arena.values())
-            first = frames.setdefault(rank, found)
-            self.expect(found[0] == first[0], f"{self._at(quiet)}: {found[0]:g} frames are held, first {first[0]:g}")
-            self.expect(found[1] == first[1], f"{self._at(quiet)}: there are {found[1]:g} frames, first {first[1]:g}")
+            frames_now = arena.get("arena_frames:sequences", -1), sum(arena.values())
+            first = frames.setdefault(rank, frames_now)
+            self.expect(
+                frames_now[0] == first[0], f"{self._at(quiet)}: {frames_now[0]:g} frames are held, first {first[0]:g}"
+            )
+            self.expect(
+                frames_now[1] == first[1], f"{self._at(quiet)}: there are {frames_now[1]:g} frames, first {first[1]:g}"
+            )
 
     @cached_property
     def slopes(self) -> dict[tuple[str, int, str], Slope]:
@@ -246,16 +250,16 @@ class Checker:
                 if process["name"] == "rank":
                     held = event["metrics"].get("arena_frames:sequences", 0)
                     series["rank", process["pid"], "pages"].append((event["t"], held))
-        found = {key: slope(samples) for key, samples in series.items() if samples[-1][0] - samples[0][0] >= JUDGED_S}
-        return {key: one for key, one in found.items() if one}
+        slopes = {key: slope(samples) for key, samples in series.items() if samples[-1][0] - samples[0][0] >= JUDGED_S}
+        return {key: one for key, one in slopes.items() if one}
 
     def _growth(self) -> None:
-        for (process, pid, what), found in self.slopes.items():
-            allowed = HOURLY[what] * (found.level if what == "mb" else 1)
+        for (process, pid, what), growth in self.slopes.items():
+            allowed = HOURLY[what] * (growth.level if what == "mb" else 1)
             self.expect(
-                found.most <= allowed,
-                f"{process} {pid}: {what} may grow by {found.most:.3g} an hour ({found.hourly:+.3g} ± "
-                f"{found.error:.3g}), more than {allowed:.3g}",
+                growth.most <= allowed,
+                f"{process} {pid}: {what} may grow by {growth.most:.3g} an hour ({growth.hourly:+.3g} ± "
+                f"{growth.error:.3g}), more than {allowed:.3g}",
             )
 
     def _faults(self) -> None:
@@ -345,8 +349,8 @@ class Checker:
             "faults": ", ".join(f"{n} {kind}" for kind, n in Counter(e["kind"] for e in self.of["fault"]).items()),
         }
         rows |= {name: f"{value:,.0f}" for name, value in sorted(self.totals.items()) if name.endswith("_total")}
-        for (process, pid, what), found in sorted(self.slopes.items()):
-            growth = f"{found.level:.4g}, {found.hourly:+.3g} ± {found.error:.2g} an hour"
-            rows[f"{what} of {process} {pid}"] = f"{growth}, over {found.seconds / 60:.0f} minutes"
+        for (process, pid, what), trend in sorted(self.slopes.items()):
+            growth = f"{trend.level:.4g}, {trend.hourly:+.3g} ± {trend.error:.2g} an hour"
+            rows[f"{what} of {process} {pid}"] = f"{growth}, over {trend.seconds / 60:.0f} minutes"
         rows["violations"] = f"{len(self.violations)}"
         return "\n".join(["| what | found |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])

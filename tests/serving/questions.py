@@ -109,8 +109,8 @@ def _question(draw: random.Random, key: int, kind: str, common: list[list[int]])
 
 
 def _line(draw: random.Random) -> str:
-    name, other, place, deed = (draw.choice(words) for words in (NAMES, NAMES, PLACES, DEEDS))
-    return f"Did Miss {name} of {place} {deed} with {draw.randint(2, 999)} friends of {other}?"
+    name, other, town, deed = (draw.choice(words) for words in (NAMES, NAMES, PLACES, DEEDS))
+    return f"Did Miss {name} of {town} {deed} with {draw.randint(2, 999)} friends of {other}?"
 
 
 @dataclass(frozen=True)

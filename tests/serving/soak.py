@@ -137,9 +137,9 @@ class Soak:
         for question in self.questions:
             reply = await self._get(PATHS[question.apis[0]], question.body)
             assert reply.status == 200, (question, reply.body)
-            found = answers.whole(question.apis[0], reply.json).record()
-            del found["ids"]
-            if (said := json.dumps(found["texts"])) not in known:
+            record = answers.whole(question.apis[0], reply.json).record()
+            del record["ids"]
+            if (said := json.dumps(record["texts"])) not in known:
                 kept.append(question)
                 self.history.add(
                     "question",
@@ -147,7 +147,7 @@ class Soak:
                     kind=question.kind,
                     choices=question.choices,
                     most=question.most,
-                    **found,
+                    **record,
                 )
             known.add(said)
         self.questions = kept
@@ -209,19 +209,19 @@ class Soak:
         else:
             facts = {"key": question.key, "api": api, "stream": stream}
         self.history.add("send", id=number, client=kind, life=self.life, **facts)
-        found: dict[str, Any]
+        outcome: dict[str, Any]
         try:
             work = self._wrong(number, wrong) if kind == "wrong" else self._asks(number, kind, question, api, stream)
-            found = await asyncio.wait_for(work, LOST_S)
+            outcome = await asyncio.wait_for(work, LOST_S)
         except asyncio.TimeoutError:
-            found = {"how": "lost", "why": f"nothing was heard for {LOST_S:g} s"}
+            outcome = {"how": "lost", "why": f"nothing was heard for {LOST_S:g} s"}
         except ConnectionRefusedError:
-            found = {"how": "unreachable"}
+            outcome = {"how": "unreachable"}
         except (OSError, asyncio.IncompleteReadError) as error:
-            found = {"how": "cut", "why": f"{type(error).__name__}: {error}"}
+            outcome = {"how": "cut", "why": f"{type(error).__name__}: {error}"}
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            found = {"how": "lost", "why": f"unreadable: {type(error).__name__}: {error}"}
-        self.history.add("end", id=number, **found)
+            outcome = {"how": "lost", "why": f"unreadable: {type(error).__name__}: {error}"}
+        self.history.add("end", id=number, **outcome)
 
     async def _asks(self, number: int, kind: str, question: Question, api: str, stream: bool) -> dict[str, Any]:
         draw = self.random
@@ -319,22 +319,22 @@ class Soak:
             await asyncio.wait(self.open, timeout=LOST_S) if self.open else None
             end = time.monotonic() + 20
             await asyncio.sleep(STATES_S)
-            found = await self._metrics()
-            while any(map(found.get, HELD)) and time.monotonic() < end:
+            metrics = await self._metrics()
+            while any(map(metrics.get, HELD)) and time.monotonic() < end:
                 await asyncio.sleep(0.5)
-                found = await self._metrics()
-            self.history.add("quiet", life=self.life, metrics=found, processes=processes(self.running))
+                metrics = await self._metrics()
+            self.history.add("quiet", life=self.life, metrics=metrics, processes=processes(self.running))
         finally:
             self.paused = False
 
     async def _metrics(self) -> dict[str, float]:
         text = (await self._get("/metrics")).body.decode()
-        found = {}
+        values = {}
         for name, labels, value in GAUGES.findall(text):
             if not name.endswith("_bucket"):
                 label = LABEL.search(labels)
-                found[f"{name}:{label[2]}" if label else name] = float(value)
-        return found
+                values[f"{name}:{label[2]}" if label else name] = float(value)
+        return values
 
     def _beside_a_new_one(self) -> None:
         """Sends requests to the server that has run for long and to one that was just started, in turns, and records
@@ -409,17 +409,17 @@ def name_of(pid: int) -> str:
 
 def family(running: Process) -> list[int]:
     """The front and every process below it."""
-    found = [running.process.pid]
-    for pid in found:
+    pids = [running.process.pid]
+    for pid in pids:
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             with suppress(OSError):
-                found += map(int, children.read_text().split())
-    return found
+                pids += map(int, children.read_text().split())
+    return pids
 
 
 def processes(running: Process) -> list[dict[str, Any]]:
     """The processes of a server: memory in MB, threads, descriptors, seconds of CPU."""
-    found = []
+    rows = []
     for pid in family(running):
         with suppress(OSError, IndexError):
             folder = Path(f"/proc/{pid}")
@@ -428,8 +428,8 @@ def processes(running: Process) -> list[dict[str, Any]]:
             files, cpu = len(list((folder / "fd").iterdir())), (int(stat[11]) + int(stat[12])) / TICKS
             facts = {"mb": round(memory, 2), "threads": int(stat[17]), "files": files, "cpu": cpu}
             if name := name_of(pid):
-                found.append({"pid": pid, "name": name, **facts})
-    return found
+                rows.append({"pid": pid, "name": name, **facts})
+    return rows
 
 
 def cpu_of(running: Process) -> float:

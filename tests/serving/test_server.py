@@ -63,12 +63,12 @@ class Process:
 
     def ranks(self) -> list[int]:
         """Processes that have this server's socket in their environment."""
-        found, wanted = [], f"UMBRA_SERVE_SOCKET={self.folder}/".encode()
+        pids, wanted = [], f"UMBRA_SERVE_SOCKET={self.folder}/".encode()
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdigit() and wanted in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
+                    pids.append(int(entry.name))
+        return pids
 
     def wait(self) -> int:
         return self.process.wait(300)
@@ -80,15 +80,15 @@ class Process:
 
 @contextmanager
 def server(folder: Path, *settings: str) -> Iterator[Process]:
-    found = Process(folder, *settings)
+    process = Process(folder, *settings)
     try:
-        yield found
+        yield process
     finally:
-        found.process.kill()
-        found.process.wait()
-        for pid in found.ranks():
+        process.process.kill()
+        process.process.wait()
+        for pid in process.ranks():
             os.kill(pid, signal.SIGKILL)
-        found.log.close()
+        process.log.close()
 
 
 def test_answers_and_an_orderly_end(tmp_path: Path) -> None:
@@ -196,12 +196,12 @@ def test_ranks_are_started_again_once(tmp_path: Path) -> None:
             await stream.head()
             await stream.chunk()
             os.kill(rank, signal.SIGKILL)
-            found = b""
+            received = b""
             while data := await stream.chunk():
-                found += data
+                received += data
             while (await running.reply("/health/ready", None)).status == 200:
                 await asyncio.sleep(0.01)
-            return json.loads(found.split(b"data: ")[-1])
+            return json.loads(received.split(b"data: ")[-1])
 
         last = asyncio.run(killed())
         assert last["error"]["code"] == "engine_gone"

@@ -63,7 +63,7 @@ def process(pid: int, name: str, mb: float) -> Event:
     return {"pid": pid, "name": name, "mb": mb, "threads": 7, "files": 13, "cpu": 1.0}
 
 
-def made() -> History:
+def whole_history() -> History:
     """Two hours in which a rank is killed once; requests are answered, refused, and left by their clients."""
     events = [question(key) for key in range(5)]
     begin = 100.0
@@ -109,7 +109,7 @@ def made() -> History:
     return [*events, {"t": end + 2, "what": "over"}]
 
 
-WHOLE = made()
+WHOLE = whole_history()
 
 
 def of(history: History, what: str, **facts: Any) -> Event:
@@ -218,8 +218,8 @@ def test_answers_are_read(api: str) -> None:
         assert all("Hello!".startswith(text) for text in seen.texts.values())
         assert answers.streamed(api, data[:end], False).faults
     blocks = data.split(b"\n\n")
-    for place in range(len(blocks) - 1):
-        for kept in (blocks[place : place + 1] * 2, []):
-            spoilt = b"\n\n".join([*blocks[:place], *kept, *blocks[place + 1 :]])
+    for index in range(len(blocks) - 1):
+        for kept in (blocks[index : index + 1] * 2, []):
+            spoilt = b"\n\n".join([*blocks[:index], *kept, *blocks[index + 1 :]])
             read = answers.streamed(api, spoilt, False)
             assert read.faults or read.texts != stream.texts, spoilt

@@ -59,9 +59,9 @@ def test_tokens_equal_transformers(tokenizer: Tokenizer, name: str) -> None:
     messages = json.loads(before)
     for message in messages:  # what the OpenAI client sends, as transformers' documentation wants it
         message["content"] = message.get("content") or ""
-        for each in message.get("tool_calls", []):
-            given = each["function"]["arguments"]
-            each["function"]["arguments"] = json.loads(given or "{}") if isinstance(given, str) else given
+        for call in message.get("tool_calls", []):
+            given = call["function"]["arguments"]
+            call["function"]["arguments"] = json.loads(given or "{}") if isinstance(given, str) else given
     hf = AutoTokenizer.from_pretrained(tokenizer.folder)
     expected, shorter = (
         hf.apply_chat_template(messages, tools=list(chat.tools) or None, add_generation_prompt=added)["input_ids"]
@@ -235,8 +235,8 @@ def test_the_last_source_of_stop_ids_is_the_tokenizer(tmp_path: Path) -> None:
     eos = tokenizer_in(tmp_path).hf.convert_tokens_to_ids("[e~[")
     assert stop_ids(tmp_path, ()) == {eos}
     assert stop_ids(tmp_path, (4,)) == {4}
-    for text, found in (('{"eos_token_id": 7}', {7}), ('{"eos_token_id": [7, 8]}', {7, 8}), ("{}", {4})):
+    for text, ids in (('{"eos_token_id": 7}', {7}), ('{"eos_token_id": [7, 8]}', {7, 8}), ("{}", {4})):
         (tmp_path / "generation_config.json").write_text(text)
-        assert stop_ids(tmp_path, (4,)) == found
+        assert stop_ids(tmp_path, (4,)) == ids
     write_tokenizer(tmp_path / "endless", "minimax_m2", eos_token=None)
     assert stop_ids(tmp_path / "endless", ()) == frozenset()

@@ -138,9 +138,9 @@ def test_marks_are_tokens_and_their_letters_are_text(tokenizer: Tokenizer) -> No
         *tokenizer.encode("<|end|>", chat=False),
     ]
     for stops, content in ((["final", "asst"], "<|end|>"), (["end|"], "<|")):
-        detokenizer, found = tokenizer.detokenizer(), Stops(stops)
+        detokenizer, cut = tokenizer.detokenizer(), Stops(stops)
         reader = reader_of(HARMONY, [], False, True)
-        parts = [p for id in ids for piece in found.pieces(detokenizer.pieces([id])) for p in reader.push(piece)]
+        parts = [p for id in ids for piece in cut.pieces(detokenizer.pieces([id])) for p in reader.push(piece)]
         assert Answer.of([*parts, *reader.finish()]) == answer("é", content)
     assert tokenizer.decode(ids) == f"{A}é{ON}{F}<|end|><|end|>"
 

@@ -64,12 +64,12 @@ def with_prompts(trace: Trace) -> tuple[list[int], npt.NDArray[np.bool_]]:
 
 def lru(trace: Trace, slots: int, pools: int = 1) -> PolicyRun:
     """Least recently used. `pools` is 1, or the number of layers, each with an equal share of the slots."""
-    most, each = slots // pools, trace.size // pools
+    most, per_pool = slots // pools, trace.size // pools
     kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(pools)]
     hits = []
     keys, decoded = with_prompts(trace)
     for key in keys:
-        pool = kept[key // each]
+        pool = kept[key // per_pool]
         hits.append(key in pool)
         pool[key] = None
         pool.move_to_end(key)
@@ -118,9 +118,9 @@ def by_prompt(trace: Trace, slots: int, last: int = 0) -> PolicyRun:
     """The rule of cann-recipes-infer: each prompt of at least `STREAMED` tokens chooses the same number of experts in
     each layer, those most used by its `last` tokens or, if 0, by all; decoding changes nothing. At first these are the
     first experts."""
-    each = slots // trace.layers
+    per_layer = slots // trace.layers
     kept = np.zeros((trace.layers, trace.experts), bool)
-    kept[:, :each] = True
+    kept[:, :per_layer] = True
     uses, hits, copies, begin = [], [], [], 0
     changes = [prompt for prompt in trace.prompts if len(prompt.ids) >= STREAMED]
     keys = trace.places()
@@ -134,7 +134,7 @@ def by_prompt(trace: Trace, slots: int, last: int = 0) -> PolicyRun:
             begin, counted = prompt.before, pairs(prompt.ids[-last:], trace.experts).ravel()
             counts = np.bincount(counted, minlength=trace.size).reshape(kept.shape)
             kept = np.zeros_like(kept)
-            np.put_along_axis(kept, np.argsort(-counts, axis=1, kind="stable")[:, :each], True, axis=1)
+            np.put_along_axis(kept, np.argsort(-counts, axis=1, kind="stable")[:, :per_layer], True, axis=1)
     return PolicyRun(np.array(uses), np.array(hits), np.array(copies))
 
 

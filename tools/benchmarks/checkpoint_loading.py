@@ -97,11 +97,11 @@ def write(folder: Path, format: str, **shape: int) -> None:
     for path, layer in layers_of(model):
         for piece in layer.pieces(path):
             needed = stored_as([piece], scheme).tensors.items()
-            tensors |= {name: made(name, need, piece) for name, need in needed if not need.zeros}
+            tensors |= {name: random_tensor(name, need, piece) for name, need in needed if not need.zeros}
     return save_file(tensors, folder / "model.safetensors")
 
 
-def made(name: str, need: Needed, piece: Piece) -> Tensor:
+def random_tensor(name: str, need: Needed, piece: Piece) -> Tensor:
     """A random tensor, except where the format fixes the values."""
     if name.endswith("weight_shape"):
         return torch.tensor(piece.shape)

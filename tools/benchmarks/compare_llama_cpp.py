@@ -150,21 +150,25 @@ def checked(
         wrong = f"{int((~right).sum())} of {len(right)}"
         print(f"{name}: the logits of {wrong} sequences are wrong in a decode step of all; the others are compared")
     decode = decode[0][right], decode[1][right]
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     for phase, (a, b) in (("prefill", prefill), ("decode", decode)):
-        found[f"{phase}_error"] = float((a - b).norm() / a.norm())
-        found[f"{phase}_median_error"] = float(row_errors(a, b).median())
-    found["same_top"] = float(torch.cat([a.argmax(1) == b.argmax(1) for a, b in (prefill, decode)]).float().mean())
-    text = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
+        differences[f"{phase}_error"] = float((a - b).norm() / a.norm())
+        differences[f"{phase}_median_error"] = float(row_errors(a, b).median())
+    differences["same_top"] = float(
+        torch.cat([a.argmax(1) == b.argmax(1) for a, b in (prefill, decode)]).float().mean()
+    )
+    text = ", ".join(f"{key} {value:.3f}" for key, value in differences.items())
     allowed = max(MEDIAN_ERROR, float(row_errors(*moved).median()))
     least = min(SAME_TOP, float((moved[0].argmax(1) == moved[1].argmax(1)).float().mean()))
-    medians = found["prefill_median_error"], found["decode_median_error"]
-    if not (max(medians) <= allowed and found["same_top"] >= least and 2 * len(decode[0]) >= len(right)):  # NaN fails
+    medians = differences["prefill_median_error"], differences["decode_median_error"]
+    if not (
+        max(medians) <= allowed and differences["same_top"] >= least and 2 * len(decode[0]) >= len(right)
+    ):  # NaN fails
         raise UserError(
             f"the logits of {name} differ: {text}; allowed: median_error {allowed:.3f}, same_top {least:.2f}"
         )
     print(f"same logits: {text}")
-    return found
+    return differences
 
 
 def row_errors(a: Tensor, b: Tensor) -> Tensor:
@@ -208,14 +212,14 @@ def compare(
         runs: dict[str, Callable[[], object]] = {"read": limits.read, "multiply": limits.multiply}
         runs |= {name: functools.partial(run, engine) for name, engine in engines.items()}
         times = take_turns(runs, seconds, LEAST, PAUSE, [peer.pid for peer in peers.values()])
-        took = {name: statistics.median(each) for name, each in times.items()}
+        took = {name: statistics.median(seconds) for name, seconds in times.items()}
         row: Row = dict(phase=phase, batch=batch, context=context, flash=flash)
         for name in engines:
             row |= {name: tokens / took[name], f"{name}_best": tokens / min(times[name])}
             row[f"{name}_fraction"] = least(took) / took[name]
         for name in peers:
-            found = ratios(times["ours"], times[name])
-            row |= {f"{'ik_' if name == 'ik' else ''}ratio_{key}": ratio for key, ratio in found.items()}
+            against = ratios(times["ours"], times[name])
+            row |= {f"{'ik_' if name == 'ik' else ''}ratio_{key}": ratio for key, ratio in against.items()}
         return row
 
     def decoded(batch: int, context: int, contexts: list[list[int]], steps: list[list[int]]) -> Row:

@@ -36,9 +36,9 @@ def main() -> None:
             folder = Path(top, mode)
             folder.mkdir()
             ascend_case(folder, num_hidden_layers=int(sys.argv[1]))
-            for found in ("miss", "hit"):
+            for cache in ("miss", "hit"):
                 ((first, second),) = run_ranks(steps, 1, folder, mode)
-                print(f"{mode:<12} {found:<5} first step {first:6.2f} s, second {1e3 * second:5.1f} ms", flush=True)
+                print(f"{mode:<12} {cache:<5} first step {first:6.2f} s, second {1e3 * second:5.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ class Server:
     def ids(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         """The tokens of a prompt; none if the server does not tokenize chats."""
         with self._post("/tokenize", {"messages": messages, "tools": tools}) as response:
-            found = json.loads(response.read()) if response.status == 200 else {}
-        return found.get("tokens") or []
+            answer = json.loads(response.read()) if response.status == 200 else {}
+        return answer.get("tokens") or []
 
     @contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
@@ -283,13 +283,13 @@ def totals(rows: Sequence[Row]) -> Iterator[Row]:
     """A row for each server, with the mean time to the first token of the second turn's questions and the last's."""
     for name in dict.fromkeys(row["server"] for row in rows):
         own = [row for row in rows if row["server"] == name]
-        found: Row = {key: sum(row[key] for row in own) for key in ("prompt", "prefilled", "needed") if key in own[0]}
+        sums: Row = {key: sum(row[key] for row in own) for key in ("prompt", "prefilled", "needed") if key in own[0]}
         times: dict[int, list[float]] = {}
         for row in own:
             if row["request"] == "question":
                 times.setdefault(row["turn"], []).append(row["ttft_ms"])
         means = [statistics.fmean(of_turn) for of_turn in times.values()]
-        yield {"server": name} | found | {"ttft_2": means[:2][-1], "ttft_last": means[-1]}
+        yield {"server": name} | sums | {"ttft_2": means[:2][-1], "ttft_last": means[-1]}
 
 
 def per_turn(rows: Sequence[Row], server: str, key: str) -> dict[int, int]:
@@ -356,8 +356,8 @@ def main(argv: list[str]) -> None:
         with opened(name, settings) as server:
             rate = rate or tokens_per_word(server, plan)
             rows += printed(held(server, plan, rate), COLUMNS)
-    found = printed(totals(rows), TOTALS)
-    write_rows(args.json, rows, totals=found, plan=asdict(plan), settings=settings)
+    summary = printed(totals(rows), TOTALS)
+    write_rows(args.json, rows, totals=summary, plan=asdict(plan), settings=settings)
     draw(args.plot, rows)
 
 

@@ -338,15 +338,15 @@ def attention_rows(dtype: torch.dtype, limits: MachineLimits, seconds: float) ->
                 cpu.attention(*call, DIM**-0.5)
         runs = {"tape": tape.replay, "read": limits.read, "multiply": limits.multiply}
         took = alternate(runs, seconds)
-        each, read = took["tape"] / len(calls), limits.read_gbps(took["read"])
+        call_s, read = took["tape"] / len(calls), limits.read_gbps(took["read"])
         peak = limits.int8_gmacs(took["multiply"]) / 2
-        gbps, gmacs = size / each / 1e9, case.macs / each / 1e9
+        gbps, gmacs = size / call_s / 1e9, case.macs / call_s / 1e9
         yield dict(
             cache=str(dtype).removeprefix("torch."),
             heads=f"{case.heads}/{case.kv_heads}",
             cached=case.cached,
             new=case.new,
-            ms=each * 1e3,
+            ms=call_s * 1e3,
             gbps=gbps,
             read_gbps=read,
             read_fraction=gbps / read,

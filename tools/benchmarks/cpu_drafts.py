@@ -88,9 +88,9 @@ class Recorded(Drafts[Sequence]):
     total = 0.0
 
     def due(self) -> bool:
-        found = super().due()
+        due = super().due()
         self.measures = True
-        return found
+        return due
 
     def took(self, cost: DecodeCost) -> None:
         super().took(cost)
@@ -105,14 +105,14 @@ class GuessedAt(ModelDrafter):
         self.script, self.rate, self.draw = script, 0.0, random.Random(1)
 
     def guess(self, *args: Any) -> list[list[int]]:
-        found = super().guess(*args)
-        for sequence, guesses in zip((s for of in args[2] for s in of), found, strict=True):
+        guessed = super().guess(*args)
+        for sequence, guesses in zip((s for of in args[2] for s in of), guessed, strict=True):
             at = len(sequence.ids) - sequence.prompt_len
             known = self.script.answers[sequence.id][at : at + len(guesses)]
-            for place in range(len(guesses)):
-                right = place < len(known) and self.draw.random() < self.rate
-                guesses[place] = known[place] if right else FAILED_GUESS
-        return found
+            for position in range(len(guesses)):
+                right = position < len(known) and self.draw.random() < self.rate
+                guesses[position] = known[position] if right else FAILED_GUESS
+        return guessed
 
 
 def answer_of(kind: str, prompt: list[int], start: int, generator: torch.Generator) -> list[int]:
@@ -147,9 +147,9 @@ class Scripted:
     def choose(self, logits: Tensor, groups: Any) -> list[int]:
         self.engine.choose(logits, groups)
         return [
-            (self.answers[s.id] + [0])[place]
+            (self.answers[s.id] + [0])[position]
             for s in groups[0]
-            for place in range(len(s.ids) - s.drafted - s.prompt_len, len(s.ids) - s.prompt_len + 1)
+            for position in range(len(s.ids) - s.drafted - s.prompt_len, len(s.ids) - s.prompt_len + 1)
         ]
 
 
@@ -186,15 +186,15 @@ def measure(engine: Engine, batch: int, kinds: ListOf[str], rounds: int) -> Iter
         round_of(loops, script, kind, batch, 0)  # captures graphs
         timings, drafts.total = Timings(), 0.0
         loop.timings = timings
-        found = [round_of(loops, script, kind, batch, number) for number in range(1, rounds + 1)]
+        measured = [round_of(loops, script, kind, batch, number) for number in range(1, rounds + 1)]
         yield dict(
             batch=batch,
             answer=kind,
-            **{name: statistics.median(tokens / seconds[name] for seconds in found) for name in loops},
-            ratio=statistics.median(seconds["plain"] / seconds["drafts"] for seconds in found),
+            **{name: statistics.median(tokens / seconds[name] for seconds in measured) for name in loops},
+            ratio=statistics.median(seconds["plain"] / seconds["drafts"] for seconds in measured),
             per_step=rounds * (ANSWER - 1) / len(timings.pure_decode_steps),
             accepted=timings.accepted_tokens / max(timings.drafted_tokens, 1),
-            of_count=drafts.total / sum(seconds["drafts"] for seconds in found),
+            of_count=drafts.total / sum(seconds["drafts"] for seconds in measured),
         )
 
 

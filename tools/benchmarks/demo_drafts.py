@@ -78,12 +78,12 @@ def rates(loops: list[Loop], prompts: list[list[int]], temperature: float, token
     order = list(enumerate(loops))
     while not all(loop.idle for loop in loops):
         order.reverse()
-        for place, loop in order:
+        for index, loop in order:
             since = time.perf_counter()
             for _ in range(TURN):
                 if not loop.idle:
                     loop.step()
-            seconds[place] += time.perf_counter() - since
+            seconds[index] += time.perf_counter() - since
     return [count / of for count, of in zip(left, seconds, strict=True)]
 
 
@@ -95,14 +95,14 @@ def measure(methods: list[str], threads: int, batches: list[int], rounds: int, t
             sizes = Path(folder), threads, tokens, max(batches), case
             loops = [loop_of(*sizes), loop_of(*sizes, *drafting)]
         for batch, (draws, temperature) in itertools.product(batches, DRAWS.items()):
-            found = []
+            measured = []
             for number in range(-WARM, rounds):
                 if number == 0:
                     loops[1].timings = Timings()
                 places = [(number + WARM) * batch + i for i in range(batch)]
-                prompts = [ids[APART * place % (len(ids) - PROMPT) :][:PROMPT] for place in places]
-                found.append(rates(loops, prompts, temperature, tokens))
-            plain, drafts = zip(*found[WARM:], strict=True)
+                prompts = [ids[APART * position % (len(ids) - PROMPT) :][:PROMPT] for position in places]
+                measured.append(rates(loops, prompts, temperature, tokens))
+            plain, drafts = zip(*measured[WARM:], strict=True)
             timings = loops[1].timings
             row: Row = {
                 "method": method,

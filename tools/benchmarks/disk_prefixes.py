@@ -112,18 +112,18 @@ def measured(args: Any, folder: Path) -> list[Row]:
         *args.set,
     ]
     prefixes = [(tokens, prefix) for prefix in range(args.rounds) for tokens in args.tokens]
-    found, sizes = [], 0.0
+    runs, sizes = [], 0.0
     for number in range(3):
         if number == 2:
             sizes = sum(path.stat().st_size for path in folder.rglob("*.pages")) / 1e6
             drop(folder)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found.append(pool.apply(times, (settings, args.case, args.layers, prefixes, number == 1)))
+            runs.append(pool.apply(times, (settings, args.case, args.layers, prefixes, number == 1)))
     rows = []
     for tokens in args.tokens:
         at = [index for index, (count, _) in enumerate(prefixes) if count == tokens]
-        computed, cached, disk = (statistics.median(run[i][0] for i in at) for run in found)
-        memory = statistics.median(found[1][i][1] for i in at)
+        computed, cached, disk = (statistics.median(run[i][0] for i in at) for run in runs)
+        memory = statistics.median(runs[1][i][1] for i in at)
         row = {"tokens": tokens, "computed": computed, "memory": memory, "cached": cached, "disk": disk}
         mb = sizes * tokens / sum(count for count, _ in prefixes)
         rows.append(row | {"ratio": cached / computed, "mb": mb})

@@ -74,9 +74,9 @@ class WaveRequest:
 
 
 def serve(
-    runner: ModelRunner, waves: ListOf[ListOf[WaveRequest]], each: Callable[[], object] = lambda: None
+    runner: ModelRunner, waves: ListOf[ListOf[WaveRequest]], after_step: Callable[[], object] = lambda: None
 ) -> list[Sequence]:
-    """Runs all requests to their ends, one wave after the other, and calls `each` after every step."""
+    """Runs all requests to their ends, one wave after the other, and calls `after_step` after every step."""
     coming, sequences = list(waves), list[Sequence]()
     runner.loop.timings = Timings()
     scheduler = runner.loop.scheduler
@@ -90,7 +90,7 @@ def serve(
         elif not left:
             return sequences
         runner.loop.step()
-        each()
+        after_step()
 
 
 def swings(history: History) -> list[int]:

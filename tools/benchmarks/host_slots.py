@@ -65,7 +65,7 @@ def measured(pool: ShadowPool, layout: str, shape: str, tokens: int, rounds: int
             native.moe_rows(rows=job.resident)
 
     times = take_turns({"blocks": lambda: run("blocks"), "slots": lambda: run("slots")}, 0.0, rounds)
-    gbps = {name: used * own.block_bytes / statistics.median(each) / 1e9 for name, each in times.items()}
+    gbps = {name: used * own.block_bytes / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
     ratio = statistics.median(b / s for b, s in zip(times["blocks"], times["slots"], strict=True))
     return dict(
         layout=layout, shape=shape, tokens=tokens, blocks_gbps=gbps["blocks"], slots_gbps=gbps["slots"], ratio=ratio
@@ -89,10 +89,13 @@ def main(argv: list[str]) -> None:
                     yield measured(pool, layout, shape, tokens, args.rounds)
 
     print(f"{chosen}, {args.threads} threads")
-    found = printed(rows(), COLUMNS)
-    write_rows(args.json, found, threads=args.threads, instruction_set=chosen)
+    printed_rows = printed(rows(), COLUMNS)
+    write_rows(args.json, printed_rows, threads=args.threads, instruction_set=chosen)
     lines = {
-        f"{layout}, {shape}": (args.tokens, [r["ratio"] for r in found if (r["layout"], r["shape"]) == (layout, shape)])
+        f"{layout}, {shape}": (
+            args.tokens,
+            [r["ratio"] for r in printed_rows if (r["layout"], r["shape"]) == (layout, shape)],
+        )
         for layout in LAYOUTS
         for shape in SHAPES
     }

@@ -71,8 +71,8 @@ def _compiled(folder: Path) -> ctypes.CDLL:
         raise UserError(f"IK_LLAMA: {folder} has no build/**/libllama.so: build ik_llama.cpp there, see {__name__}")
     libraries = [flag for room in sorted(set(built.values())) for flag in (f"-L{room}", f"-Wl,-rpath,{room}")]
     includes = [f"-I{folder / 'include'}", f"-I{folder / 'ggml' / 'include'}"]
-    with tempfile.TemporaryDirectory() as made:
-        out = str(Path(made) / "ik.so")
+    with tempfile.TemporaryDirectory() as temporary:
+        out = str(Path(temporary) / "ik.so")
         command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *includes, str(SHIM), "-o", out, *libraries]
         done = subprocess.run([*command, "-lllama", "-lggml"], capture_output=True, text=True)
         if done.returncode:

@@ -56,9 +56,9 @@ def row(shape: tuple[int, int, int], new: int, cached: int, format: Format, seco
         return cpu.expanded_attention(q, q_rotary, cache, keys, values, paged, SCALE)
 
     took = alternate({"absorbed": absorbed, "expanded": expanded}, seconds, 3)
-    pairs, made = new * cached + new * (new + 1) / 2, LATENT * (key + value)
-    counts = pairs * (2 * LATENT + ROTARY) + new * made, pairs * (key + value + ROTARY) + length * made
-    ms = {f"{name}_ms": each * 1e3 for name, each in took.items()}
+    pairs, projecting = new * cached + new * (new + 1) / 2, LATENT * (key + value)
+    counts = pairs * (2 * LATENT + ROTARY) + new * projecting, pairs * (key + value + ROTARY) + length * projecting
+    ms = {f"{name}_ms": seconds * 1e3 for name, seconds in took.items()}
     ratio = took["absorbed"] / took["expanded"]
     return dict(
         heads=heads,

@@ -50,17 +50,17 @@ def take_turns(
         run()
     counted, disturbed = 0.0, 0.0  # seconds
     while counted < seconds or len(next(iter(times.values()))) < least:
-        start, before, found = time.perf_counter(), others(), {}
+        start, before, round = time.perf_counter(), others(), {}
         for name, run in runs.items():
             time.sleep(pause)
-            found[name] = seconds_of(run)
+            round[name] = seconds_of(run)
         took = time.perf_counter() - start
         if others() - before > MOST_OTHERS * took + TICKS and disturbed < PATIENCE * seconds:
             disturbed += took
             continue
         counted += took
-        for name, each in found.items():
-            times[name].append(each)
+        for name, took_s in round.items():
+            times[name].append(took_s)
     return times
 
 
@@ -71,8 +71,8 @@ def alternate(runs: Mapping[str, Callable[[], object]], seconds: float, least: i
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """Statistics of theirs / ours in each pair of neighbouring turns: above 1, ours took less time."""
-    found = [their / our for our, their in zip(ours, theirs, strict=True)]
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+    quotients = [their / our for our, their in zip(ours, theirs, strict=True)]
+    return {"median": statistics.median(quotients), "min": min(quotients), "max": max(quotients)}
 
 
 ECHO = """

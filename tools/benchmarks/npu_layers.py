@@ -98,8 +98,8 @@ def layer(
 
 
 def check(layers: Sequence[LayerInputs]) -> None:
-    for number, each in enumerate(layers):
-        custom, reference = each.custom().float(), each.unpacked().float()
+    for number, layer in enumerate(layers):
+        custom, reference = layer.custom().float(), layer.unpacked().float()
         error = ((custom - reference).norm() / reference.norm()).item()
         if not error <= BOUND:  # NaN is an error too
             raise UserError(f"layer {number}: the kernels' results differ by {error:.3g} of their norm, above {BOUND}")
@@ -128,7 +128,7 @@ def alternate(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end) * 1e3)
-    return {name: statistics.median(each[1:]) for name, each in times.items()}
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def measure(shape: LayerShape, batches: Sequence[int], rounds: int, read_bytes: int) -> Iterator[Row]:
@@ -144,14 +144,14 @@ def measure(shape: LayerShape, batches: Sequence[int], rounds: int, read_bytes: 
         if real:
             check(layers)
         runs: dict[str, Callable[[], object]] = {
-            "ref": Graph(each.reference for each in layers).replay,
-            "custom": Graph(each.custom for each in layers).replay,
+            "ref": Graph(layer.reference for layer in layers).replay,
+            "custom": Graph(layer.custom for layer in layers).replay,
             "copy": lambda: target.copy_(source),
             "sum": source.sum,
         }
         us = alternate(runs, rounds)
         if real:
-            mean = sum(each.nbytes for each in layers) / shape.layers
+            mean = sum(layer.nbytes for layer in layers) / shape.layers
             ref, custom = us["ref"] / shape.layers, us["custom"] / shape.layers
             limit = max(2 * read_bytes / us["copy"], read_bytes / us["sum"]) / 1e3
             yield dict(

@@ -48,7 +48,7 @@ COLUMNS = (
 )
 
 
-def made(layers: int, experts: int, swap_cost: float) -> ShadowExperts:
+def shadow_experts(layers: int, experts: int, swap_cost: float) -> ShadowExperts:
     slots = layers * experts // 4
     device, pool = CpuDevice(decode_tokens=1), ShadowPool(shadow_teams(1), 30)
     shadows = ShadowExperts(ShadowSettings("fixed", 0, slots, 1, MOST_COPIES), device, pool)
@@ -71,7 +71,7 @@ def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any]) ->
 
 
 def measure(layers: int, experts: int, top_k: int, sequences: int, swap_cost: float, steps: int) -> Row:
-    shadows, times = made(layers, experts, swap_cost), defaultdict[str, list[float]](list)
+    shadows, times = shadow_experts(layers, experts, swap_cost), defaultdict[str, list[float]](list)
     policy, device = shadows.residency, shadows.device
     if not isinstance(device, CpuDevice):
         raise TypeError("not the CPU")

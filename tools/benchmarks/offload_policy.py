@@ -139,8 +139,8 @@ def main(argv: list[str]) -> None:
             trace = trace_of(model)
             for policy, percent, value, here in statistics_of(model, trace):
                 print(f"{model.name}, {policy} at {percent} %: published {value:.3f}, here {here:.3f}")
-            each = LINK if model is MODELS[0] else model.k  # only that model's experts have a published size
-            most = round(each * trace.layers)
+            per_layer = LINK if model is MODELS[0] else model.k  # only that model's experts have a published size
+            most = round(per_layer * trace.layers)
             yield trace, most, most, OF_PUBLISHED
 
     print(TITLES["hits"])
@@ -151,8 +151,8 @@ def main(argv: list[str]) -> None:
     write_rows(args.json, rows)
     for row in rows:
         if row["trace"] == MODELS[0].name:
-            found = ", ".join(f"{name} {speed(row[f'hits_{name}']):.1f}" for name in NAMES)
-            print(f"{row['trace']}, {row['budget']} %, tok/s: {found}; published at 12.5 %: 19.2-22.6")
+            speeds = ", ".join(f"{name} {speed(row[f'hits_{name}']):.1f}" for name in NAMES)
+            print(f"{row['trace']}, {row['budget']} %, tok/s: {speeds}; published at 12.5 %: 19.2-22.6")
     panels = {
         f"{trace}: % of experts resident": {
             name: (BUDGETS, [row[f"hits_{name}"] / row["hits_best"] for row in rows if row["trace"] == trace])

@@ -44,12 +44,12 @@ def seconds(runner: ModelRunner, tokens: int, new: int, choose: torch.Generator)
     """Returns the seconds of each step of a request with a random prompt."""
     ids = torch.randint(runner.config.vocab_size, (tokens,), generator=choose).tolist()
     runner.loop.submit(Request(tuple(ids), SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)))
-    found = []
+    took = []
     while not runner.loop.idle:
         start = time.perf_counter()
         runner.loop.step()
-        found.append(time.perf_counter() - start)
-    return found
+        took.append(time.perf_counter() - start)
+    return took
 
 
 def measured(runner: ModelRunner, lengths: list[int], rounds: int) -> Iterator[Row]:
@@ -62,8 +62,8 @@ def measured(runner: ModelRunner, lengths: list[int], rounds: int) -> Iterator[R
         middle = statistics.median(ms)
         row: Row = {"tokens": tokens, "best": min(ms), "ms": middle, "rate": 1e3 * tokens / middle}
         if shadows and runner.planned and shadows.history.long:
-            found = runner.planned.planner.compare_long(shadows.history.long)
-            row |= {"layer": found["measured_ms"], "alone": found["streamed_ms"], "both": found["computed_ms"]}
+            compared = runner.planned.planner.compare_long(shadows.history.long)
+            row |= {"layer": compared["measured_ms"], "alone": compared["streamed_ms"], "both": compared["computed_ms"]}
         steps = seconds(runner, 16, DECODED, choose)[4:]
         yield row | {"step": 1e3 * statistics.median(steps)}
 

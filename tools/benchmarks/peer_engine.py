@@ -98,8 +98,8 @@ class Peer(ABC):
 
     def steps(self, tokens: list[list[int]]) -> None:
         """A step for each of `tokens`."""
-        for each in tokens:
-            self.step(each)
+        for token in tokens:
+            self.step(token)
 
     def behind(self, states: bytes, length: int) -> bytes:
         """The recurrent states that a sequence of `length` tokens has saved behind its caches, from `states`."""
@@ -112,18 +112,18 @@ class Peer(ABC):
         llama.cpp and ik_llama.cpp save a cache after `state_start` bytes. llama.cpp goes on with a zero for every other
         stream, and saves a second cache, after its number of streams, if there are layers with a window.
         """
-        made, at = [state[: self.state_start]], self.state_start
+        longer, at = [state[: self.state_start]], self.state_start
         while True:
             parts, at = _lengthened_cache(state, at, length, self.of_token)
-            made += parts
+            longer += parts
             while state[at : at + 4] == bytes(4):
-                made.append(bytes(4))
+                longer.append(bytes(4))
                 at += 4
             if self.recurrent:
-                return b"".join([*made, self.behind(state[at:], length)])
+                return b"".join([*longer, self.behind(state[at:], length)])
             if at == len(state):
-                return b"".join(made)
-            made.append(state[at : at + 4])
+                return b"".join(longer)
+            longer.append(state[at : at + 4])
             at += 4
 
 
@@ -136,13 +136,13 @@ def _lengthened_cache(state: bytes, at: int, length: int, of_token: int) -> tupl
     an element and the number of rows, each with an element of every token.
     """
     (tokens,) = struct.unpack_from("<I", state, at)
-    made, at = [struct.pack("<I", length)], at + 4
-    each = of_token + 4 * struct.unpack_from("<I", state, at + 4)[0]
-    ids = state[at + 4 : at + each]
-    made += [struct.pack("<i", position) + ids for position in range(length)]
-    at += tokens * each
+    parts, at = [struct.pack("<I", length)], at + 4
+    cell_bytes = of_token + 4 * struct.unpack_from("<I", state, at + 4)[0]
+    ids = state[at + 4 : at + cell_bytes]
+    parts += [struct.pack("<i", position) + ids for position in range(length)]
+    at += tokens * cell_bytes
     transposed, layers = struct.unpack_from("<II", state, at)
-    made.append(state[at : at + 8])
+    parts.append(state[at : at + 8])
     at += 8
     for part in range(2 * layers):
         if part == layers and not any(state[at:]):
@@ -152,6 +152,6 @@ def _lengthened_cache(state: bytes, at: int, length: int, of_token: int) -> tupl
         else:
             (element,), rows = struct.unpack_from("<Q", state, at + 4), 1
         kept = np.frombuffer(state, np.uint8, rows * tokens * element, at + 12).reshape(rows, -1)
-        made += [state[at : at + 12], np.tile(kept, (1, length // tokens)).tobytes()]
+        parts += [state[at : at + 12], np.tile(kept, (1, length // tokens)).tobytes()]
         at += 12 + kept.size
-    return made, at
+    return parts, at

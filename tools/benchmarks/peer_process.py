@@ -118,9 +118,9 @@ def _serve(pipe: Connection, make: Callable[[], Peer], cpus: set[int]) -> None:
 def _answer_of(pipe: Connection, call: Callable[[], object], wanted: bool) -> object:
     """Sends the result of `call` if it is `wanted`, or else None, or what it raised; returns the result."""
     try:
-        found = call()
+        result = call()
     except (UserError, RuntimeError) as error:
         pipe.send(error)
         return None
-    pipe.send(found.numpy().copy() if wanted and isinstance(found, Tensor) else None)
-    return found
+    pipe.send(result.numpy().copy() if wanted and isinstance(result, Tensor) else None)
+    return result

@@ -99,7 +99,7 @@ def trace_of(model: TracedModel, seed: int = 0, requests: int = REQUESTS) -> Tra
     answers, prompts = [], []  # answers: ids and ranks
     for request in range(requests):
         of_request, near = lasting + model.topic * random.normal(size=shape), random.normal(size=shape)
-        found, last = np.empty((2, PROMPT + ANSWER, LAYERS, k), np.int16), np.zeros((LAYERS, 0), np.int64)
+        routed, last = np.empty((2, PROMPT + ANSWER, LAYERS, k), np.int16), np.zeros((LAYERS, 0), np.int64)
         for step in range(PROMPT + ANSWER):
             near = keep * near + (1 - keep**2) ** 0.5 * random.normal(size=shape)
             weights = of_request + model.near * near
@@ -109,9 +109,9 @@ def trace_of(model: TracedModel, seed: int = 0, requests: int = REQUESTS) -> Tra
             chances[rows, last] += model.repeat
             last = np.argpartition(-keys, k - 1, axis=1)[:, :k]
             ranks = np.argsort(np.argsort(-chances, axis=1), axis=1)
-            found[:, step] = last, ranks[rows, last]
-        prompts.append(Prompt(request * ANSWER, found[0, :PROMPT]))
-        answers.append(found[:, PROMPT:])
+            routed[:, step] = last, ranks[rows, last]
+        prompts.append(Prompt(request * ANSWER, routed[0, :PROMPT]))
+        answers.append(routed[:, PROMPT:])
     ids, known = np.concatenate(answers, axis=1)
     return Trace(model.name, ids, model.experts, prompts=tuple(prompts), ranks=known)
 

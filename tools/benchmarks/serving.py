@@ -95,20 +95,20 @@ def long_prompts(client: Client, plan: ServingPlan, seed: str, prompt: int = 102
         tasks = [asyncio.create_task(client.ask(call, answer)) for call, answer in zip(calls, running, strict=True)]
         await begun(running)
         await asyncio.sleep(PAUSE_S)
-        found = []
+        answers = []
         for call in longs:
-            found += await client.streams([call], 1)
+            answers += await client.streams([call], 1)
             await asyncio.sleep(PAUSE_S)
         await asyncio.gather(*tasks)
-        return found
+        return answers
 
-    found = asyncio.run(measure())
+    asked = asyncio.run(measure())
     looked_at(running)
-    spans = [(long.sent, long.times[0]) for long in found if not long.error]
+    spans = [(long.sent, long.times[0]) for long in asked if not long.error]
     pairs = [pair for answer in running for pair in pairwise(answer.times)]
     during = [b - a for a, b in pairs if any(b > sent and a < first for sent, first in spans)]
     return {
-        "failed": sum(bool(answer.error) for answer in running + found),
+        "failed": sum(bool(answer.error) for answer in running + asked),
         "gaps": len(during),
         "itl_p50": 1e3 * share(during, 0.5),
         "itl_p99": 1e3 * share(during, 0.99),

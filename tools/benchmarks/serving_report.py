@@ -39,7 +39,7 @@ def goals(rows: list[Row], pause_ms: float) -> list[Row]:
         values = [row[key] for row in rows_of(rows, scenario, server)]
         return statistics.median(values) if values else None
 
-    found: list[Row] = []
+    judged: list[Row] = []
 
     def goal(name: str, wanted: str, value: float | None, other: float | None = 1.0) -> None:
         """`value` / `other` should be `wanted`, such as ">= 1.8"."""
@@ -47,7 +47,7 @@ def goals(rows: list[Row], pause_ms: float) -> list[Row]:
             sign, limit = wanted.split()
             ratio = value / other
             met = ratio >= float(limit) if sign == ">=" else ratio <= float(limit)
-            found.append({"goal": name, "wanted": wanted, "found": ratio, "met": met})
+            judged.append({"goal": name, "wanted": wanted, "found": ratio, "met": met})
 
     for name, wanted, scenario, key in (
         ("output tokens/s, 8 streams", ">= 1.8", "streams", "tokens_per_s"),
@@ -63,7 +63,7 @@ def goals(rows: list[Row], pause_ms: float) -> list[Row]:
         if found_by_split:
             best = max(goodput[phase] for goodput in found_by_split.values())
             goal(f"goodput of elastic, {phase}: of the best split's", ">= 1", elastic, best)
-    return found
+    return judged
 
 
 def goodput_of(rows: list[Row]) -> dict[str, dict[str, float]]:
@@ -121,14 +121,14 @@ def subplots(*shape: int, **options: Any) -> tuple[Any, Any]:
     return pyplot.subplots(*shape, layout="constrained", **options)
 
 
-def markdown(found: dict[str, Any]) -> Iterator[str]:
+def markdown(report: dict[str, Any]) -> Iterator[str]:
     """The lines of the tables in docs/serving.md: the goals, then each scenario's medians over the rounds."""
     yield from table(
-        ("goal", "wanted", "found"), [[r["goal"], r["wanted"], f"{r['found']:.2f}"] for r in found["goals"]]
+        ("goal", "wanted", "found"), [[r["goal"], r["wanted"], f"{r['found']:.2f}"] for r in report["goals"]]
     )
     for scenario, columns in COLUMNS.items():
         rows: dict[tuple[str, ...], list[Row]] = {}
-        for row in found["rows"]:
+        for row in report["rows"]:
             if row["scenario"] == scenario:
                 keys = (row["server"], *(str(row[key]) for key in ("rate", "phase") if key in row))
                 rows.setdefault(keys, []).append(row)

@@ -129,8 +129,8 @@ class Umbra:
 
     def steps(self, tokens: list[list[int]]) -> None:
         """A step for each of `tokens`."""
-        for each in tokens:
-            self.step(each)
+        for token in tokens:
+            self.step(token)
 
     def _fill_caches(self) -> None:
         for layer in self.model.modules():

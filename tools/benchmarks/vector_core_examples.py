@@ -240,17 +240,17 @@ SEED_LINEAR = {1: 48.77, 2: 72.56, 3: 96.24, 4: 119.84}
 
 
 def examples() -> list[Example]:
-    found = [
+    known = [
         Example("Muls, 1 repeat [mskpp]", 3.029, repeated("Muls<half>", 1), "cycles", "least"),
         Example("Muls, 65 repeats [mskpp]", 65.03, repeated("Muls<half>", 65), "cycles"),
         Example("BlockReduceSum of floats, 16 repeats [mskpp]", 16.04, repeated("BlockReduceSum<float>", 16), "cycles"),
     ]
     for scenario, measured in TICKS.items():
         gives = "barrier" if scenario == 1 else ""
-        found.append(Example(f"1000 Adds, bank_conflict_ub {scenario}", measured, ticks(scenario), "ticks", gives))
+        known.append(Example(f"1000 Adds, bank_conflict_ub {scenario}", measured, ticks(scenario), "ticks", gives))
     same = "48 cores ask for the same addresses at a time; the model knows no such conflict"
     apart = "each core reads all 6 MB, in pieces of 128 bytes, past the L2 cache; the model counts bytes alone"
-    found += [
+    known += [
         Example("vector pipe, Add 1 core, 32 repeats", 761.65, add_vector(4096, 1, True)),
         Example("vector pipe, Add case 2, 32 repeats", 15.885, add_vector(4096, 48, True)),
         Example("vector pipe, Add case 4, 128 repeats", 12.846, add_vector(16384, 48, True)),
@@ -269,14 +269,14 @@ def examples() -> list[Example]:
         Example("loads, data_copy 7, same order", 474.72, copied(128, 64), misses=same),
         Example("loads, data_copy 8, other orders", 307.38, copied(128, 64), misses=apart),
     ]
-    found.append(Example("seed: vector pipe, batch 1, 2 of 8 experts", 4.78, seed_vector))
-    found.append(Example("seed: cores' time, batch 1, 2 of 8 experts", 39.49, launched(seed_fused(1), 0)))
+    known.append(Example("seed: vector pipe, batch 1, 2 of 8 experts", 4.78, seed_vector))
+    known.append(Example("seed: cores' time, batch 1, 2 of 8 experts", 39.49, launched(seed_fused(1), 0)))
     for batch, measured in SEED_FUSED.items():
         # a kernel that fills y with zeros goes before
-        found.append(Example(f"seed: mixture of 30B, batch {batch}", measured, launched(seed_fused(batch), 2)))
+        known.append(Example(f"seed: mixture of 30B, batch {batch}", measured, launched(seed_fused(batch), 2)))
     for batch, measured in SEED_LINEAR.items():
-        found.append(Example(f"seed: 8192 x 8192, batch {batch}", measured, launched(seed_linear(batch), 1)))
-    return found
+        known.append(Example(f"seed: 8192 x 8192, batch {batch}", measured, launched(seed_linear(batch), 1)))
+    return known
 
 
 def print_examples() -> None:

@@ -217,7 +217,7 @@ def print_bytes(shape: ModelShape, counts: Counts) -> None:
     cells = [f"{value / 1e3:.0f}" for value in columns]
     cells += [f"{sum(moved.values()) / (weights + rows):.3f}"]
     cells += [f"{100 * moved['workspace'] / part:.2f}" for part in (weights, nibbles)]
-    cells += [f"{large_moves(counts):.2f}", ", ".join(f"{sum(each) / max(each):.1f}" for each in work)]
+    cells += [f"{large_moves(counts):.2f}", ", ".join(f"{sum(loads) / max(loads):.1f}" for loads in work)]
     print(f"{shape.name:26} {shape.batch:5} " + " ".join(f"{cell:>12}" for cell in cells))
 
 

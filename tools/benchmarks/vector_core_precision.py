@@ -111,8 +111,8 @@ class SampleMatrix:
         if self.format.quantised:
             self.nibbles[at], scales, self.offsets[at] = signed(part, self.format)
             self.scales[at] = scales.bfloat16()
-            each = self.nibbles[at] + self.offsets[at].repeat_interleave(GROUP, 1)
-            self.values[at] = each * self.scales[at].repeat_interleave(GROUP, 1)
+            levels = self.nibbles[at] + self.offsets[at].repeat_interleave(GROUP, 1)
+            self.values[at] = levels * self.scales[at].repeat_interleave(GROUP, 1)
 
 
 class SampleExperts:
@@ -233,10 +233,10 @@ def compare(case: Case, ids: Sequence[int]) -> Divergences:
     return Divergences(by_bits, by_sums, by_order, cast(Any, flips), ratios)
 
 
-def rows(found: Divergences) -> Iterator[dict[str, object]]:
-    yield dict(what="4 bits", kl=found.by_bits, flips=found.flips[0])
-    yield dict(what="sums in half", kl=found.by_sums, flips=found.flips[1])
-    yield dict(what="sums in float64", kl=found.by_order, flips=found.flips[2])
+def rows(divergences: Divergences) -> Iterator[dict[str, object]]:
+    yield dict(what="4 bits", kl=divergences.by_bits, flips=divergences.flips[0])
+    yield dict(what="sums in half", kl=divergences.by_sums, flips=divergences.flips[1])
+    yield dict(what="sums in float64", kl=divergences.by_order, flips=divergences.flips[2])
 
 
 def main(argv: list[str], show: Callable[..., Any] = printed) -> None:
@@ -249,10 +249,10 @@ def main(argv: list[str], show: Callable[..., Any] = printed) -> None:
     args = parser.parse_args(argv)
     case = load_case(args.case, ["exe_mode=eager", "keep_packed=false", *args.set])
     ids = tokenizer_in(model_folder(case)).encode(args.text.read_text(), chat=False)[: args.tokens]
-    found = compare(case, ids)
-    done = show(rows(found), COLUMNS)
-    print(f"sums in half / 4 bits: {found.by_sums / found.by_bits:.2e} of the divergence")
-    done += show((dict(kind=kind, ratio=ratio) for kind, ratio in found.ratios.items()), ERRORS)
+    divergences = compare(case, ids)
+    done = show(rows(divergences), COLUMNS)
+    print(f"sums in half / 4 bits: {divergences.by_sums / divergences.by_bits:.2e} of the divergence")
+    done += show((dict(kind=kind, ratio=ratio) for kind, ratio in divergences.ratios.items()), ERRORS)
     write_rows(args.json, done, case=args.case, tokens=len(ids))
 
 

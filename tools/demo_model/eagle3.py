@@ -94,12 +94,12 @@ class Head(nn.Module):
                 hook.remove()
             tapped = torch.cat(states, -1)
             embedded = model.model.embed_tokens(x[:, 1:])
-        state, earlier, found = self.fc(tapped), list[tuple[Tensor, Tensor]](), list[Tensor]()
+        state, earlier, drafted = self.fc(tapped), list[tuple[Tensor, Tensor]](), list[Tensor]()
         for _ in range(AHEAD):
             state = self(embedded, state, earlier)
-            found.append(self.lm_head(self.norm(state)))
+            drafted.append(self.lm_head(self.norm(state)))
             state = state.roll(1, 1)
-        return found, out.logits[:, 1:]
+        return drafted, out.logits[:, 1:]
 
     def save(self, out: Path, model: Qwen3MoeForCausalLM) -> None:
         vocabulary, hidden = model.config.vocab_size, model.config.hidden_size
@@ -138,8 +138,8 @@ def acceptance(head: Head, model: Qwen3MoeForCausalLM, tokens: Tensor) -> list[f
     rows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)[::4]
     hits = torch.zeros(AHEAD)
     for x in rows.split(16):
-        found, own = head.ahead(model, x)
-        right = [(head.tokens[logits.argmax(-1)] == own.argmax(-1))[:, AHEAD:] for logits in found]
+        drafted, own = head.ahead(model, x)
+        right = [(head.tokens[logits.argmax(-1)] == own.argmax(-1))[:, AHEAD:] for logits in drafted]
         hits += torch.stack([of.sum() for of in right])
     return [round(float(of) / (len(rows) * (CONTEXT - 1 - AHEAD)), 4) for of in hits]
 
@@ -166,9 +166,9 @@ def main() -> None:
     for step in range(1, args.steps + 1):
         rate = args.lr * min(step / 50, 0.02 + 0.49 * (1 + math.cos(math.pi * step / args.steps)))
         optimizer.param_groups[0]["lr"] = rate
-        found, own = head.ahead(model, text.batch(random))
+        drafted, own = head.ahead(model, text.batch(random))
         chances = own.softmax(-1)[..., head.tokens][:, AHEAD:]
-        losses = [-(chances * logits[:, AHEAD:].log_softmax(-1)).sum(-1).mean() for logits in found]
+        losses = [-(chances * logits[:, AHEAD:].log_softmax(-1)).sum(-1).mean() for logits in drafted]
         loss = cast(Tensor, sum(DECAY**number * of for number, of in enumerate(losses)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)

@@ -22,7 +22,7 @@ REPORT = ROOT / "results" / "npu_check" / "report.md"
 
 def parser() -> argparse.ArgumentParser:
     stages = "\n".join(f"  {s.number:2} {s.name:<12} {s.about}" for s in STAGES)
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="bash tools/npu_check.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Checks what only an Ascend machine can say, in stages, each in a process of its own:\n\n"
@@ -33,15 +33,15 @@ def parser() -> argparse.ArgumentParser:
         "failed or was skipped.",
         epilog="The report has no prompts and no names of machines or users. Beside it, REPORT.logs has the logs.",
     )
-    only = made.add_mutually_exclusive_group()
+    only = options.add_mutually_exclusive_group()
     only.add_argument(
         "--from", dest="first", metavar="STAGE", help="run this stage (name or number) and those after it"
     )
     only.add_argument("--only", metavar="STAGE", help="run this stage alone")
-    made.add_argument("--report", type=Path, default=REPORT, help="the file to write (results/npu_check/report.md)")
+    options.add_argument("--report", type=Path, default=REPORT, help="the file to write (results/npu_check/report.md)")
     for flag in ("--stage", "--rank", "--events"):  # of the processes that this one starts
-        made.add_argument(flag, help=argparse.SUPPRESS)
-    return made
+        options.add_argument(flag, help=argparse.SUPPRESS)
+    return options
 
 
 def main(argv: list[str]) -> None:
@@ -74,15 +74,15 @@ def check(selected: list[Stage] | None, path: Path) -> int:
         print(f"{state.changed} has changed since the last run: every stage runs again")
     outcomes: list[Outcome] = []
     for stage in STAGES:
-        found = state.stages.get(stage.name, [])
-        passed = bool(found) and all(o.result == PASS for o in found)
+        of_stage = state.stages.get(stage.name, [])
+        passed = bool(of_stage) and all(o.result == PASS for o in of_stage)
         if stage in selected if selected is not None else not passed:
-            found = run_stage(stage, outcomes, logs)
-            state.keep(stage.name, found)
-            print("\n".join(map(report.line, found)), flush=True)
-        elif found:
-            print(f"{stage.number:2} {stage.name:<12} as before: {report.tally(found)}", flush=True)
-        outcomes += found
+            of_stage = run_stage(stage, outcomes, logs)
+            state.keep(stage.name, of_stage)
+            print("\n".join(map(report.line, of_stage)), flush=True)
+        elif of_stage:
+            print(f"{stage.number:2} {stage.name:<12} as before: {report.tally(of_stage)}", flush=True)
+        outcomes += of_stage
         report.write(path, now, outcomes, fake)
     print(f"{report.tally(outcomes)}. Report: {path}")
     if any(o.result == FAIL for o in outcomes):

@@ -40,10 +40,10 @@ def error(result: Tensor, expected: Tensor) -> float:
 
 def require(what: str, result: Tensor, expected: Tensor, tolerance: float) -> float:
     """Raises unless the error is at most `tolerance`; returns it."""
-    found = error(result, expected)
-    if found > tolerance:
-        raise Differs(f"{what} differs by {found:.3g} of its norm, more than {tolerance:g}")
-    return found
+    difference = error(result, expected)
+    if difference > tolerance:
+        raise Differs(f"{what} differs by {difference:.3g} of its norm, more than {tolerance:g}")
+    return difference
 
 
 MOST_FUSED = 2  # values of a launch

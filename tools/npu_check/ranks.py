@@ -26,9 +26,9 @@ class RankError(RuntimeError):
 
 
 def run(
-    place: str, size: int, environment: Mapping[str, str], logs: Path, given: dict[str, Any]
+    function: str, size: int, environment: Mapping[str, str], logs: Path, given: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Runs the function at `place` (`module:name`) on each rank, and returns their results. When one rank fails, the
+    """Runs `function` (`module:name`) on each rank, and returns their results. When one rank fails, the
     others are ended."""
     logs.mkdir(parents=True, exist_ok=True)
     port = _free_port()
@@ -41,7 +41,7 @@ def run(
             variables = {**environment, **{name: str(value) for name, value in own.items()}, "MASTER_ADDR": "127.0.0.1"}
             log = logs / f"rank{rank}.log"
             log.unlink(missing_ok=True)
-            running[rank] = processes.start(["--rank", place, "--events", folder], variables, log, False)
+            running[rank] = processes.start(["--rank", function, "--events", folder], variables, log, False)
         try:
             _wait(running, logs)
             return [json.loads((results / f"rank{rank}.json").read_text()) for rank in range(size)]
@@ -64,11 +64,11 @@ def _wait(running: dict[int, processes.Process], logs: Path) -> None:
         time.sleep(POLL_S)
 
 
-def rank_process(place: str, folder: Path) -> int:
+def rank_process(function: str, folder: Path) -> int:
     """One rank: calls the function, leaves its result, and stays until all ranks have one, because rank 0 keeps the
     store through which the others make their communicators."""
     ranks = rank_env()
-    result = load(place)(**json.loads((folder / "given.json").read_text()))
+    result = load(function)(**json.loads((folder / "given.json").read_text()))
     mine = folder / f"rank{ranks.rank}.json"
     mine.with_suffix(".tmp").write_text(json.dumps(result))
     mine.with_suffix(".tmp").rename(mine)

@@ -22,8 +22,8 @@ def missing(stage: Stage, known: Sequence[Outcome]) -> str | None:
     run. What is not known, since only some stages are run, is taken for good."""
     for need in stage.needs:
         name, _, case = need.partition("/")
-        found = [o for o in known if o.stage == name and o.case in (case or o.case)]
-        if any(o.result != PASS for o in found):
+        earlier = [o for o in known if o.stage == name and o.case in (case or o.case)]
+        if any(o.result != PASS for o in earlier):
             number = next(s.number for s in STAGES if s.name == name)
             return f"stage {number}" + (f", {case}" if case else "")
     return None

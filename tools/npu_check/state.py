@@ -21,7 +21,7 @@ def facts() -> dict[str, Any]:
     versions = read_versions(cann_home())
     return {
         "commit": _commit(),
-        "sources": source_digest(ROOT, [*(ROOT / place for place in SOURCES), *native])[:16],
+        "sources": source_digest(ROOT, [*(ROOT / path for path in SOURCES), *native])[:16],
         "torch": versions.torch,
         "torch_npu": versions.torch_npu,
         "cann": versions.cann,
@@ -42,15 +42,15 @@ class StageResults:
             return
         self.changed = next((name for name in now if kept["facts"].get(name) != now[name]), "")
         if not self.changed:
-            self.stages = {name: [Outcome.from_json(o) for o in found] for name, found in kept["stages"].items()}
+            self.stages = {name: [Outcome.from_json(o) for o in outcomes] for name, outcomes in kept["stages"].items()}
 
     def keep(self, stage: str, outcomes: list[Outcome]) -> None:
         self.stages[stage] = outcomes
-        stages = {name: [o.to_json() for o in found] for name, found in self.stages.items()}
+        stages = {name: [o.to_json() for o in outcomes] for name, outcomes in self.stages.items()}
         write_json(self.path, {"facts": self.facts, "stages": stages})
 
 
 def _commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "unknown"

@@ -35,14 +35,14 @@ def run_cases(stage: Stage, events: Events) -> int:
 def run_case(stage: str, check: Check) -> Outcome:
     begun = time.perf_counter()
     try:
-        found = check.run()
+        result = check.run()
     except Skipped as why:
         return Outcome(stage, check.name, SKIPPED, time.perf_counter() - begun, str(why))
     except Exception as error:
         traceback.print_exc()
         text = cause(error)
         return Outcome(stage, check.name, FAIL, time.perf_counter() - begun, text, hint(text))
-    return Outcome(stage, check.name, PASS, time.perf_counter() - begun, found.text, "", found.measured)
+    return Outcome(stage, check.name, PASS, time.perf_counter() - begun, result.text, "", result.measured)
 
 
 def cause(error: BaseException) -> str:

@@ -110,8 +110,8 @@ def test_index_that_misplaces_a_tensor_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "model" / "model.safetensors.index.json"
     data = json.loads(index.read_text())
     files = sorted(set(data["weight_map"].values()))
-    place = data["weight_map"]["model.norm.weight"]
-    data["weight_map"]["model.norm.weight"] = next(f for f in files if f != place)
+    file = data["weight_map"]["model.norm.weight"]
+    data["weight_map"]["model.norm.weight"] = next(f for f in files if f != file)
     index.write_text(json.dumps(data))
     assert "not in the file the index names: model.norm.weight" in load_error(tmp_path)
 

@@ -75,8 +75,8 @@ def test_every_format_means_its_floats(
     expected = logits(tmp_path, floats, **none)
     for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised", **none), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
-    found = built(tmp_path / "quantised", quantization=none["quantization"] if format == "desc_act" else {})
-    assert_kept(found, load_file(floats / "model.safetensors"), kept)
+    quantised = built(tmp_path / "quantised", quantization=none["quantization"] if format == "desc_act" else {})
+    assert_kept(quantised, load_file(floats / "model.safetensors"), kept)
 
 
 def test_activation_order_is_rounded(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,9 +157,9 @@ def test_modules_may_have_settings_of_their_own(
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     config["quantization_config"][key][rule] = {"bits": 8, "group_size": 32}
     (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
-    found = built(tmp_path / "quantised")
-    assert_kept(found, means, kept=True)
-    layer = cast(Any, found).model.layers[1]
+    quantised = built(tmp_path / "quantised")
+    assert_kept(quantised, means, kept=True)
+    layer = cast(Any, quantised).model.layers[1]
     formats = [w.format for w in (layer.self_attn.o_proj.weight.packed, layer.mlp.experts.weights.w2)]
     wide = [format == Format("q8", 32) for format in formats]
     assert wide == [part != ".down_proj.", part == ".down_proj."]
@@ -224,8 +224,8 @@ def test_mxfp4_means_its_floats(tmp_path: Path, oss: Path, capsys: pytest.Captur
     expected = logits(tmp_path, oss.with_name("mxfp4-floats"), model_name="gpt_oss")
     # Products with experts in 4 bits and all that are in 8 have activations of 8 bits.
     for quantization, most in (({"method": "none"}, 1e-4), ({}, 0.1), ({"rest": "q8"}, 0.1)):
-        found = logits(tmp_path, oss, model_name="gpt_oss", quantization=quantization)
-        for ours, theirs in zip(found, expected, strict=True):
+        kept = logits(tmp_path, oss, model_name="gpt_oss", quantization=quantization)
+        for ours, theirs in zip(kept, expected, strict=True):
             assert (ours - theirs).abs().mean() < most * theirs.abs().mean()
     assert "rounded again" not in capsys.readouterr().out
     logits(tmp_path, oss, model_name="gpt_oss", quantization={"method": "q4"})
@@ -252,9 +252,9 @@ def test_what_a_checkpoint_leaves_in_floats_may_be_quantised(
         tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if ".self_attn." not in n}
         tensors |= {n: t for n, t in floats.items() if ".self_attn." in n}
         save_file(tensors, folder / "model.safetensors")
-    found = cast(Any, built(folder, quantization={"rest": rest}))
-    layer = found.model.layers[0]
-    weights = layer.self_attn.qkv_proj.weight.packed, layer.mlp.experts.weights.w2, found.lm_head.weight.packed
+    quantised = cast(Any, built(folder, quantization={"rest": rest}))
+    layer = quantised.model.layers[0]
+    weights = layer.self_attn.qkv_proj.weight.packed, layer.mlp.experts.weights.w2, quantised.lm_head.weight.packed
     assert tuple(weight.format.kind for weight in weights) == kinds
     assert not (layer.mlp.router if checkpoint == "mxfp4" else layer.mlp.gate).weight.quantised
 

@@ -70,8 +70,8 @@ def test_a_family_means_the_same(tmp_path: Path, row: Row) -> None:
     """Within what the logarithm of a state's rates costs."""
     row.save(tmp_path / "model", **row.gguf)
     save_gguf(tmp_path / "model", tmp_path / "model.gguf", row.name)
-    found, expected = (logits(tmp_path, tmp_path / name, row.name) for name in ("model.gguf", "model"))
-    for ours, theirs in zip(found, expected, strict=True):
+    read, expected = (logits(tmp_path, tmp_path / name, row.name) for name in ("model.gguf", "model"))
+    for ours, theirs in zip(read, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if "linear_num_key_heads" in row.sizes else 0)
 
 
@@ -85,8 +85,8 @@ def test_every_type_is_read(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", **SIZES)
     means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", "qwen3_moe", mixed)
     none = {"quantization": {"method": "none"}}
-    found, expected = (logits(tmp_path, path, "qwen3_moe", **none) for path in (tmp_path / "model.gguf", means))
-    for ours, theirs in zip(found, expected, strict=True):
+    read, expected = (logits(tmp_path, path, "qwen3_moe", **none) for path in (tmp_path / "model.gguf", means))
+    for ours, theirs in zip(read, expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -110,8 +110,8 @@ def test_every_bit_is_kept(tmp_path: Path, kinds: tuple[Row, str, str], ranks: i
     row.save(tmp_path / "model", **{**SIZES, **row.gguf_wide})
     means = save_gguf(tmp_path / "model", tmp_path / "model.gguf", row.name, kind_of)
     for rank in range(ranks):
-        found, expected = (built(tmp_path, path, row.name, rank, ranks) for path in (tmp_path / "model.gguf", means))
-        for (path, ours), (_, theirs) in zip(layers_of(found), layers_of(expected), strict=True):
+        read, expected = (built(tmp_path, path, row.name, rank, ranks) for path in (tmp_path / "model.gguf", means))
+        for (path, ours), (_, theirs) in zip(layers_of(read), layers_of(expected), strict=True):
             if isinstance(ours, Experts):
                 a, b = cast(NativeExperts, ours.weights), cast(NativeExperts, theirs.weights)
                 assert [a.w13.format.kind, a.w2.format.kind] == kept.split()[:2]
@@ -282,8 +282,8 @@ def test_parts_are_one_checkpoint(tmp_path: Path) -> None:
         part.symlink_to(f"blob{number}")
     case, _ = case_of_checkpoint(first, RUNNING)
     assert (case.name, case.model_path) == ("model", str(first))
-    found, expected = (logits(tmp_path, path, "qwen3_moe") for path in (first, tmp_path / "model"))
-    assert all(map(torch.equal, found, expected))
+    read, expected = (logits(tmp_path, path, "qwen3_moe") for path in (first, tmp_path / "model"))
+    assert all(map(torch.equal, read, expected))
     with pytest.raises(UserError, match=r"give the first of its parts, model-00001-of-00003.gguf"):
         logits(tmp_path, second, "qwen3_moe")
     second.write_bytes(third.read_bytes())
@@ -298,11 +298,11 @@ def test_mixed_types_mean_their_floats(tmp_path: Path) -> None:
     """Within what rounded activations cost; the same bits wherever experts are."""
     save_tiny(tmp_path / "model", **SIZES)
     means, path = save_gguf(tmp_path / "model", tmp_path / "m.gguf", "qwen3_moe", mostly_q4_k), tmp_path / "m.gguf"
-    found, expected = logits(tmp_path, path, "qwen3_moe"), logits(tmp_path, means, "qwen3_moe")
-    for ours, theirs in zip(found, expected, strict=True):
+    read, expected = logits(tmp_path, path, "qwen3_moe"), logits(tmp_path, means, "qwen3_moe")
+    for ours, theirs in zip(read, expected, strict=True):
         assert ((ours - theirs).norm(dim=1) <= 0.03 * theirs.norm(dim=1)).all()
     offload = {"mode": "fixed", "slots": 5, "measure_s": 0.01, "stream_tokens": 20}
-    for ours, theirs in zip(logits(tmp_path, path, "qwen3_moe", offload_config=offload), found, strict=True):
+    for ours, theirs in zip(logits(tmp_path, path, "qwen3_moe", offload_config=offload), read, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -323,9 +323,9 @@ def test_what_has_no_planes_is_rounded(tmp_path: Path, capsys: pytest.CaptureFix
     save_tiny(tmp_path / "model", **SIZES)
     path = tmp_path / "m.gguf"
     means = save_gguf(tmp_path / "model", path, "qwen3_moe", lambda name: "Q3_K" if "_exps" in name else "F32")
-    found = logits(tmp_path, path, "qwen3_moe")
+    read = logits(tmp_path, path, "qwen3_moe")
     assert " matrices in Q3_K: kept by no format, so rounded to 8 bits" in capsys.readouterr().out
-    for ours, theirs in zip(found, logits(tmp_path, means, "qwen3_moe"), strict=True):
+    for ours, theirs in zip(read, logits(tmp_path, means, "qwen3_moe"), strict=True):
         assert 0 < (ours - theirs).norm() <= 0.03 * theirs.norm()
 
 
@@ -343,7 +343,7 @@ def test_what_ends_an_answer_and_how_it_is_sampled(marks: str, stops: str) -> No
     data |= {"chat_template": "one", "chat_template.tool_use": "two"}
     metadata = {f"tokenizer.{key}": value for key, value in data.items()} | {"general.sampling.temp": 0.6000000238}
     words = Vocabulary(HfConfig(metadata | {"general.sampling.top_k": 20}, "x.gguf"))
-    found = words.generation(("<|user|>",))
-    assert [tokens[id] for id in found.pop("eos_token_id")] == stops.split()
-    assert found == {"temperature": 0.6, "top_k": 20}
+    settings = words.generation(("<|user|>",))
+    assert [tokens[id] for id in settings.pop("eos_token_id")] == stops.split()
+    assert settings == {"temperature": 0.6, "top_k": 20}
     assert words.settings()["chat_template"][1] == {"name": "tool_use", "template": "two"}

@@ -54,9 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        hub, found = self.server, PATHS.fullmatch(unquote(urlsplit(self.path).path))
-        assert found
-        name, revision, file = found.groups("main")
+        hub, match = self.server, PATHS.fullmatch(unquote(urlsplit(self.path).path))
+        assert match
+        name, revision, file = match.groups("main")
         if name not in hub.models:
             return self.answer(401, b"", {"X-Error-Code": "RepoNotFound"})
         if revision not in ("main", COMMIT):

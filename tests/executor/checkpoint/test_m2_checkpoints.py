@@ -54,12 +54,12 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
 
 def kinds(model: nn.Module) -> list[tuple[str, str, str]]:
     """The kinds of formats that each layer's experts, o_proj and q, k and v are kept in."""
-    found: dict[str, Any] = dict(layers_of(model))
+    layers: dict[str, Any] = dict(layers_of(model))
     return [
         (
-            found[f"model.layers.{i}.block_sparse_moe.experts"].weights.w13.format.kind,
+            layers[f"model.layers.{i}.block_sparse_moe.experts"].weights.w13.format.kind,
             *(
-                "+".join(part.packed.format.kind for part in found[f"model.layers.{i}.self_attn.{name}"].weight.parts)
+                "+".join(part.packed.format.kind for part in layers[f"model.layers.{i}.self_attn.{name}"].weight.parts)
                 for name in ("o_proj", "qkv_proj")
             ),
         )

@@ -70,8 +70,8 @@ def test_the_cause_of_a_failed_job(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_folders_of_runs(tmp_path: Path) -> None:
-    made = {create_results("case", tmp_path) for _ in range(3)}  # in the same second, or not
-    assert len(made) == 3
+    folders = {create_results("case", tmp_path) for _ in range(3)}  # in the same second, or not
+    assert len(folders) == 3
     for _ in range(2):
         assert share_results("case", "/any/where/now", tmp_path) == tmp_path / "case" / "now"
     assert (tmp_path / "case" / "now").is_dir()
@@ -80,7 +80,7 @@ def test_folders_of_runs(tmp_path: Path) -> None:
         create_results("x", tmp_path / "file")
     discard_results(tmp_path / "case" / "now")
     assert not (tmp_path / "case" / "now").exists()
-    folder = made.pop()
+    folder = folders.pop()
     (folder / "report.json").write_text("")
     discard_results(folder)  # only logs are discarded
     assert folder.exists()

@@ -75,8 +75,8 @@ def environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
 def options(case: Case, soc: str) -> dict[str, tuple[int, int]]:
     """(MB, mode) of each group."""
     hccl = case.of_device(HcclSettings)
-    made = {name: group_options(hccl, case.parallel_sizes, name, soc) for name in GROUPS}
-    return {name: (o["hccl_buffer_size"], o["hccl_op_expansion_mode"]) for name, o in made.items()}
+    options = {name: group_options(hccl, case.parallel_sizes, name, soc) for name in GROUPS}
+    return {name: (o["hccl_buffer_size"], o["hccl_op_expansion_mode"]) for name, o in options.items()}
 
 
 def test_only_the_chosen_group_runs_on_the_vector_cores() -> None:
@@ -104,8 +104,8 @@ def test_only_the_chosen_group_runs_on_the_vector_cores() -> None:
     ],
 )
 def test_keys_reach_the_environment(overrides: list[str], wanted: dict[str, str | None]) -> None:
-    made = environment(ascend("world_size=8", *overrides), {})
-    assert {name: made.get(name) for name in wanted} == wanted
+    variables = environment(ascend("world_size=8", *overrides), {})
+    assert {name: variables.get(name) for name in wanted} == wanted
 
 
 def test_what_the_user_has_set_stays() -> None:

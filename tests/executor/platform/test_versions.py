@@ -14,7 +14,7 @@ CLAIMED = Versions("2.10.0", "2.10.0.post4", "9.1.0", "25.5.2")
 
 
 @pytest.mark.parametrize(
-    ("found", "complaint"),
+    ("installed", "complaint"),
     [
         (replace(TESTED, torch="2.12.0"), "torch 2.12.0 and torch_npu 2.13.0 do not belong together: this torch_npu"),
         (replace(CLAIMED, torch_npu="2.5.1.post1"), "torch_npu 2.5.1.post1 is not supported: supported are 2.14.0"),
@@ -23,9 +23,9 @@ CLAIMED = Versions("2.10.0", "2.10.0.post4", "9.1.0", "25.5.2")
         (replace(TESTED, cann="8.5.0", driver="24.1.0"), "driver 24.1.0 is too old for CANN 8.5.0: install 25.0"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(found: Versions, complaint: str) -> None:
+def test_what_does_not_belong_together_is_refused(installed: Versions, complaint: str) -> None:
     with pytest.raises(UserError) as raised:
-        check_versions(found, strict=False)
+        check_versions(installed, strict=False)
     assert complaint in str(raised.value)
 
 

@@ -90,8 +90,8 @@ def main() -> None:
             _, expected, logits = outcome(plain)
             for settings in modes:
                 own = dataclasses.replace(plain, offload_config=settings)
-                runner, tokens, found = outcome(own)
-                if tokens != expected or not all(np.array_equal(found[name], logits[name]) for name in logits):
+                runner, tokens, ours = outcome(own)
+                if tokens != expected or not all(np.array_equal(ours[name], logits[name]) for name in logits):
                     raise AssertionError(f"{exe_mode}, {settings}: {tokens}, not {expected}, or other logits")
                 if runner.engine.shadows:
                     rows.append(done_by(runner.engine.shadows))

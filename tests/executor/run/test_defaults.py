@@ -90,8 +90,8 @@ def test_mxfp4_is_counted_as_it_is_and_never_quantised_again(
 
 def test_init_writes_a_case_that_serves(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
-    made = umbra("init", str(DEMO.with_name("austen_hybrid")), "--out", str(out), "--max-num-seqs", "3")
-    assert (made.returncode, "guesses tokens, which may be faster: --set draft_config.method=mtp" in made.stdout) == (
+    done = umbra("init", str(DEMO.with_name("austen_hybrid")), "--out", str(out), "--max-num-seqs", "3")
+    assert (done.returncode, "guesses tokens, which may be faster: --set draft_config.method=mtp" in done.stdout) == (
         0,
         True,
     )
@@ -124,8 +124,14 @@ def test_sampling_follows_the_checkpoint_below_the_case(
         open_case(str(tmp_path / "mine.yaml"), SERVING),
         open_case(str(tmp_path / "model"), SERVING, (), sampling),
     ):
-        found = case.sampling_config
-        assert (found.temperature, found.top_k, found.top_p, found.min_p, found.repetition_penalty) == expected
+        followed = case.sampling_config
+        assert (
+            followed.temperature,
+            followed.top_k,
+            followed.top_p,
+            followed.min_p,
+            followed.repetition_penalty,
+        ) == expected
 
 
 @pytest.mark.parametrize(

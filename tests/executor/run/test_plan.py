@@ -204,8 +204,8 @@ def test_a_bank_of_experts_out_of_slots_is_counted_as_it_is_gathered(format: For
     slots.prepare(count)
     places, x = torch.zeros(count, dtype=torch.int32), torch.zeros(1, hidden, device="meta")
     steps: list[Any] = [lambda _: slots.bank(places), lambda _: shadow.bank(x, count)]
-    made = [ledger.fullest(torch.nn.Identity(), step, cast(Any, None)).nbytes for step in steps]
-    assert made[0] == made[1] > count * block
+    sizes = [ledger.fullest(torch.nn.Identity(), step, cast(Any, None)).nbytes for step in steps]
+    assert sizes[0] == sizes[1] > count * block
 
 
 def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,10 +31,10 @@ COSTS = Costs(
 
 def test_fit_finds_the_coefficients() -> None:
     wanted = Line(0.5, 0.25, 0.0625)
-    found = fit(
+    fitted = fit(
         [LayerSample(e, p, wanted.ms(e, p)) for e, p in [(1, 1), (2, 2), (8, 8), (1, 4), (2, 8), (8, 32), (30, 32)]]
     )
-    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(wanted))
+    assert dataclasses.astuple(fitted) == pytest.approx(dataclasses.astuple(wanted))
 
 
 def test_a_layer_is_the_longer_side_and_what_is_not_hidden() -> None:

@@ -71,7 +71,7 @@ def host(
         reason = said.read().decode().strip()
     if refused:
         raise TwinError(f"{op}: {answer.value.decode()}. {reason}".strip())
-    found = json.loads(answer.value)
+    launched = json.loads(answer.value)
     dtypes = {number: dtype for dtype, number in TYPES.items()}
-    outputs = {name: (tuple(shape), dtypes[number]) for name, (shape, number) in found.pop("outputs").items()}
-    return Launch(outputs=outputs, tiling=bytes(found.pop("tiling")), **found)
+    outputs = {name: (tuple(shape), dtypes[number]) for name, (shape, number) in launched.pop("outputs").items()}
+    return Launch(outputs=outputs, tiling=bytes(launched.pop("tiling")), **launched)

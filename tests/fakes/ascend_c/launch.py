@@ -21,7 +21,7 @@ def launch(
     shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in inputs]
     decided = host(OPS[op].ge_name, shapes, cores, attributes=attributes)
     given = dict(zip((operand.name for operand in OPS[op].operands), inputs, strict=True))
-    made, counts = run(
+    written, counts = run(
         library or build(KERNELS / f"umbra_{op}_w4a16.cpp"),
         f"umbra_{op}_w4a16",
         given,
@@ -32,5 +32,5 @@ def launch(
         decided.key,
         decided.schedule_mode,
     )
-    (y,) = made.values()
+    (y,) = written.values()
     return y, counts

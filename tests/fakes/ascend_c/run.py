@@ -64,13 +64,13 @@ def run(
     """Runs a kernel. Inputs and outputs are in the order of the kernel's arguments; `workspace` is the number of bytes
     that the host asks for, `schedule_mode` what it sets."""
     given = {name: None if value is None else value.contiguous() for name, value in inputs.items()}
-    made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in outputs.items()}
-    for tensor in made.values():
+    written = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in outputs.items()}
+    for tensor in written.values():
         tensor.view(-1).view(torch.uint8).fill_(0xFF)  # NaN, so that reading an unwritten byte is noticed
     own = torch.empty(max(workspace, LIBRARY_WORKSPACE), dtype=torch.uint8)
-    tensors = [*given.values(), *made.values(), own]
-    names = [*given, *made, "workspace"]
-    roles = [INPUT] * len(given) + [OUTPUT] * len(made) + [WORKSPACE]
+    tensors = [*given.values(), *written.values(), own]
+    names = [*given, *written, "workspace"]
+    roles = [INPUT] * len(given) + [OUTPUT] * len(written) + [WORKSPACE]
     count = len(names)
     answer = ctypes.create_string_buffer(ANSWER_BYTES)
     code = library.load().twin_run(
@@ -97,4 +97,4 @@ def run(
             f"{kernel}: cores that wait for each other need schedule mode {ALL_AT_ONCE}, "
             f"the host side set {schedule_mode}"
         )
-    return made, counts
+    return written, counts

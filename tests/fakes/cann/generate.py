@@ -71,7 +71,7 @@ def symbols(path: Path, which: str) -> set[str]:
 
 def torch_libraries() -> list[Path]:
     """PyTorch's libraries. PyTorch may be in another site-packages folder, which a .pth file of ours names."""
-    (folder,) = {found.parent for entry in sys.path for found in Path(entry).glob("torch/lib/libtorch_cpu.so")}
+    (folder,) = {library.parent for entry in sys.path for library in Path(entry).glob("torch/lib/libtorch_cpu.so")}
     return sorted(folder.glob("*.so*"))
 
 

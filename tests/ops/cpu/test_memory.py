@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
     engine.start(1, "auto")
 
 
-def made(node: int, path: Path) -> tuple[Tensor, Tensor]:
+def mapped(node: int, path: Path) -> tuple[Tensor, Tensor]:
     """(memory near `node`, what the file holds)"""
     engine.start_teams([engine.native.Team(node, 2, [])], "auto")
     data = torch.randint(1, 256, (SIZE,), dtype=torch.uint8)
@@ -34,7 +34,7 @@ def made(node: int, path: Path) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("node", [-1, 0])
 def test_a_file_takes_the_place_of_memory(tmp_path: Path, node: int) -> None:
     """Mapped, unless the memory belongs on a NUMA node: then it can only be read."""
-    storage, data = made(node, tmp_path / "data")
+    storage, data = mapped(node, tmp_path / "data")
     assert memory.is_allocated(storage)
     assert not memory.is_allocated(storage[64:])
     assert memory.map_file(storage, tmp_path / "data") == (node < 0)
@@ -61,7 +61,7 @@ def test_large_tensors_lie_on_huge_pages() -> None:
 
 
 def test_small_pages_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, _ = made(-1, tmp_path / "data")
+    storage, _ = mapped(-1, tmp_path / "data")
     monkeypatch.setattr(memory, "HUGE", 1)  # none of the file is in huge pages
     assert not memory.map_file(storage, tmp_path / "data")
     storage[5] = 1
@@ -69,7 +69,7 @@ def test_small_pages_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("how", [memory.map_file, memory.read_file])
 def test_files_that_are_too_short_or_absent_are_errors(tmp_path: Path, how: object) -> None:
-    storage, _ = made(-1, tmp_path / "data")
+    storage, _ = mapped(-1, tmp_path / "data")
     (tmp_path / "data").write_bytes(b"x" * (SIZE - 1))
     assert callable(how)
     with pytest.raises(OSError, match="data"):

@@ -264,8 +264,8 @@ def test_two_pools_divide_the_cores(tmp_path: Path) -> None:
 
 def test_long_steps_have_the_threads_of_both_pools() -> None:
     def together(own: list[tuple[int, int, list[int]]], others: list[tuple[int, int, list[int]]]) -> object:
-        found = engine.together([module.Team(*a) for a in own], [module.Team(*a) for a in others], 4)
-        return [(team.memory, team.threads, team.cpus) for team in found]
+        teams = engine.together([module.Team(*a) for a in own], [module.Team(*a) for a in others], 4)
+        return [(team.memory, team.threads, team.cpus) for team in teams]
 
     assert together([(0, 2, [0, 1]), (1, 2, [4])], [(0, 1, [2]), (1, 1, [5])]) == [(0, 3, [0, 1, 2]), (1, 2, [4, 5])]
     assert together([(0, 2, [0, 1]), (1, 2, [4])], [(0, 1, [2])]) == []  # on other nodes

@@ -540,16 +540,16 @@ def test_sample(settings: str) -> None:
     for width, rows in ((4, 24), (1000, 24), (33001, 5)):
         logits = torch.randn(rows, width) * 3
         choices = [choice(SAMPLING[settings], row, width) for row in range(rows)]
-        found, expected = cpu.sample(logits, choices), reference.sample(logits, choices)
-        for row in (found != expected).nonzero().flatten().tolist():
+        chosen, expected = cpu.sample(logits, choices), reference.sample(logits, choices)
+        for row in (chosen != expected).nonzero().flatten().tolist():
             assert choices[row].settings.temperature
             adjust(logits[row], choices[row])
             probabilities = filtered_probabilities(logits[row : row + 1], [choices[row].settings])[0].double()
-            before = float(probabilities[: found[row]].sum())
+            before = float(probabilities[: chosen[row]].sum())
             drawn = uniform(choices[row].seed, choices[row].position)
-            assert before - 1e-5 <= drawn <= before + float(probabilities[found[row]]) + 1e-5
-            assert probabilities[found[row]] > 0
-        assert (found != expected).sum() <= 1
+            assert before - 1e-5 <= drawn <= before + float(probabilities[chosen[row]]) + 1e-5
+            assert probabilities[chosen[row]] > 0
+        assert (chosen != expected).sum() <= 1
 
 
 @pytest.mark.usefixtures("kernels")

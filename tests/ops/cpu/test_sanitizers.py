@@ -110,13 +110,13 @@ def test_hostile_input(tmp_path: Path, target: str) -> None:
 
 
 def test_the_machine_has_the_outcomes_of_the_memory_model() -> None:
-    found = {
+    outcomes = {
         name: set(map(int, re.findall(r"\| (\d+):", rest))) for name, _, _, rest in SCENARIO.findall(explore("litmus"))
     }
-    assert {name: found[name] for name in OUTCOMES} == OUTCOMES
-    assert 1010 in found["four threads, release and acquire"]
-    assert 1010 not in found["four threads, seq_cst"]
-    assert len(found["four threads, seq_cst"]) == 15
+    assert {name: outcomes[name] for name in OUTCOMES} == OUTCOMES
+    assert 1010 in outcomes["four threads, release and acquire"]
+    assert 1010 not in outcomes["four threads, seq_cst"]
+    assert len(outcomes["four threads, seq_cst"]) == 15
 
 
 def test_reduction_loses_no_outcome() -> None:
@@ -131,6 +131,6 @@ def test_every_order_is_right(program: str) -> None:
 
 
 def test_each_memory_order_of_the_pool_is_needed() -> None:
-    found = weakened("pool", "--most", "6000")
-    assert len(found) > 20
-    assert [one for one in found if one[2].startswith("not")] == []
+    weaker = weakened("pool", "--most", "6000")
+    assert len(weaker) > 20
+    assert [one for one in weaker if one[2].startswith("not")] == []

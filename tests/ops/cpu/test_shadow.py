@@ -70,7 +70,7 @@ class Model:
         start, size = self.blocks.offsets[name][3], self.blocks.planes(name, self.blocks.shapes[name][0])[3]
         write_bias([self.store[expert][start : start + size].view(torch.float32)], row, part, step)
 
-    def place(self, resident: list[int]) -> None:
+    def make_resident(self, resident: list[int]) -> None:
         """In place, each in a slot of its own that was garbage before."""
         self.layer.device.zero_()
         self.slots.fill_(0x7F)
@@ -113,7 +113,7 @@ def test_any_placement_gives_the_same_bits(format: Format, tokens: int, top_k: i
         captured = model.moe(pool, x, weights, ids)
     records = len(tape.records)
     for resident in placements(8):
-        model.place(resident)
+        model.make_resident(resident)
         expected = model.expected(x, weights, ids)
         assert torch.equal(model.moe(pool, x, weights, ids), expected)
         tape.replay()
@@ -127,14 +127,14 @@ def test_routing_is_counted_and_nobody_waits_where_all_are_resident(pool: shadow
     torch.manual_seed(0)
     model = Model(FORMATS["q4"], first=2)
     x, (weights, ids) = torch.randn(30, 192), routing(30, 5, 8)
-    model.place(list(range(8)))
+    model.make_resident(list(range(8)))
     for _ in range(2):
         model.moe(pool, x, weights, ids)
     here = ids[(ids >= 2) & (ids < 10)] - 2
     assert torch.equal(model.layer.counts, 2 * here.bincount(minlength=8))
     assert model.layer.hits == 2 * len(here)
     assert model.layer.times.tolist() == [0, 0, 0, 0]
-    model.place([])
+    model.make_resident([])
     model.moe(pool, x, weights, ids)
     assert torch.equal(model.layer.counts, 3 * here.bincount(minlength=8))
     assert model.layer.hits == 2 * len(here)
@@ -161,7 +161,7 @@ def test_copies_that_arrive_within_a_step_count_in_it(pool: shadow.ShadowPool) -
         engine.host(copy)
         after = model.moe(pool, x, weights, ids)
     for resident in placements(8):
-        model.place(resident)
+        model.make_resident(resident)
         arrived.zero_()
         coming[:] = [e for e in range(8) if e not in resident and random.random() < 0.7]
         layer.hits.zero_()
@@ -247,7 +247,7 @@ def test_a_stopped_pool_fails_at_once_and_names_layer_and_step() -> None:
     pool.step.fill_(5)
     with pytest.raises(UserError, match=r"^shadow experts: layer 3, step 5: the shadow pool was stopped$"):
         shadow.submit(pool, model.layer, x, ids)
-    model.place(list(range(8)))  # who needs no shadow is not disturbed
+    model.make_resident(list(range(8)))  # who needs no shadow is not disturbed
     assert torch.equal(model.moe(pool, x, weights, ids), expected)
 
 

@@ -55,7 +55,7 @@ class Caller:
         self.weights.copy_(weights)
         self.ids.copy_(ids)
 
-    def place(self, resident: list[int]) -> None:
+    def make_resident(self, resident: list[int]) -> None:
         """Draws the experts' places: their values do not matter, only whether they are below 0."""
         for expert in range(len(self.places)):
             self.places[expert] = random.choice([0, 7, 2**31 - 1] if expert in resident else [-1, -7, -(2**31)])
@@ -103,9 +103,9 @@ class Caller:
 def models(format: Any, first: int) -> list[Model]:
     """Two layers' experts, 8 each from `first` on."""
     torch.manual_seed(first)
-    made = [Model(format, first=first) for _ in range(2)]
-    made[1].layer = replace(made[1].layer, number=4)
-    return made
+    models = [Model(format, first=first) for _ in range(2)]
+    models[1].layer = replace(models[1].layer, number=4)
+    return models
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def test_any_job(
     one = st.one_of(st.integers(first - 2, first + 10), st.sampled_from([-1, 0, -(2**31), 2**31 - 1]))
     ids = data.draw(st.lists(one, min_size=tokens * top_k, max_size=tokens * top_k))
     caller.ids.copy_(torch.tensor(ids).view(tokens, top_k))
-    caller.place(resident)
+    caller.make_resident(resident)
     worker.live[tokens].copy_(torch.arange(tokens) < data.draw(st.integers(1, tokens)))
     caller.check()
 
@@ -150,7 +150,7 @@ def test_where_nothing_is_missing_the_pool_is_not_asked(pool: shadow.ShadowPool)
     """So not even a stopped one is an error."""
     caller = Caller(shadow.BridgeWorker(pool), models(FORMATS["q4"], 2)[0], 5, 3, torch.bfloat16)
     caller.fill(0)
-    caller.place(list(range(8)))
+    caller.make_resident(list(range(8)))
     for _ in range(2):
         assert caller.submit() == 0
         assert not caller.told.empty()  # told from within
@@ -185,7 +185,7 @@ def test_an_expert_that_is_nowhere_fails(pool: shadow.ShadowPool) -> None:
     caller = Caller(shadow.BridgeWorker(pool), model, 1, 2, torch.float16)
     caller.ids.copy_(torch.tensor([[5, 2]]))
     assert caller.run() == 1
-    caller.place([5])
+    caller.make_resident([5])
     caller.check()
 
 

@@ -70,7 +70,7 @@ def test_each_nodes_rows_lie_in_its_own_memory(teams: tuple[int, ...]) -> None:
     read = [0] * len(teams)
     for expert in range(COUNT):
         source = store[expert]
-        spans = sorted((place, place + size) for place, _, size in source.pieces)
+        spans = sorted((offset, offset + size) for offset, _, size in source.pieces)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         for _, start, size in source.pieces:
             (team,) = (t for t, (a, b) in enumerate(regions) if a <= source.address + start <= b - size)

@@ -24,10 +24,10 @@ def places(rank: int, world: int) -> list[Parallel]:
     """The rank's place for every number of ranks that share attention."""
     handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
     sizes = [ParallelSizes(world, attn_tp) for attn_tp in range(1, world + 1) if world % attn_tp == 0]
-    for ids in (ids for each in sizes for members in partitions(each).values() for ids in members):
+    for ids in (ids for size in sizes for members in partitions(size).values() for ids in members):
         if len(ids) > 1 and ids not in handles:
             handles[ids] = dist.new_group(list(ids))
-    return [parallel_of(each, rank, handles) for each in sizes]
+    return [parallel_of(size, rank, handles) for size in sizes]
 
 
 def wrong(parallel: Parallel, counts: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -58,8 +58,8 @@ def main() -> None:
         tp, dp = parallel.attn_tp.size, parallel.attn_dp.size
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for counts in ((tp,) * dp, (37 * tp,) * dp, tuple(tp * (1 + 5 * g) for g in range(dp))):
-                found = wrong(parallel, counts, dtype)
-                assert not found, f"attn_tp {tp}, {dtype}, {counts}: {found} of 4"
+                errors = wrong(parallel, counts, dtype)
+                assert not errors, f"attn_tp {tp}, {dtype}, {counts}: {errors} of 4"
                 compared += 4
     for name, mistake in ROW_MISTAKES.items():
         with pytest.MonkeyPatch.context() as patch:

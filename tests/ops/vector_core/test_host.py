@@ -139,17 +139,17 @@ def test_the_layout_is_that_of_python(k: int, group: int, ordered: bool) -> None
         assert tiling(launch) == tiling(launch) | laid(planes)
 
 
-def other(make: Callable[[], Inputs], place: int, shape: Shape, dtype: torch.dtype = BF16) -> Inputs:
-    """With another input at `place`."""
+def other(make: Callable[[], Inputs], index: int, shape: Shape, dtype: torch.dtype = BF16) -> Inputs:
+    """With another input at `index`."""
     inputs = make()
-    inputs[place] = (shape, dtype)
+    inputs[index] = (shape, dtype)
     return inputs
 
 
-def widened(make: Callable[[], Inputs], place: int) -> Inputs:
-    """With 16 values more in the last dimension of the input at `place`."""
-    shape, dtype = make()[place]  # type: ignore[misc]
-    return other(make, place, (*shape[:-1], shape[-1] + 16), dtype)
+def widened(make: Callable[[], Inputs], index: int) -> Inputs:
+    """With 16 values more in the last dimension of the input at `index`."""
+    shape, dtype = make()[index]  # type: ignore[misc]
+    return other(make, index, (*shape[:-1], shape[-1] + 16), dtype)
 
 
 @pytest.mark.parametrize(

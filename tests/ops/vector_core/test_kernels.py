@@ -151,7 +151,10 @@ def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
     w = torch.full(planes.words_shape(n), 0x77, dtype=torch.uint8)
     scales = torch.full(planes.scales_shape(n), 0.01).to(dtype)
     expected = reference.gemv_w4a16(x, InPlanes(w, scales, None, group), precise=True)
-    errors = [worst_row(launch("gemv", x, w, scales, None, attributes=(group, each))[0], expected) for each in (0, 1)]
+    errors = [
+        worst_row(launch("gemv", x, w, scales, None, attributes=(group, float_sums))[0], expected)
+        for float_sums in (0, 1)
+    ]
     assert errors[1] < BOUND[dtype] < errors[0]
 
 
@@ -194,13 +197,13 @@ def test_extreme_activations(scale: float, dtype: torch.dtype) -> None:
 
 def test_any_number_of_cores_gives_the_same_bits() -> None:
     """Each column is summed by one core, in an order that the number of cores does not change."""
-    found = []
+    outs = []
     for cores in (48, 48, 40, 7, 1):
         torch.manual_seed(1)
         y, expected = fused(2, 4, 8, 512, 96, (32, 32), BFLOAT, True, cores=cores)
         assert worst_row(y, expected) < BOUND[BFLOAT]
-        found.append(y)
-    assert all(torch.equal(y, found[0]) for y in found)
+        outs.append(y)
+    assert all(torch.equal(y, outs[0]) for y in outs)
 
 
 @pytest.mark.parametrize("pairs", [False, True])

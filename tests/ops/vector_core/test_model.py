@@ -119,9 +119,9 @@ def test_runs_are_those_of_the_kernel() -> None:
 def test_sums_in_half_cost_little_beside_four_bits() -> None:
     """The demo model runs on 32 tokens. Its activations are not rounded here, so only sums differ."""
     case = load_case("demo", ["exe_mode=eager", "keep_packed=false", "dtype=float32"])
-    found = compare(case, tokenizer_in(model_folder(case)).encode(TEXT.read_text(), chat=False)[:32])
-    assert 0 < found.by_sums < 0.01 * found.by_bits
-    assert found.by_order < 1e-4 * found.by_bits
-    assert found.flips[1] <= found.flips[0] < 0.5
-    assert set(found.ratios) == {"128 -> 768", "512 -> 128", "gate and up", "down"}
-    assert all(0.001 < ratio < 0.02 for ratio in found.ratios.values())
+    divergences = compare(case, tokenizer_in(model_folder(case)).encode(TEXT.read_text(), chat=False)[:32])
+    assert 0 < divergences.by_sums < 0.01 * divergences.by_bits
+    assert divergences.by_order < 1e-4 * divergences.by_bits
+    assert divergences.flips[1] <= divergences.flips[0] < 0.5
+    assert set(divergences.ratios) == {"128 -> 768", "512 -> 128", "gate and up", "down"}
+    assert all(0.001 < ratio < 0.02 for ratio in divergences.ratios.values())

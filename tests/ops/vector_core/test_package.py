@@ -23,7 +23,7 @@ FOLDER = ROOT / "ops/ascend/vector_core"
 OPS = {op.ge_name: f"umbra_{op.name}" for op in signatures.OPS}
 
 
-def found(pattern: str, *files: Path) -> list[Any]:
+def matches(pattern: str, *files: Path) -> list[Any]:
     return [name for path in files for name in re.findall(pattern, path.read_text())]
 
 
@@ -31,9 +31,9 @@ def found(pattern: str, *files: Path) -> list[Any]:
 def test_names_agree(op: str, file: str) -> None:
     host = FOLDER / "op_host" / f"{file}.cpp"
     for pattern in (r"OP_ADD\((\w+)\)", r"REGISTER_TILING_DATA_CLASS\((\w+),", r"class (\w+) : public OpDef"):
-        assert found(pattern, host) == [op], pattern
+        assert matches(pattern, host) == [op], pattern
     (op_of_file,) = (of for of in signatures.OPS if of.ge_name == op)
-    (kernel,) = found(r"__aicore__ void \w+\(([^)]*)\)", FOLDER / "op_kernel" / f"{file}.cpp")
+    (kernel,) = matches(r"__aicore__ void \w+\(([^)]*)\)", FOLDER / "op_kernel" / f"{file}.cpp")
     operands = [operand.name for operand in op_of_file.operands]
     assert re.findall(r"GM_ADDR (\w+)", kernel) == [*operands, "y", "workspace", "tiling"]
 
@@ -48,7 +48,7 @@ def test_every_op_has_its_files() -> None:
     for paths in (kernels, (FOLDER / "op_host").glob("*.cpp")):
         assert sorted(path.stem for path in paths) == sorted(OPS.values())
     for path in kernels:
-        assert found(r"__global__ __aicore__ void (\w+)\(", path) == [path.stem]
+        assert matches(r"__global__ __aicore__ void (\w+)\(", path) == [path.stem]
 
 
 @pytest.fixture

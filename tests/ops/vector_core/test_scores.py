@@ -102,20 +102,20 @@ def test_extreme_scores() -> None:
     assert y[1].isfinite().all()
 
 
-@pytest.mark.parametrize("place", [0, 39])
-def test_a_row_with_nan_is_nan_and_others_are_not(place: int) -> None:
+@pytest.mark.parametrize("column", [0, 39])
+def test_a_row_with_nan_is_nan_and_others_are_not(column: int) -> None:
     scores = torch.randn(4, 40)
-    scores[1, place] = float("nan")
+    scores[1, column] = float("nan")
     odd = [1]
     for sigmoid in (False, True):
         if not sigmoid:  # a softmax has no value either if its largest score is infinite
-            scores[2, place], odd = float("inf"), [1, 2]
+            scores[2, column], odd = float("inf"), [1, 2]
         y, expected, _ = mixture(scores, None, 4, sigmoid)
         assert y[odd].isnan().all()
         assert expected[odd].isnan().all()
         even = [row for row in range(4) if row not in odd]
         assert worst_row(y[even], expected[even]) < BOUND[BFLOAT]
-        scores[2, place], odd = 0.5, [1]
+        scores[2, column], odd = 0.5, [1]
 
 
 def test_each_core_reads_the_scores_once() -> None:

@@ -120,10 +120,10 @@ class Mixture:
         self.down = random_weight(count, self.inner, self.hidden, self.groups[1], self.dtype, self.zeros, ordered=True)
         self.x = torch.randn(len(self.ids), self.hidden).to(self.dtype)
         self.weights = torch.rand(self.ids.shape).to(self.dtype)
-        for expert, place in enumerate(self.places):  # experts at the same place have the same weights
+        for expert, start in enumerate(self.places):  # experts at the same place have the same weights
             for plane in (*self.up, *self.down):
                 if plane is not None:
-                    plane[expert] = plane[self.places.index(place)]
+                    plane[expert] = plane[self.places.index(start)]
 
     @cached_property
     def layout(self) -> BlockLayout:
@@ -135,9 +135,9 @@ class Mixture:
         if arena is None:
             arena = torch.full((max(*self.places, 0) * PLACE + layout.block_bytes,), 0xFF, dtype=BYTE)
         names = ("w13", "s13", "z13", "w2", "s2", "z2")
-        for expert, place in enumerate(self.places):
-            if place >= 0:
-                views = layout.views(arena[place * PLACE :][: layout.block_bytes])
+        for expert, start in enumerate(self.places):
+            if start >= 0:
+                views = layout.views(arena[start * PLACE :][: layout.block_bytes])
                 for name, plane in zip(names, (*self.up, *self.down), strict=True):
                     if plane is not None:
                         views[name].copy_(plane[expert])
@@ -153,8 +153,8 @@ class Mixture:
 
     def expected(self) -> Tensor:
         """The result computed from the planes themselves, without an arena."""
-        place = torch.tensor(self.places)[self.ids.long().clamp(0, len(self.places) - 1)]
-        ids = torch.where(place < 0, -1, self.ids.int())
+        starts = torch.tensor(self.places)[self.ids.long().clamp(0, len(self.places) - 1)]
+        ids = torch.where(starts < 0, -1, self.ids.int())
         return reference.fused_moe_w4a16(
             self.x,
             InPlanes(*self.up, self.groups[0]),
@@ -220,7 +220,7 @@ def test_all_resident_gives_the_bits_of_the_other_op_and_reads_as_much(zeros: bo
     inputs = mixture.x, *mixture.up, *mixture.down, ids, mixture.weights
     theirs, before = launch("fused_moe", *inputs, attributes=(32, 32, float_sums))
     assert torch.equal(y, theirs)
-    mine, other = ({name: dict(count) for name, count in each.buffers.items()} for each in (counts, before))
+    mine, other = ({name: dict(count) for name, count in counted.buffers.items()} for counted in (counts, before))
     planes = sum(other.pop(name, {"read": 0})["read"] for name in ("w13", "s13", "z13", "w2", "s2", "z2"))
     assert mine.pop("arena") == {"read": planes, "written": 0}
     assert mine.pop("places") == {"read": 48 * 16 * 4, "written": 0}  # the whole table, by each core

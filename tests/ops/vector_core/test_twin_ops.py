@@ -33,9 +33,9 @@ def op(name: str, a: Tensor, d: Tensor, b: Tensor | None = None) -> Tensor:
     return run(probes("ops"), name, given, outputs, b"", cores=1)[0]["y"]
 
 
-def equal(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+def equal(ours: Tensor, wanted: Tensor) -> None:
+    assert ours.dtype == wanted.dtype
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def nibbles(packed: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def test_rounding(name: str, mode: str) -> None:
         "rint": exact.to(dtype).double() if name in ("half", "bfloat16_t") else exact.round(),
     }[mode]
     d = random(dtype, 1)
-    found = op(f"cast_to_{name}_{mode}", x, d)
-    assert torch.equal(found[:1024].double(), wanted)
+    rounded = op(f"cast_to_{name}_{mode}", x, d)
+    assert torch.equal(rounded[:1024].double(), wanted)
 
 
 def test_strides() -> None:
@@ -160,13 +160,13 @@ def test_reductions() -> None:
     halves, narrow = random(torch.half, 1), random(torch.half, 3)
     equal(op("whole_sum_half", halves, narrow)[:16], tree(halves.view(16, 128)))
     a[7] = a[9] = 100  # the first of the largest counts
-    found = op("whole_max", a, d)
+    reduced = op("whole_max", a, d)
     for repeat in range(4):
         lanes = a[repeat * 64 : repeat * 64 + 50]
-        assert found[6 * repeat] == lanes.max()
-        assert found[6 * repeat + 1].view(torch.int32) == lanes.argmax()
-        equal(found[6 * repeat + 2 : 6 * repeat + 6], d[6 * repeat + 2 : 6 * repeat + 6])
-    assert found[1].view(torch.int32) == 7
+        assert reduced[6 * repeat] == lanes.max()
+        assert reduced[6 * repeat + 1].view(torch.int32) == lanes.argmax()
+        equal(reduced[6 * repeat + 2 : 6 * repeat + 6], d[6 * repeat + 2 : 6 * repeat + 6])
+    assert reduced[1].view(torch.int32) == 7
     equal(op("whole_max_only", halves, narrow)[:4], halves.view(-1, 128)[:4].amax(1))
     wanted = d.clone()
     for repeat in range(4):  # 44 lanes: five blocks and a half; the last two keep what was there
@@ -203,7 +203,7 @@ def test_sorted_lists() -> None:
     scores, d = random(torch.float32, 1).round(), random(torch.float32, 2)
     scores[5], scores[40], scores[41] = float("nan"), float("inf"), float("-inf")
     payloads = torch.arange(1024, dtype=torch.int32)
-    found = op("sort32", scores, d, payloads).view(16, 32, 2)
+    sorted_lists = op("sort32", scores, d, payloads).view(16, 32, 2)
     order = (
         scores[:512]
         .view(16, 32)
@@ -211,8 +211,8 @@ def test_sorted_lists() -> None:
         .sort(dim=-1, descending=True, stable=True)
         .indices
     )
-    equal(found[..., 1].contiguous().view(torch.int32), (order + 32 * torch.arange(16)[:, None]).int())
-    equal(found[..., 0], scores[:512].view(16, 32).gather(1, order))
+    equal(sorted_lists[..., 1].contiguous().view(torch.int32), (order + 32 * torch.arange(16)[:, None]).int())
+    equal(sorted_lists[..., 0], scores[:512].view(16, 32).gather(1, order))
 
     pairs = torch.zeros(512, 2)
     for begin, length in ((0, 8), (32, 32), (64, 5)):

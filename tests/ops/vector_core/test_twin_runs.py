@@ -57,8 +57,8 @@ def test_tiling_data(key: int) -> None:
 def test_counts() -> None:
     x = torch.ones(2048, dtype=torch.half)
     outputs = {"y": ((1024,), torch.half)}
-    found, counts = run(probes("ops"), "counted", {"x": x}, outputs, b"", cores=2)
-    assert found["y"].view(2, 4, 128)[:, 0].tolist() == [[1.0] * 128, [2.0] * 128]
+    written, counts = run(probes("ops"), "counted", {"x": x}, outputs, b"", cores=2)
+    assert written["y"].view(2, 4, 128)[:, 0].tolist() == [[1.0] * 128, [2.0] * 128]
     assert counts.buffers == {
         "x": {"read": 3 * 256 + 2 * 2, "written": 0},
         "y": {"read": 0, "written": 2048},

@@ -52,11 +52,11 @@ class Reply:
     @property
     def events(self) -> list[Any]:
         """The events of a stream, as JSON; comments are left out."""
-        found = []
+        events = []
         for block in self.body.decode().split("\n\n"):
             if block.startswith("data: "):
-                found.append("[DONE]" if block == "data: [DONE]" else json.loads(block[6:]))
-        return found
+                events.append("[DONE]" if block == "data: [DONE]" else json.loads(block[6:]))
+        return events
 
 
 @dataclass

@@ -59,8 +59,10 @@ def test_a_stream_has_a_role_first_a_reason_last_and_then_usage() -> None:
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == 7
         assert len({c["id"] for c in chunks}) == 1
-        each = await server.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
-        counts = [chunk["usage"]["completion_tokens"] for chunk in each.events[:-1]]
+        streamed = await server.chat(
+            stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+        )
+        counts = [chunk["usage"]["completion_tokens"] for chunk in streamed.events[:-1]]
         assert counts == sorted(counts)
         assert counts[-1] == 7
         plain = (await server.chat(stream=True)).events
@@ -331,8 +333,8 @@ def test_logprobs_of_a_chat_have_bytes() -> None:
         assert b"".join(bytes(entry["bytes"]) for entry in whole).decode() == "é!<|im_end|>"
         assert [len(entry["top_logprobs"]) for entry in whole] == [2] * 4
         chunks = (await server.chat(logprobs=True, top_logprobs=2, stream=True)).events[:-1]
-        found = [c["choices"][0]["logprobs"] for c in chunks]
-        assert [entry for logprobs in found if logprobs for entry in logprobs["content"]] == whole
+        logprobs_of_chunks = [c["choices"][0]["logprobs"] for c in chunks]
+        assert [entry for logprobs in logprobs_of_chunks if logprobs for entry in logprobs["content"]] == whole
         cut = (await server.chat(logprobs=True, stop="!")).json["choices"][0]["logprobs"]["content"]
         assert b"".join(bytes(entry["bytes"]) for entry in cut).decode() == "é"
 

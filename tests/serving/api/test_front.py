@@ -385,7 +385,7 @@ def test_a_wrong_request_leaves_no_garbage() -> None:
         try:
             assert (await server.ask("/v1/completions", raw=raw)).status == 400
             for _ in range(500):  # the server's task may end after the client has its answer; a cycle would stay
-                if not any(type(found) is ApiError for found in gc.get_objects()):
+                if not any(type(one) is ApiError for one in gc.get_objects()):
                     return
                 await asyncio.sleep(0.01)
             raise AssertionError("what a wrong request left can only be found by a search for garbage")

@@ -30,16 +30,16 @@ def refused(of: Admission, tokens: int = PROMPT, sequences: int = 1, rate: float
 
 def busy(clock: Clock, **settings: Any) -> tuple[Admission, list[Ticket]]:
     """Rows decode for so long that a prompt starts every half second; ten wait. -> the open tickets"""
-    found = limits(clock, **settings)
-    tickets = [found.admit(PROMPT, 1, READY, FAST) for _ in range(14)]
+    queue = limits(clock, **settings)
+    tickets = [queue.admit(PROMPT, 1, READY, FAST) for _ in range(14)]
     for ticket in tickets[:4]:
         ticket.started(PROMPT)
     for _ in range(20):
         clock.now += 0.5
         tickets.pop(0).__exit__()
         tickets[3].started(PROMPT)
-        tickets.append(found.admit(PROMPT, 1, READY, FAST))
-    return found, tickets
+        tickets.append(queue.admit(PROMPT, 1, READY, FAST))
+    return queue, tickets
 
 
 def test_a_wait_for_rows_is_seen_and_forgotten() -> None:

@@ -105,11 +105,11 @@ def test_what_the_server_does_is_told_to_those_who_watch() -> None:
         assert state["running"][0][:6] == [0, 900, 901, 1, 1000, 0]
         assert len(json.dumps(state)) < 3000
         engine.send(RESIDENCY)
-        found = await next_event(connection, "residency")
-        assert base64.b64decode(found["resident"]) == RESIDENCY.resident
-        assert base64.b64decode(found["heat"]) == RESIDENCY.heat
+        event = await next_event(connection, "residency")
+        assert base64.b64decode(event["resident"]) == RESIDENCY.resident
+        assert base64.b64decode(event["heat"]) == RESIDENCY.heat
         other = await watch(server)  # is told at once what the first one knows
-        assert await next_event(other, "residency") == found
+        assert await next_event(other, "residency") == event
         assert engine.watched[-1] is True
         engine.hung = False
         connection.kill()

@@ -116,11 +116,11 @@ def test_a_sample_a_second_for_the_page() -> None:
 def test_the_board_asks_for_what_there_is() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     lines = Metrics("m").text({}).decode().splitlines()
-    found = {line.split("{")[0].split(" ")[0] for line in lines if not line.startswith("#")}
+    exported = {line.split("{")[0].split(" ")[0] for line in lines if not line.startswith("#")}
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"umbra:\w+", query)}
-    assert asked <= found, asked - found
-    bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+    assert asked <= exported, asked - exported
+    bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported}
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     assert bases == shown, "a metric that the board does not show"
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]

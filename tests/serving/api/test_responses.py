@@ -131,12 +131,12 @@ def test_formats_and_log_probabilities() -> None:
         assert grammar is not None
         assert json.dumps(schema)[:-1] in grammar.text  # after the reasoning
         asked = {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-        found = (await server.ask(PATH, asked)).json["output"][0]["content"][0]["logprobs"]
-        assert [entry["token"] for entry in found][:2] == ["H", "e"]
-        assert {len(entry["top_logprobs"]) for entry in found} == {2}
+        logprobs = (await server.ask(PATH, asked)).json["output"][0]["content"][0]["logprobs"]
+        assert [entry["token"] for entry in logprobs][:2] == ["H", "e"]
+        assert {len(entry["top_logprobs"]) for entry in logprobs} == {2}
         events = told(await server.ask(PATH, asked | {"stream": True}))
         streamed = [entry for event in events if event["type"].endswith(".delta") for entry in event["logprobs"]]
-        assert streamed == found
+        assert streamed == logprobs
 
     run(scenario)
 

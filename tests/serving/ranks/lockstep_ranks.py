@@ -192,9 +192,9 @@ def main() -> None:
         every = max(1, len(traffic.submitted) // int(alone_most))
         some: list[Submit | Abort | Stop] = list(traffic.submitted[::every])
         tick = worker.control.share(Tick(0, 0, None, 0, some) if ranks.rank == 0 else None)
-        found = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
+        alone_answers = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
         if ranks.rank == 0:
-            Path(out).write_text(json.dumps(counts | traffic.compared(found)))
+            Path(out).write_text(json.dumps(counts | traffic.compared(alone_answers)))
 
     with torch.inference_mode():
         run_rank(case, Path(folder), body)

@@ -15,9 +15,9 @@ from umbra.serving.ranks.supervisor import Supervisor
 async def main(case: str, path: Path, phase: str) -> None:
     client = EngineClient(path)
     await client.listen()
-    made = load_case(case)
-    launcher = ["tests/serving/ranks/faulty_ranks.py", *launcher_of(made, path.parent)[2:]]
-    supervisor = Supervisor(made, launcher, client)
+    opened = load_case(case)
+    launcher = ["tests/serving/ranks/faulty_ranks.py", *launcher_of(opened, path.parent)[2:]]
+    supervisor = Supervisor(opened, launcher, client)
     running = asyncio.create_task(supervisor.run())
     while not (client.alive if phase == "load" else client.ready):
         await asyncio.sleep(0.05)

@@ -44,10 +44,10 @@ class Ends:
         self.front.close()
 
     def received(self, number: int) -> list[Any]:
-        found: list[Any] = []
-        while len(found) < number:
-            found += self.channel.receive(10)
-        return found
+        messages: list[Any] = []
+        while len(messages) < number:
+            messages += self.channel.receive(10)
+        return messages
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_front_that_does_not_read_is_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "found", "said"),
+    ("sent", "messages", "said"),
     [
         (framed(Stop()), [Stop(), None], ""),
         (framed(Ping(3)) + HEADER.pack(1 << 30), [Ping(3), None], "cannot be read: a message of 1073741824 bytes"),
@@ -94,13 +94,13 @@ def test_a_front_that_does_not_read_is_behind() -> None:
     ],
 )
 def test_rank_0_leaves_when_its_front_is_gone(
-    orphans: None, capsys: pytest.CaptureFixture[str], sent: bytes, found: list[Any], said: str
+    orphans: None, capsys: pytest.CaptureFixture[str], sent: bytes, messages: list[Any], said: str
 ) -> None:
     """Or cannot be understood: a message that is too large, for example."""
     with Ends() as ends:
         ends.front.sendall(sent)
         ends.front.shutdown(socket.SHUT_WR)
-        assert ends.received(len(found)) == found
+        assert ends.received(len(messages)) == messages
         wait_for(lambda: ends.left == [1])
     assert said in capsys.readouterr().out
 

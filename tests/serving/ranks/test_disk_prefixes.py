@@ -60,9 +60,9 @@ class Restarted(Server):
         super().__init__(runner_of(folder, kind))
         if disk:
             self.worker.open_disk()
-        if (found := self.worker.disk) and found.store:
-            found.behind.flush(60)
-            found.decide = lambda prefill_rate, pause_s: most or 1000  # type: ignore[method-assign]
+        if (prefixes := self.worker.disk) and prefixes.store:
+            prefixes.behind.flush(60)
+            prefixes.decide = lambda prefill_rate, pause_s: most or 1000  # type: ignore[method-assign]
 
     def ask(self, ids: list[int], salt: bytes = b"") -> tuple[Any, int]:
         """-> tokens with their log-probabilities, and how many of the prompt were read from disk"""
@@ -97,14 +97,14 @@ def test_restored_prefixes_change_no_bit(tmp_path: Path, kind: str) -> None:
     for most in (1000, 7, 1):
         server = Restarted(tmp_path, kind, most)
         assert server.ask(short, b"other") == (few, 0)
-        found = [server.ask(further[0])]
+        answers = [server.ask(further[0])]
         server.end()
         server = Restarted(tmp_path, kind, most)
-        found.append(server.ask(further[1]))
+        answers.append(server.ask(further[1]))
         server.end()
-        assert [answer for answer, _ in found] == expected
-        assert found[0][1] >= 16 * (LENGTH // 16 - 1)
-        assert found[1][1] >= (320 if kind != "states" else 0)
+        assert [answer for answer, _ in answers] == expected
+        assert answers[0][1] >= 16 * (LENGTH // 16 - 1)
+        assert answers[1][1] >= (320 if kind != "states" else 0)
 
 
 @pytest.mark.parametrize("kind", thorough_but(KINDS, "plain"))
@@ -162,7 +162,7 @@ def test_two_ranks_restore_what_both_have(tmp_path: Path, attn_tp_size: int, los
     """Ranks that share heads, and two data-parallel groups; then the rank `loses` has lost a part."""
     save_tiny_of(tmp_path / "model", "qwen3_next", num_hidden_layers=4, max_position_embeddings=1024, eos_token_id=None)
     (tmp_path / "prompts").write_text(json.dumps([PROMPT, PROMPT[:330] + [7] * 250, PROMPT + [5] * 9]))
-    found = []
+    outcomes = []
     for disk in ("", "pages", "pages", "pages"):
         case = write_case(
             tmp_path / "case.yaml",
@@ -182,11 +182,11 @@ def test_two_ranks_restore_what_both_have(tmp_path: Path, attn_tp_size: int, los
         ]
         done = run_ranks(tmp_path, 2, program, 300)
         assert done.returncode == 0, done.stdout + done.stderr
-        found.append(json.loads((tmp_path / "out").read_text()))
-        if len(found) == 3:
+        outcomes.append(json.loads((tmp_path / "out").read_text()))
+        if len(outcomes) == 3:
             for path in (tmp_path / f"pages/rank{loses}").rglob("*.pages"):
                 os.truncate(path, path.stat().st_size // 2)
-    assert all(answers == found[0][0] for answers, _ in found)
-    assert found[0][1][0] == found[1][1][0] == 0
-    assert found[2][1][0] >= 16 * (LENGTH // 16 - 1)
-    assert found[3][1][0] < found[2][1][0]
+    assert all(answers == outcomes[0][0] for answers, _ in outcomes)
+    assert outcomes[0][1][0] == outcomes[1][1][0] == 0
+    assert outcomes[2][1][0] >= 16 * (LENGTH // 16 - 1)
+    assert outcomes[3][1][0] < outcomes[2][1][0]

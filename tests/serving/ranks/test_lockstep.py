@@ -94,12 +94,12 @@ def check_traffic(
     program = ["tests/serving/ranks/lockstep_ranks.py", str(case), str(steps), str(out), str(alone)]
     done = run_ranks(folder, world, program, limit_s)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert found["steps"] == steps
-    assert found["refused"] == found["held"] == 0
-    assert all(found[what] > count for what, count in least.items()), str(found)
-    assert found["ended"] > found["submitted"] // 2
-    print(found)
+    counts = json.loads(out.read_text())
+    assert counts["steps"] == steps
+    assert counts["refused"] == counts["held"] == 0
+    assert all(counts[what] > count for what, count in least.items()), str(counts)
+    assert counts["ended"] > counts["submitted"] // 2
+    print(counts)
 
 
 if __name__ == "__main__":

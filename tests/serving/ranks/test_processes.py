@@ -44,11 +44,11 @@ def test_processes_of_a_socket_are_those_that_run_with_it(tmp_path: Path) -> Non
         subprocess.Popen(sleeping, env=os.environ | {SOCKET: str(tmp_path / name), "RANK": "3"}) for name in "ab"
     )
     try:
-        (found,) = processes_of(tmp_path / "a")
-        assert (found.pid, found.rank, found.stopped) == (own.pid, 3, False)
-        send(signal.SIGKILL, [found])
+        (listed,) = processes_of(tmp_path / "a")
+        assert (listed.pid, listed.rank, listed.stopped) == (own.pid, 3, False)
+        send(signal.SIGKILL, [listed])
         assert own.wait(300) == -signal.SIGKILL
-        send(signal.SIGKILL, [found])
+        send(signal.SIGKILL, [listed])
         assert processes_of(tmp_path / "a") == []
     finally:
         for process in (own, other):

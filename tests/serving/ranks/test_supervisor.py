@@ -67,8 +67,8 @@ async def served(folder: Path, case: str, *overrides: str, faulty: bool = False)
     """A supervisor whose ranks take requests, or have failed. Whatever happens, none of them is left."""
     client = EngineClient(folder / "socket")
     await client.listen()
-    made = load_case(case, [*overrides])
-    supervisor = Supervisor(made, launcher(made, folder, faulty), client)
+    opened = load_case(case, [*overrides])
+    supervisor = Supervisor(opened, launcher(opened, folder, faulty), client)
     running = asyncio.create_task(supervisor.run())
     try:
         await until(lambda: client.serving or bool(supervisor.failed))
@@ -90,16 +90,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def answer(
-    client: EngineClient, ids: list[int], tokens: int, found: list[int] | None = None
+    client: EngineClient, ids: list[int], tokens: int, received: list[int] | None = None
 ) -> tuple[list[int], str]:
-    """The tokens of a request, which are put into `found` as they come, and why it ended."""
-    found = [] if found is None else found
+    """The tokens of a request, which are put into `received` as they come, and why it ended."""
+    received = [] if received is None else received
     try:
         async for row in client.rows(Submit(client.next_id(), ids, SamplingParams(tokens, ignore_eos=True))):
-            found += row.tokens
+            received += row.tokens
     except EngineGone as gone:
-        return found, str(gone)
-    return found, "whole"
+        return received, str(gone)
+    return received, "whole"
 
 
 def victim(supervisor: Supervisor, rank: int | None) -> int:

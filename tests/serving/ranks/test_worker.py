@@ -134,12 +134,12 @@ def test_what_the_front_is_told(model: Path, every_step: None) -> None:
     assert computed == sum(len(ids) + 19 for ids in asked.values())
     waited = [script.rows(id)[0].queued_s for id in asked]
     assert 0 < max(waited[:4]) < min(waited[4:])
-    found = script.of(Residency)
-    assert all(first != second for first, second in itertools.pairwise(found))
-    bits = np.unpackbits(np.frombuffer(found[-1].resident, np.uint8), bitorder="little")
+    told = script.of(Residency)
+    assert all(first != second for first, second in itertools.pairwise(told))
+    bits = np.unpackbits(np.frombuffer(told[-1].resident, np.uint8), bitorder="little")
     assert (bits.reshape(4, 64) == shadows.published).all()
-    assert {max(residency.heat) for residency in found[1:]} == {255}
-    script.messages, before = [Watch(False)], len(found)
+    assert {max(residency.heat) for residency in told[1:]} == {255}
+    script.messages, before = [Watch(False)], len(told)
     server.answer(9, [1, 2], 9)
     assert len(script.of(Residency)) == before  # nobody watches
 

@@ -53,8 +53,8 @@ def test_a_conversation_leaves_out_the_reasoning_of_earlier_turns(tmp_path: Path
         ("qwen3", "thoughtssaid", "thought", '{"name": "read", "arg'),
     ):
         prompts = asyncio.run(run(family, said))
-        found = [[prompt.count(part) for prompt in prompts] for part in (thought, "said", call)]
-        assert found == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 1, 1, 2]]
+        counts = [[prompt.count(part) for prompt in prompts] for part in (thought, "said", call)]
+        assert counts == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 1, 1, 2]]
         rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
         assert [row["prompt"] - row["prefilled"] for row in rows] == [7] * 4
         assert rows[0]["needed"] == rows[0]["prompt"]

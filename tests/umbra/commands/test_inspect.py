@@ -77,10 +77,10 @@ def test_a_quantised_format_and_what_it_leaves_out(tmp_path: Path, capsys: pytes
     case = write_case(tmp_path / "tiny.yaml", folder)
     execute(["inspect", str(folder), "--case", str(case), "--json", str(tmp_path / "facts.json")])
     facts = json.loads((tmp_path / "facts.json").read_text())
-    found = facts["quantization"]
-    assert (found["bits"], found["group_size"], found["zero_points"]) == (4, 32, True)
-    assert found["kept_by"] == ["cpu", "ascend", "cuda"]
-    assert found["excluded"] == [GATES, HEAD]
+    quantization = facts["quantization"]
+    assert (quantization["bits"], quantization["group_size"], quantization["zero_points"]) == (4, 32, True)
+    assert quantization["kept_by"] == ["cpu", "ascend", "cuda"]
+    assert quantization["excluded"] == [GATES, HEAD]
     assert facts["problems"] == []
     assert facts["total"]["tensor_nbytes"] == data_bytes(folder)
     assert by_name(facts)["experts"][2] == {"I32": 2 * 2 * 4 * 3, "F16": 2 * 4 * 3}
@@ -98,9 +98,9 @@ def test_a_layer_that_predicts_further_tokens_is_named_and_counted(tmp_path: Pat
     case = load_case(str(write_case(tmp_path / "tiny.yaml", folder, **settings)))
     rank, plain = inspect_rank(case), inspect_rank(dataclasses.replace(case, draft_config=DraftSettings()))
     model = make_runner(case, tmp_path).engine.model
-    found = kept(model)[0]
-    assert {name: size for name, size in rank["weights"].items() if size and "rotary" not in name} == found
-    assert sum(found.values()) - found["MTP layer"] - found["experts of the MTP layer"] == sum(
+    sizes = kept(model)[0]
+    assert {name: size for name, size in rank["weights"].items() if size and "rotary" not in name} == sizes
+    assert sum(sizes.values()) - sizes["MTP layer"] - sizes["experts of the MTP layer"] == sum(
         counted(plain)[0].values()
     )
     of_attention = 1 if family == "qwen3_next" else 2

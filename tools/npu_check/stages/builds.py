@@ -45,17 +45,19 @@ def operators() -> Passed:
     sources = [p for p in FOLDER.rglob("*") if p.suffix in COMPILED and vector_core.BUILD not in p.parents]
     if vector_core.built() >= max(path.stat().st_mtime_ns for path in sources):
         return Passed("built before")
-    made = build()
-    if made.returncode:
+    build_run = build()
+    if build_run.returncode:
         lines = (
-            [line for line in made.stdout.splitlines() if "rror" in line] or made.stdout.splitlines() or ["no output"]
+            [line for line in build_run.stdout.splitlines() if "rror" in line]
+            or build_run.stdout.splitlines()
+            or ["no output"]
         )
         raise UserError(f"build.sh: {lines[-1]}")
     return Passed("built")
 
 
 def build() -> "subprocess.CompletedProcess[str]":
-    made = subprocess.run(
+    build_run = subprocess.run(
         ["bash", str(FOLDER / "build.sh")],
         cwd=ROOT,
         env=os.environ | {"PYTHON": sys.executable},
@@ -64,5 +66,5 @@ def build() -> "subprocess.CompletedProcess[str]":
         stderr=subprocess.STDOUT,
         check=False,
     )
-    print(made.stdout)
-    return made
+    print(build_run.stdout)
+    return build_run

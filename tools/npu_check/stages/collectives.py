@@ -20,10 +20,10 @@ LOOPS, ROUNDS = 10, 10
 def checks(logs: Path) -> list[Check]:
     import torch_npu
 
-    made = [Check("2 ranks", partial(over, logs, 2, False)), Check(TWO_AIV, partial(over, logs, 2, True))]
+    listed = [Check("2 ranks", partial(over, logs, 2, False)), Check(TWO_AIV, partial(over, logs, 2, True))]
     if (dies := torch_npu.npu.device_count()) > 2:
-        made += [Check(f"{dies} ranks{name}", partial(over, logs, dies, bool(name))) for name in ("", ", AIV")]
-    return made
+        listed += [Check(f"{dies} ranks{name}", partial(over, logs, dies, bool(name))) for name in ("", ", AIV")]
+    return listed
 
 
 def overrides_of(size: int, aiv: bool) -> list[str]:
@@ -34,9 +34,9 @@ def over(logs: Path, size: int, aiv: bool) -> Passed:
     require_dies(size)
     overrides, name = overrides_of(size, aiv), f"{size}{'aiv' if aiv else ''}"
     environment = case_environment(demo_case(overrides), os.environ)
-    place = "umbra.tools.npu_check.stages.collectives:rank_body"
+    function = "umbra.tools.npu_check.stages.collectives:rank_body"
     rows: list[dict[str, Any]]
-    rows = ranks.run(place, size, environment, logs / name, {"overrides": overrides, "sizes": BYTES})[0]["rows"]
+    rows = ranks.run(function, size, environment, logs / name, {"overrides": overrides, "sizes": BYTES})[0]["rows"]
     way = f"all-reduce of {size} ranks{', AIV' if aiv else ''}"
     times = ("eager_us", "shares_us")
     measured = [{"way": way, "bytes": row["bytes"], "us": row["graph_us"]} | {t: row[t] for t in times} for row in rows]
@@ -87,6 +87,6 @@ def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
         require(f"all-reduce of {size} bytes in a graph", graph.results[0], 2 * total, 0.0)
         require(f"all-gather in a graph, {size} bytes", graph.results[-1], 2 * every, 0.0)
         us = alternate({"eager": reduce, "graph": graph.replay, "shares": shares}, ROUNDS)
-        found = {"eager_us": us["eager"], "graph_us": us["graph"] / LOOPS, "shares_us": us["shares"]}
-        rows.append({"bytes": size} | found)
+        times = {"eager_us": us["eager"], "graph_us": us["graph"] / LOOPS, "shares_us": us["shares"]}
+        rows.append({"bytes": size} | times)
     return {"rows": rows}

@@ -64,7 +64,9 @@ def launches() -> Passed:
             x.add_(1)
 
     graph = Graph([lambda: x.add_(1) for _ in range(LAUNCHES)])
-    us = {name: each / LAUNCHES for name, each in alternate({"eager": run, "graph": graph.replay}, ROUNDS).items()}
+    us = {
+        name: seconds / LAUNCHES for name, seconds in alternate({"eager": run, "graph": graph.replay}, ROUNDS).items()
+    }
     measured = {"eager_us": us["eager"], "graph_us": us["graph"]}
     return Passed(f"{us['eager']:.2f} us eager, {us['graph']:.2f} us in a graph", {"launches": measured})
 

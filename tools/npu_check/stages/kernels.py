@@ -33,15 +33,15 @@ ND = 2  # the format that is not tiled
 
 
 def checks(logs: Path) -> list[Check]:
-    found = []
+    listed = []
     for size in SIZES:
         for name, make in KERNELS.items():
             for float_sums in (False, True):
                 sums = "float sums" if float_sums else "sums in half"
-                found.append(Check(f"{name}, {size.name}, {sums}", partial(run, make, size, float_sums)))
-    found += [Check(f"unpack_w4a16, {size.name}", partial(unpacked, size)) for size in SIZES]
-    found.append(Check("fused_moe_w4a16, small, bits of the twin", as_twin))
-    return [*found, Check("times beside npu_grouped_matmul, 30B", times)]
+                listed.append(Check(f"{name}, {size.name}, {sums}", partial(run, make, size, float_sums)))
+    listed += [Check(f"unpack_w4a16, {size.name}", partial(unpacked, size)) for size in SIZES]
+    listed.append(Check("fused_moe_w4a16, small, bits of the twin", as_twin))
+    return [*listed, Check("times beside npu_grouped_matmul, 30B", times)]
 
 
 def run(make: Callable[[Size, int, bool, bool], tuple[Tensor, Tensor]], size: Size, float_sums: bool) -> Passed:

@@ -73,8 +73,8 @@ def logits_of(overrides: list[str], logs: Path, forced: Logits | None = None) ->
     logs.mkdir(parents=True, exist_ok=True)
     out = logs / "logits.npz"
     given = {"overrides": overrides, "out": str(out), "steps": STEPS, "tokens": tokens}
-    place = "umbra.tools.npu_check.stages.model:rank_logits"
-    measured = ranks.run(place, case.world_size, case_environment(case, os.environ), logs, given)[0]
+    function = "umbra.tools.npu_check.stages.model:rank_logits"
+    measured = ranks.run(function, case.world_size, case_environment(case, os.environ), logs, given)[0]
     for line in (logs / "rank0.log").read_text(errors="replace").splitlines():
         if ABOUT_STRICT in line:
             raise RuntimeError(f"a slower way was taken: {line}")
@@ -102,13 +102,13 @@ def compare(ours: Logits, expected: Logits, tolerance: float) -> str:
 
 def rank_logits(overrides: list[str], out: str, steps: int, tokens: list[list[int]] | None) -> dict[str, Any]:
     """Computes on each rank the logits for `logits_of`; `tokens` are the prompts with the tokens that follow."""
-    made = demo_case(overrides)
-    tokenizer, folder = open_tokenizer(model_folder(made), True, load_model_config(made).vocab_size), Path(out).parent
+    case = demo_case(overrides)
+    tokenizer, folder = open_tokenizer(model_folder(case), True, load_model_config(case).vocab_size), Path(out).parent
     if tokenizer is None:
         raise TypeError("the demo has a tokenizer")
-    prompts = encode_prompts(made, tokenizer)
-    made = with_room(made, len(prompts), max(map(len, prompts)), steps + 1)
-    runner = make_runner(made, folder, rank_env())
+    prompts = encode_prompts(case, tokenizer)
+    case = with_room(case, len(prompts), max(map(len, prompts)), steps + 1)
+    runner = make_runner(case, folder, rank_env())
     runner.setup()
     run, rows = ForcedRun(runner.engine), [list(ids) for ids in prompts]
     prefill = run.add(prompts, steps + 1, all_logits=True)

@@ -24,8 +24,8 @@ def together(logs: Path) -> Passed:
     require_dies(2)
     overrides = overrides_of(2, True)
     environment = case_environment(demo_case(overrides), os.environ)
-    place = "umbra.tools.npu_check.stages.overlap:rank_body"
-    us = ranks.run(place, 2, environment, logs / "2aiv", {"overrides": overrides})[0]
+    function = "umbra.tools.npu_check.stages.overlap:rank_body"
+    us = ranks.run(function, 2, environment, logs / "2aiv", {"overrides": overrides})[0]
     return Passed(
         f"us of a kernel {us['kernel']:.1f}, of an all-reduce {us['reduce']:.1f}, of both at once {us['both']:.1f}", us
     )
@@ -79,4 +79,4 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     for result in results:
         require("the kernel beside an all-reduce", result, alone, 0.01)
     us = npu_layers.alternate({"kernel": kernel, "reduce": reduce, "both": both}, ROUNDS)
-    return {name: each / LOOPS for name, each in us.items()}
+    return {name: seconds / LOOPS for name, seconds in us.items()}

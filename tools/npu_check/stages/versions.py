@@ -16,9 +16,9 @@ def checks(logs: Path) -> list[Check]:
 
 def versions() -> Passed:
     """The versions of Umbra's own table. `strict: false`: untested is no failure, unsupported is."""
-    found = read_versions(cann_home(), runtime_cann())
-    remarks = check_versions(found, strict=False)
-    names = ", ".join(f"{name} {value or 'unknown'}" for name, value in vars(found).items())
+    installed = read_versions(cann_home(), runtime_cann())
+    remarks = check_versions(installed, strict=False)
+    names = ", ".join(f"{name} {value or 'unknown'}" for name, value in vars(installed).items())
     return Passed("; ".join([f"{names}, python {platform.python_version()}", *remarks]))
 
 

@@ -67,22 +67,22 @@ def loop_of(model: Path, draft_tokens: int, exe_mode: str, **options: Any) -> Lo
 
 def answers(loop: Loop, sampling: dict[str, Any]) -> dict[int, list[Event]]:
     params = SamplingParams(**({"max_tokens": 33} | sampling))
-    found: dict[int, list[Event]] = {loop.submit(Request(tuple(prompt), params)).id: [] for prompt in PROMPTS}
+    events: dict[int, list[Event]] = {loop.submit(Request(tuple(prompt), params)).id: [] for prompt in PROMPTS}
     while not loop.idle:
         for event in loop.step():
-            found[event.id].append(event)
-    return found
+            events[event.id].append(event)
+    return events
 
 
 @pytest.mark.parametrize(("kind", "exe_mode"), [("greedy", "graph"), ("sampled", "eager"), ("penalised", "graph")])
 def test_tokens_are_those_without_drafts(model: Path, kind: str, exe_mode: str) -> None:
     plain, drafting = loop_of(model, 0, exe_mode), loop_of(model, 5, exe_mode)
-    expected, found = answers(plain, SAMPLING[kind]), answers(drafting, SAMPLING[kind])
+    expected, drafted = answers(plain, SAMPLING[kind]), answers(drafting, SAMPLING[kind])
     for id, events in expected.items():
         for read in (lambda event: event.tokens, lambda event: event.logprobs):
             one: Callable[[Event], tuple[Any, ...]] = read
-            assert [part for e in found[id] for part in one(e)] == [part for e in events for part in one(e)]
-        assert found[id][-1].finish_reason == events[-1].finish_reason
+            assert [part for e in drafted[id] for part in one(e)] == [part for e in events for part in one(e)]
+        assert drafted[id][-1].finish_reason == events[-1].finish_reason
     assert 0 < drafting.timings.accepted_tokens < drafting.timings.drafted_tokens
     assert drafting.timings.decode_tokens == plain.timings.decode_tokens
     if kind == "greedy":
@@ -111,7 +111,7 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
 def test_tokens_are_the_same_where_states_go_back(tmp_path: Path, exe_mode: str) -> None:
     """A request that continues an answer starts from the states after one of its last pages."""
     save_tiny_of(tmp_path / "model", "qwen3_next", eos_token_id=None)
-    found = {}
+    outcomes = {}
     for most in (0, 5):
         cache_config = {"page_size": 4, "state_checkpoints": 30}
         loop = loop_of(tmp_path / "model", most, exe_mode, model_name="qwen3_next", cache_config=cache_config)
@@ -128,12 +128,12 @@ def test_tokens_are_the_same_where_states_go_back(tmp_path: Path, exe_mode: str)
             loop.step()
         missing = {(len(ids) - 1) // 4 * 4 - s.cached_tokens for ids, s in zip(whole, again, strict=True)}
         assert missing <= ({0, 4, 8} if most else {0})  # an answer may end with drafts that pass a page
-        found[most] = first, [s.generated for s in again]
+        outcomes[most] = first, [s.generated for s in again]
         cache = loop.scheduler.caches[0]
         assert (cache.held, cache.live_states) == (0, 0)
         cache.trim(0)
         assert (cache.kept, cache.sets, loop.engine.pages.available(0)) == (0, 0, loop.engine.pages.pages)
-    assert found[0] == found[5]
+    assert outcomes[0] == outcomes[5]
     assert 0 < loop.timings.accepted_tokens < loop.timings.drafted_tokens
 
 
@@ -152,19 +152,19 @@ def test_a_draft_is_what_followed_the_last_tokens_when_they_were_last_there(text
 
 
 def sequences_of(count: int, rate: float) -> list[Sequence]:
-    made = []
+    sequences = []
     for number in range(count):
         sequence = new_sequence(number, Request((1, 2, 3, 4, 1, 2, 3), SamplingParams()))
         sequence.ngrams.rate = rate
-        made.append(sequence)
-    return made
+        sequences.append(sequence)
+    return sequences
 
 
 def proposed(drafts: Drafts[Sequence], count: int, rate: float) -> int:
-    made = sequences_of(count, rate)
-    drafts.propose(made, lambda _: 8)
-    assert all(list(s.ids[7:]) == ([4, 1, 2, 3] * 2)[: s.drafted] for s in made)
-    return sum(s.drafted for s in made)
+    sequences = sequences_of(count, rate)
+    drafts.propose(sequences, lambda _: 8)
+    assert all(list(s.ids[7:]) == ([4, 1, 2, 3] * 2)[: s.drafted] for s in sequences)
+    return sum(s.drafted for s in sequences)
 
 
 def timed(seconds: dict[int, float]) -> Drafts[Sequence]:

@@ -28,10 +28,10 @@ class Rank:
             self.caches, self.experts, lambda tokens, share: (1 - share) ** 2, lambda: self.now
         )
 
-    def second(self, found: int = 0, missed: int = 0, steps: int = 0, prompts: int = 0) -> int:
+    def second(self, hits: int = 0, missed: int = 0, steps: int = 0, prompts: int = 0) -> int:
         """A second with so many pages found at the margin and missed, and steps. -> the pages left to experts then"""
         self.now += 1
-        self.caches[0].last_hits += found
+        self.caches[0].last_hits += hits
         self.caches[1].missed_hits += missed
         self.experts.steps += steps
         for _ in range(prompts):
@@ -46,7 +46,7 @@ class Rank:
         ({"steps": 5}, 36),  # experts that would come are used 6 times a step, those that would go 3 times
         ({"prompts": 1}, 36),
         ({"missed": 5}, 28),
-        ({"found": 9, "steps": 5}, 36),  # 9 * 0.2 s are saved by pages that would go, 5 * 6 * 0.1 s by experts
+        ({"hits": 9, "steps": 5}, 36),  # 9 * 0.2 s are saved by pages that would go, 5 * 6 * 0.1 s by experts
         ({"missed": 99, "steps": 1}, 28),  # 99 * 4 / 32 * 0.2 s against 3 * 0.1 s
     ],
 )

@@ -37,7 +37,7 @@ def records(numbers: Iterable[int], salt: bytes = b"", used: float = 1e9) -> lis
     return [Record(name_of(number), salt, data_of(name_of(number)), used) for number in numbers]
 
 
-def found(store: PageStore, numbers: Iterable[int]) -> list[int]:
+def readable(store: PageStore, numbers: Iterable[int]) -> list[int]:
     """The numbers of records that are there, each of which is as it was written."""
     buffer, names = memoryview(bytearray(SIZE)), {number: name_of(number) for number in numbers}
     whole = [number for number, name in names.items() if store.read(name, buffer) and buffer == data_of(name)]
@@ -54,19 +54,19 @@ def test_records_survive_restarts_apart_by_salt_and_fingerprint(tmp_path: Path) 
     store.write(records(range(5)))
     store.write([*records(range(10)), *records(range(10, 20), b"user")])
     again = opened(tmp_path)
-    assert found(again, range(25)) == [*range(20)]
+    assert readable(again, range(25)) == [*range(20)]
     again.write(records(range(20, 22)))
-    assert found(opened(tmp_path), range(25)) == [*range(22)]
-    assert not found(opened(tmp_path, b"another"), range(25))
+    assert readable(opened(tmp_path), range(25)) == [*range(22)]
+    assert not readable(opened(tmp_path, b"another"), range(25))
     modes = {path.name: path.stat().st_mode & 0o77 for path in tmp_path.rglob("*")}
     assert not any(modes.values()), modes
     folders = {segment.path.parent for segment in again.segments.values()}
     assert len(folders) == 2
     user = again.index[name_of(10)][0].path
     user.unlink()  # somebody removes what is of a user, while the store is open
-    assert found(again, range(25)) == [n for n in range(22) if not 10 <= n < 20]
+    assert readable(again, range(25)) == [n for n in range(22) if not 10 <= n < 20]
     again.write(records([10], b"user"))
-    assert 10 in found(again, range(25))
+    assert 10 in readable(again, range(25))
 
 
 def test_the_limit_holds_and_what_was_used_longest_ago_goes_end_first(tmp_path: Path) -> None:
@@ -77,15 +77,15 @@ def test_the_limit_holds_and_what_was_used_longest_ago_goes_end_first(tmp_path: 
         store.write(records(range(start, start + 10), b"%d" % (start // 500), used=1e9 + start // 500))
         store.use(map(name_of, range(30)), 1e9 + start)
         assert on_disk(tmp_path) == store.bytes <= LIMIT
-    left = found(store, range(1000))
+    left = readable(store, range(1000))
     assert left == [*range(30), *left[30:]]
-    assert not found(opened(tmp_path, b"another model"), range(100))
+    assert not readable(opened(tmp_path, b"another model"), range(100))
     chain = records(range(2000, 2320), used=2e9)  # one prefix, as long as the limit allows
     store.write(chain)
-    left = found(store, range(2000, 2320))
+    left = readable(store, range(2000, 2320))
     assert left == [*range(2000, 2000 + len(left))]
     assert len(left) > 200
-    assert found(opened(tmp_path), left) == left
+    assert readable(opened(tmp_path), left) == left
 
 
 def test_wrong_bytes_and_torn_tails_are_never_found(tmp_path: Path) -> None:
@@ -93,15 +93,15 @@ def test_wrong_bytes_and_torn_tails_are_never_found(tmp_path: Path) -> None:
     for turn in range(150):
         store = opened(tmp_path)
         store.write(records(numbers, used=1e9 + turn))
-        assert len(found(store, numbers)) > 20
+        assert len(readable(store, numbers)) > 20
         path = chance.choice([*tmp_path.rglob("*.pages")])
         whole = bytearray(path.read_bytes())
         at = chance.randrange(len(whole))
-        for place in range(at, min(at + chance.choice((1, 1, 8, 5000)), len(whole))):
-            whole[place] ^= chance.randrange(1, 256)
+        for index in range(at, min(at + chance.choice((1, 1, 8, 5000)), len(whole))):
+            whole[index] ^= chance.randrange(1, 256)
         path.write_bytes(whole if turn % 2 else whole[:at])
-        left = found(store, numbers)
-        assert set(left) >= set(found(opened(tmp_path), numbers))
+        left = readable(store, numbers)
+        assert set(left) >= set(readable(opened(tmp_path), numbers))
         if path.exists():
             assert (path.stat().st_size % (HEAD + SIZE)) == 0  # cut behind the last whole record
 
@@ -124,12 +124,12 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path, capfd: pytest.Captu
         behind.flush(60)
     assert os.strerror(errno.EFBIG) in capfd.readouterr().out
     assert behind.room == 0
-    left = found(behind.store, range(20))
+    left = readable(behind.store, range(20))
     assert left == [*range(len(left))]
-    assert found(opened(tmp_path / "pages"), range(20)) == left
+    assert readable(opened(tmp_path / "pages"), range(20)) == left
     behind.add(records([30])[0])
     behind.flush(60)
-    assert (found(behind.store, [30]), capfd.readouterr().out) == ([], "")
+    assert (readable(behind.store, [30]), capfd.readouterr().out) == ([], "")
     (tmp_path / "file").write_text("")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -164,5 +164,5 @@ def test_names_are_bound(tmp_path: Path) -> None:
     (other,) = (tmp_path / "other").rglob("*.pages")
     path.write_bytes(path.read_bytes() + other.read_bytes())
     again = opened(tmp_path)
-    assert found(again, range(4)) == [*range(4)]
+    assert readable(again, range(4)) == [*range(4)]
     assert len(again.index) == 4

@@ -84,13 +84,13 @@ class Rank:
         for states, tokens in contents.items():
             if states:
                 content = s.request.salt, tuple(s.ids[:tokens])
-                assert all(self.states[s.group, place] == content for place in states.places)
+                assert all(self.states[s.group, unit] == content for unit in states.places)
         assert not s.written.key
         assert s.written.holders == 1
         for states, tokens in ((s.marked, s.mark), (s.written, s.written_at)):
             if states:
                 content = s.request.salt, tuple(s.ids[:tokens])
-                self.states |= {(s.group, place): content for place in states.places}
+                self.states |= {(s.group, unit): content for unit in states.places}
 
     def check(self) -> None:
         scheduler = self.scheduler
@@ -242,8 +242,8 @@ def test_a_prefix_needs_only_the_last_pages_of_a_window() -> None:
     extend_keys(keys, first.ids, 4, b"")
     for page in (2, 7):  # of the window
         cache.index.pop(key_of(keys[page], 1))
-    found = cache.find(keys, 34, limits.windows).held
-    assert [(held.first, held.end) for held in found] == [(0, 7), (5, 7)]
+    parts = cache.find(keys, 34, limits.windows).held
+    assert [(held.first, held.end) for held in parts] == [(0, 7), (5, 7)]
     assert [held.end for held in cache.find(keys[:4], 17, limits.windows).held] == [2, 2]
 
 

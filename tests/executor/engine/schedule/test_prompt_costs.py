@@ -33,12 +33,12 @@ class Machine:
 
     def prompt(self) -> list[float]:
         """The seconds of each step of a long prompt."""
-        context, found = 0, []
+        context, seconds = 0, []
         while context < LONG:
             chunk = min(max(PAGE, self.prompt_costs.tokens(context, PAUSE_S) // PAGE * PAGE), LONG - context)
-            found.append(self.step(chunk, context))
+            seconds.append(self.step(chunk, context))
             context += chunk
-        return found
+        return seconds
 
 
 @pytest.mark.parametrize("kind", COSTS)

@@ -46,11 +46,11 @@ def test_settings_have_bounds(name: str, taken: list[Any], refused: list[Any]) -
 
 
 def drain(loop: Loop) -> dict[int, list[Event]]:
-    found: dict[int, list[Event]] = {}
+    events: dict[int, list[Event]] = {}
     while not loop.idle:
         for event in loop.step():
-            found.setdefault(event.id, []).append(event)
-    return found
+            events.setdefault(event.id, []).append(event)
+    return events
 
 
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
@@ -64,20 +64,20 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
         loop.submit(Request(p, SamplingParams(max_tokens=4, prompt_logprobs=of_prompt, logprobs=of_answer))).id
         for p, (of_prompt, of_answer) in zip(prompts, wanted, strict=True)
     ]
-    found = drain(loop)
+    by_request = drain(loop)
     for id, prompt, (of_prompt, of_answer) in zip(ids, prompts, wanted, strict=True):
-        events = found[id]
+        events = by_request[id]
         text = [*prompt, *(token for event in events for token in event.tokens)]
         assert len(text) == len(prompt) + 4
         expected = oracle_logits(oracle, text).log_softmax(-1)
         given = [*events[0].prompt_logprobs, *(p for event in events for p in event.logprobs)]
         assert not any(event.prompt_logprobs for event in events[1:])
         assert len(given) == (len(text) - 1 if of_answer is not None else 0)
-        for place, found_one in enumerate(given):
-            assert found_one.logprob == pytest.approx(float(expected[place, text[place + 1]]), abs=1e-4)
-            most = of_prompt if place < len(prompt) - 1 else of_answer
+        for position, found_one in enumerate(given):
+            assert found_one.logprob == pytest.approx(float(expected[position, text[position + 1]]), abs=1e-4)
+            most = of_prompt if position < len(prompt) - 1 else of_answer
             assert most is not None
-            assert [t for t, _ in found_one.top] == expected[place].topk(most).indices.tolist()
+            assert [t for t, _ in found_one.top] == expected[position].topk(most).indices.tolist()
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,10 @@ def sequence(id: int, ids: int | ListOf[int], most: int = 1, priority: int = 0, 
 
 
 def scheduler_of(pages: int = 10, batch: int = 3, groups: int = 1, **limits: Any) -> Scheduler:
-    made = Scheduler(Limits(batch, 40, PAGE, groups, **limits), {STOP}, PagePool(pages, PAGE), 0)
-    if made.drafts:
-        made.drafts = FreeDrafts(made.drafts.most)
-    return made
+    scheduler = Scheduler(Limits(batch, 40, PAGE, groups, **limits), {STOP}, PagePool(pages, PAGE), 0)
+    if scheduler.drafts:
+        scheduler.drafts = FreeDrafts(scheduler.drafts.most)
+    return scheduler
 
 
 def added(scheduler: Scheduler, *sequences: Sequence) -> Scheduler:

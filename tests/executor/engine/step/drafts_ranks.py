@@ -47,9 +47,9 @@ def main() -> None:
         for name, case, overrides, texts in jobs:
             runner = make_runner(load_case(case, overrides), results, ranks)
             runner.setup()
-            found = answers(runner, [text[:-NEW] for text in texts], texts)
+            outcome = answers(runner, [text[:-NEW] for text in texts], texts)
             if ranks.rank == 0:
-                args.jobs.with_name(f"{name}.json").write_text(json.dumps(found))
+                args.jobs.with_name(f"{name}.json").write_text(json.dumps(outcome))
 
     _, case, overrides, _ = jobs[0]
     run_rank(load_case(case, overrides), args.results, body)

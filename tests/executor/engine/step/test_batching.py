@@ -93,8 +93,8 @@ def test_rows_of_prompts_are_expanded_and_others_are_not() -> None:
     ):
         assert subset
         assert subset.rows.tolist() == rows
-        found = [torch.as_tensor(x).tolist() for x in (subset.paged[0].query_starts, subset.paged[0].kv_lens)]
-        assert found == [starts, lengths]
+        numbers = [torch.as_tensor(x).tolist() for x in (subset.paged[0].query_starts, subset.paged[0].kv_lens)]
+        assert numbers == [starts, lengths]
         assert torch.equal(subset.paged[0].block_tables, tables[of])
     only = (
         Packer(OPS, pool, 3).pack(sequences[2:], StepShape((3,))),

@@ -141,7 +141,7 @@ def test_the_last_layer_computes_wanted_rows_only(tmp_path: Path, family: str) -
     for layer in (layer for _, layer in layers_of(model) if isinstance(layer, Experts)):
         layer.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     logits = list[torch.Tensor]()
-    spy_on(runner, after=lambda found: logits.append(found.clone()))
+    spy_on(runner, after=lambda out: logits.append(out.clone()))
     for _, ids in PROMPTS[:3]:
         runner.loop.submit(Request(tuple(ids), SamplingParams(max_tokens=1)))
     runner.loop.step()

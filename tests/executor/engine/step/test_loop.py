@@ -32,18 +32,18 @@ class Driver:
     """Steps a runner's loop and collects tokens and finish reason of each request, by its id."""
 
     def __init__(self, runner: ModelRunner):
-        self.loop, self.found = runner.loop, dict[int, tuple[list[int], str]]()
+        self.loop, self.outcomes = runner.loop, dict[int, tuple[list[int], str]]()
 
     def step(self) -> None:
         for event in self.loop.step():
-            tokens, reason = self.found.get(event.id, ([], ""))
+            tokens, reason = self.outcomes.get(event.id, ([], ""))
             assert not reason  # nothing comes after the end
-            self.found[event.id] = (tokens + list(event.tokens), event.finish_reason)
+            self.outcomes[event.id] = (tokens + list(event.tokens), event.finish_reason)
 
     def drain(self) -> dict[int, tuple[list[int], str]]:
         while not self.loop.idle:
             self.step()
-        return self.found
+        return self.outcomes
 
     def alone(self, request: Request) -> tuple[list[int], str]:
         id = self.loop.submit(request).id
@@ -69,8 +69,8 @@ def test_a_seed_gives_the_same_tokens_whatever_runs_beside(model: Path) -> None:
         for _ in range(3):
             driver.step()
         driver.loop.abort(other)
-        found = driver.drain()
-        assert [found[id] for id in reversed(ids)] == alone, data
+        outcomes = driver.drain()
+        assert [outcomes[id] for id in reversed(ids)] == alone, data
 
 
 def test_a_seed_and_a_position_give_the_same_draw_in_every_release() -> None:
@@ -95,8 +95,8 @@ def test_a_request_that_cannot_run_is_refused_and_harms_no_other(
     with pytest.raises(UserError, match=complaint) as raised:
         driver.loop.submit(Request(ids, SamplingParams(**params)))
     assert "\n" not in str(raised.value)
-    found = driver.drain()
-    assert [found[id] for id in running] == expected
+    outcomes = driver.drain()
+    assert [outcomes[id] for id in running] == expected
 
 
 def test_abort_ends_a_request_at_once_and_frees_its_pages(model: Path) -> None:
@@ -110,8 +110,8 @@ def test_abort_ends_a_request_at_once_and_frees_its_pages(model: Path) -> None:
     assert runner.loop.idle is False
     events = runner.loop.step()
     assert [e for e in events if e.finish_reason == "abort"] == [Event(ids[0], (), "abort"), Event(ids[4], (), "abort")]
-    found = Driver(runner).drain()
-    assert {id for id, (_, reason) in found.items() if reason == "length"} == set(ids[1:4])
+    outcomes = Driver(runner).drain()
+    assert {id for id, (_, reason) in outcomes.items() if reason == "length"} == set(ids[1:4])
     runner.loop.abort(ids[1])  # it has ended
     assert runner.loop.step() == []
     assert not runner.loop.scheduler.caches[0].held

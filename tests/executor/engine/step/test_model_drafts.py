@@ -61,7 +61,7 @@ def answers(
         for pool in loop.scheduler.pools:
             pool.pages = pages
     tokenizer = tokenizer_in(CHECKPOINTS / demo.name, loop.engine.config.vocab_size)
-    prompts, found = [tuple(tokenizer.encode(text, chat=False)) for text in TEXTS], []
+    prompts, tokens = [tuple(tokenizer.encode(text, chat=False)) for text in TEXTS], []
     preempted = 0
     for turn in range(2):
         running = [
@@ -70,24 +70,24 @@ def answers(
         ]
         while not loop.idle:
             loop.step()
-        found += [s.generated for s in running]
+        tokens += [s.generated for s in running]
         prompts = [(*s.ids, *ids[:5]) for s, ids in zip(running, prompts, strict=True)]
         preempted += sum(s.preemptions for s in running)
         assert turn == 0 or all(s.cached_tokens for s in running) or pages
     cache = loop.scheduler.caches[0]
     cache.trim(0)
     assert (cache.held, cache.kept, loop.engine.pages.available(0)) == (0, 0, free)
-    return found, loop, preempted
+    return tokens, loop, preempted
 
 
 @pytest.mark.parametrize(("demo", "exe_mode", "pages"), [(MTP, "graph", 0), (MTP, "eager", 120), (EAGLE3, "graph", 0)])
 def test_tokens_are_those_without_drafts(tmp_path: Path, demo: Demo, exe_mode: str, pages: int) -> None:
     plain, *_ = answers(tmp_path, demo, exe_mode, None)
-    found, loop, preempted = answers(tmp_path, demo, exe_mode, FreeDrafts(3), pages)
-    assert found == plain
+    tokens, loop, preempted = answers(tmp_path, demo, exe_mode, FreeDrafts(3), pages)
+    assert tokens == plain
     timings = loop.timings
     assert 0.1 < timings.accepted_tokens / timings.drafted_tokens < 0.95
-    assert timings.accepted_tokens > 0.15 * sum(map(len, found))
+    assert timings.accepted_tokens > 0.15 * sum(map(len, tokens))
     assert bool(preempted) == bool(pages)
 
 
@@ -113,4 +113,4 @@ def test_steps_without_guesses_lose_those_of_running_sequences_only(tmp_path: Pa
         guesses.append(loop.scheduler.drafts.seen)  # type: ignore[union-attr]
     always, seldom = guesses
     assert 9 < len(seldom) < len(always) / 2
-    assert all(always[ids] == found for ids, found in seldom.items())
+    assert all(always[ids] == guesses for ids, guesses in seldom.items())

@@ -66,8 +66,8 @@ def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mo
         assert runner.engine.shadows
         streamed = runner.engine.shadows.history.streamed()["layers"] > 0
         assert streamed == ("platform" in offload and "start_layer" not in offload)  # else the last layer has few rows
-        found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
-        assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
+        ours = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
+        assert all(np.array_equal(ours[name], logits[name]) for name in logits), offload
 
 
 def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_path: Path) -> None:
@@ -91,13 +91,13 @@ def test_an_expert_may_leave_while_its_copy_is_under_way(model: Path, tmp_path: 
     runner = runner_of(model, tmp_path, mode="fixed", slots=5, max_swaps=-1)
     shadows = runner.engine.shadows
     assert shadows
-    layer, expert = place = next(iter(shadows.slots))
+    layer, expert = id = next(iter(shadows.slots))
     for _ in range(50):
-        shadows.evict(place)
+        shadows.evict(id)
         experts = shadows.layers[layer]
         assert isinstance(experts, CpuExperts)
         assert experts.table[expert] == experts.arrived[expert] == 0
-        shadows.fetch(place)
+        shadows.fetch(id)
     assert [s.ids for s in runner.model_generate(PROMPTS)] == [
         s.ids for s in runner_of(model, tmp_path, mode="none").model_generate(PROMPTS)
     ]
@@ -106,9 +106,9 @@ def test_an_expert_may_leave_while_its_copy_is_under_way(model: Path, tmp_path: 
 def test_what_a_run_leaves(model: Path, tmp_path: Path) -> None:
     runner = runner_of(model, tmp_path, mode="fixed", slots=5)
     assert runner.engine.shadows is not None
-    place = next(iter(runner.engine.shadows.slots))
-    runner.engine.shadows.evict(place)
-    runner.engine.shadows.fetch(place)
+    id = next(iter(runner.engine.shadows.slots))
+    runner.engine.shadows.evict(id)
+    runner.engine.shadows.fetch(id)
     runner.model_generate(PROMPTS[:2])
     report = write_shadow_report(runner.engine.shadows, tmp_path, Group(), torch.device("cpu"))
     assert report["steps"] == 23
@@ -161,10 +161,10 @@ def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(model: Path
     shadows = runner.engine.shadows
     assert shadows
     assert isinstance(shadows.device, CpuDevice)
-    place = next(iter(shadows.slots))
-    shadows.evict(place)
+    id = next(iter(shadows.slots))
+    shadows.evict(id)
     shadows.device.copier.stop()
     with pytest.raises(UserError, match="the copier was stopped"):
-        shadows.fetch(place)
-    assert not shadows.published[place]
-    assert not shadows.layers[place[0]].table[place[1]]
+        shadows.fetch(id)
+    assert not shadows.published[id]
+    assert not shadows.layers[id[0]].table[id[1]]

@@ -51,10 +51,10 @@ def hash_of(file: str) -> str:
 @functools.cache
 def headers() -> str:
     """The names of all headers. A new one may be found in place of another, so it changes what a command means."""
-    found = [
+    used = [
         str(p.relative_to(ROOT)) for folder in (SOURCES, TESTS, BRIDGE, OP_HOST, TWIN_HOST) for p in folder.rglob("*.h")
     ]
-    return "\n".join(sorted(found))
+    return "\n".join(sorted(used))
 
 
 @functools.cache
@@ -68,13 +68,13 @@ def made_once(name: str, command: Sequence[str]) -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     inputs = CACHE / f"{key}.inputs"  # the files that the compiler read, one a line
 
-    def place() -> Path:
+    def path() -> Path:
         content = "\0".join(map(hash_of, inputs.read_text().splitlines()))
         return CACHE / f"{key}-{hashlib.sha256(content.encode()).hexdigest()[:24]}-{name}"
 
     with open(CACHE / f"{key}.lock", "w") as lock:
         flock(lock, LOCK_EX)  # of two processes that need the same file, one makes it and the other waits
-        if not inputs.exists() or not place().exists():
+        if not inputs.exists() or not path().exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
                 new, rule, listed = (Path(folder) / file for file in (name, "rule", "inputs"))
                 done = run(*command, *(["-MMD", "-MF", str(rule)] if "-c" in command else []), "-o", str(new))
@@ -82,8 +82,8 @@ def made_once(name: str, command: Sequence[str]) -> Path:
                 read = shlex.split(rule.read_text().replace("\\\n", " "))[1:] if rule.exists() else command
                 listed.write_text("\n".join(file for file in read if file.endswith((".c", ".cpp", ".h"))))
                 os.replace(listed, inputs)
-                os.replace(new, place())
-        return place()
+                os.replace(new, path())
+        return path()
 
 
 def core_sources(machine: str) -> list[Path]:

@@ -91,8 +91,8 @@ def fuzz(target: str, runs: int, folder: Path) -> str:
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=folder, env=os.environ | {"TMPDIR": artifacts}
         )
-        found = [base64.b64encode(path.read_bytes()).decode() for path in Path(artifacts).iterdir() if path.is_file()]
-    assert done.returncode == 0, f"{target} fails on {found} (base64)\n{done.stderr[-6000:]}"
+        failing = [base64.b64encode(path.read_bytes()).decode() for path in Path(artifacts).iterdir() if path.is_file()]
+    assert done.returncode == 0, f"{target} fails on {failing} (base64)\n{done.stderr[-6000:]}"
     executed, covered, features = STATS.findall(done.stderr)[-1]
     return f"{target}: {executed} executions, {covered} edges and {features} features covered"
 

@@ -44,8 +44,8 @@ def explore(name: str, *arguments: str) -> str:
 def line_of(program: Path, address: str) -> str | None:
     """FILE:LINE of an address in the explored sources; None for what the standard library does by itself there."""
     places = run("addr2line", "-i", "-e", str(program), address).stdout.split("\n")
-    for place in places:
-        path = place.split(" ")[0]
+    for frame in places:
+        path = frame.split(" ")[0]
         if any(header in path for header in LIBRARY):
             return None
         if path.startswith((str(SOURCES), str(BRIDGE))):
@@ -58,13 +58,13 @@ def weakened(name: str, *arguments: str) -> list[tuple[str, str, str]]:
     program = built(name)
     ours = {}
     for address, _, _ in SITE.findall(explore(name, "--sites", *arguments)):
-        if place := line_of(program, address):
-            ours[address] = place
-    found = []
-    for address, place in sorted(ours.items(), key=lambda one: one[1]):
+        if line := line_of(program, address):
+            ours[address] = line
+    weaker = []
+    for address, line in sorted(ours.items(), key=lambda one: one[1]):
         printed = explore(name, "--weaken", address, *arguments)
-        found += [(place, what, how) for _, what, how in MUTANT.findall(printed)]
-    return found
+        weaker += [(line, what, how) for _, what, how in MUTANT.findall(printed)]
+    return weaker
 
 
 def main() -> None:
@@ -78,8 +78,8 @@ def main() -> None:
     for name in args.programs:
         print(f"{name}\n{explore(name, *arguments)}", end="", flush=True)
         if args.weaken and name != "litmus":
-            for place, what, how in weakened(name, *arguments):
-                print(f"    {place}: {what}: {how}", flush=True)
+            for line, what, how in weakened(name, *arguments):
+                print(f"    {line}: {what}: {how}", flush=True)
 
 
 if __name__ == "__main__":
