@@ -18,7 +18,7 @@ FUNCTIONS = (
     ("bridge_launch", INT, (POINTER, POINTER, POINTER)),
     ("bridge_ring", INT, (POINTER, POINTER, c_uint32)),
     ("bridge_await", INT, (POINTER, POINTER)),
-    ("bridge_write", INT, (POINTER, POINTER, c_uint64, c_uint32)),
+    ("bridge_write", INT, (POINTER, POINTER, c_uint64, c_uint64)),
     ("bridge_wait", INT, (POINTER, POINTER, INT)),
 )
 SPIN_US = 2000  # for which a call polls its job: waking a thread takes longer than many a job
@@ -75,8 +75,8 @@ class GpuBridge(HostCalls):
         self._done(self.native.umbra_bridge_await(self.handle, stream))
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """Writes a word of the device's memory once the stream's work before it is complete."""
-        self._done(self.native.umbra_bridge_write(self.handle, stream, address, value % (1 << 32)))
+        """Writes 64 bits of the device's memory once the stream's work before it is complete."""
+        self._done(self.native.umbra_bridge_write(self.handle, stream, address, value % (1 << 64)))
 
     def happened(self, event: int, wait_ms: int) -> bool:
         """Waits at most `wait_ms` for the event; returns whether it has happened."""

@@ -44,9 +44,10 @@ using umbra::told;
 using Address = unsigned long long;
 using Stream = void*;
 using Event = void*;
-constexpr int kNotReady = 600;                                         // CUDA_ERROR_NOT_READY
-constexpr unsigned kPortable = 1, kMapped = 2, kWait = 1, kWrite = 2;  // CU_MEMHOSTALLOC_.., CU_STREAM_MEM_OP_..
-constexpr unsigned kEqual = 1;                                         // CU_STREAM_WAIT_VALUE_EQ
+constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
+constexpr unsigned kPortable = 1, kMapped = 2, kWait = 1, kWrite = 2,
+                   kWriteWide = 5;  // CU_MEMHOSTALLOC_.., CU_STREAM_MEM_OP_..
+constexpr unsigned kEqual = 1;      // CU_STREAM_WAIT_VALUE_EQ
 constexpr milliseconds kHot{50}, kSpinning{5};
 constexpr microseconds kNap{20};
 
@@ -204,9 +205,9 @@ int umbra_bridge_await(Bridge* b, Stream stream) {
     return mem_ops(b, stream, 2, ops);
 }
 
-// Writes a word of the device's memory once the work before it on the stream is complete and visible.
-int umbra_bridge_write(Bridge* b, Stream stream, uint64_t address, uint32_t value) {
-    MemOp op{kWrite, address, value, 0, 0, 0};
+// Writes 64 bits of the device's memory once the work before it on the stream is complete and visible.
+int umbra_bridge_write(Bridge* b, Stream stream, uint64_t address, uint64_t value) {
+    MemOp op{kWriteWide, address, value, 0, 0, 0};
     return mem_ops(b, stream, 1, &op);
 }
 

@@ -496,7 +496,9 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, MemOp* given, unsigned) 
     return enqueue(stream, [ops] {
         for (auto& op : ops) {
             const auto value = static_cast<uint32_t>(op.value);
-            if (op.operation == 2)
+            if (op.operation == 5)
+                reinterpret_cast<std::atomic<uint64_t>*>(op.address)->store(op.value, std::memory_order_release);
+            else if (op.operation == 2)
                 op.address->store(value, std::memory_order_release);
             else if (!waits([&] { return op.address->load(std::memory_order_acquire) == value; }))
                 return;
