@@ -26,14 +26,15 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_on_the_fake(driver: Path, tmp_path: Path) -> None:
-    stages, report = "machine,link,bridge,latency,watchdog", tmp_path / "report.json"
+    stages, report = "machine,link,bridge,latency,moves,watchdog", tmp_path / "report.json"
     environment = os.environ | {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT)}
     command = (sys.executable, "-m", "umbra.tools.gpu_check", "--only", stages, "--report", str(report))
     with pytest.raises(AssertionError, match="skipped in"):  # the exit status, for what needs torch's GPU
         run(*command, cwd=ROOT, env=environment)
     outcomes = json.loads(report.read_text())
     skipped = {(o["stage"], o["text"]) for o in outcomes if o["result"] != "pass"}
-    assert skipped == {("link", "torch sees no GPU"), ("latency", "torch sees no GPU")}, report.read_text()
+    no_gpu = {(stage, "torch sees no GPU") for stage in ("link", "latency", "moves")}
+    assert skipped == no_gpu, report.read_text()
     assert {o["stage"] for o in outcomes} == set(stages.split(","))
     assert "| machine | GPU | pass |" in report.with_suffix(".md").read_text()
     assert "==== watchdog" in report.with_suffix(".log").read_text()

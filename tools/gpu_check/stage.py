@@ -22,11 +22,12 @@ class GpuStage:
 
 STAGES = (
     GpuStage("machine", "processor, memory, versions, attributes of the GPU", 30),
-    GpuStage("build", "the native module, the bridge", 240),
-    GpuStage("link", "rates of the link, of registering memory, and of the GPU's own memory", 45),
+    GpuStage("build", "the native module, the bridge", 150),
+    GpuStage("link", "rates of the link, of registering memory, and of the GPU's own memory", 60),
     GpuStage("bridge", "jobs of the host in eager and captured steps; late, refusing and failing workers", 45),
-    GpuStage("latency", "time of a job of the host in a captured step: host functions against the doorbell", 60),
-    GpuStage("watchdog", "a context that dies under a waiting step; the next process works", 40),
+    GpuStage("latency", "time of a job of the host in a captured step: host functions against the doorbell", 80),
+    GpuStage("moves", "experts that become resident within replays", 55),
+    GpuStage("watchdog", "a context that dies under a waiting step; the next process works", 55),
     GpuStage("cpu_tests", "tests/ops/cpu: kernels of the instruction sets that this processor has", 300, default=False),
 )
 

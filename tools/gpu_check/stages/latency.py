@@ -9,7 +9,9 @@ from pathlib import Path
 
 from umbra.base.files import ROOT
 from umbra.ops.bridge import calls
-from umbra.tools.gpu_check.device import torch_gpu
+from umbra.ops.bridge.calls import BridgeJob
+from umbra.ops.cuda.bridge import GpuBridge
+from umbra.tools.gpu_check.device import is_fake, opened, torch_gpu
 from umbra.tools.npu_check.outcome import Check, Passed
 
 LAYERS, HIDDEN, TOP_K, EXPERTS, REPLAYS = 48, 2048, 8, 128, 100
@@ -20,7 +22,12 @@ SOURCE, BUILT = ROOT / "tools/gpu_check/echo.cpp", ROOT / "build/gpu_check_echo.
 
 def checks() -> list[Check]:
     ways = ("host function", "doorbell rung by a kernel", "doorbell rung by the stream")
-    return [Check(f"{way}, {rows} rows", partial(measure, way, rows)) for rows in (1, 8) for way in ways]
+    by_driver = [
+        Check(f"{way} and copies, {rows} rows", partial(copied, doorbell, rows))
+        for rows in (1, 8)
+        for doorbell, way in ((False, "host function"), (True, "doorbell"))
+    ]
+    return by_driver + [Check(f"{way}, {rows} rows", partial(measure, way, rows)) for rows in (1, 8) for way in ways]
 
 
 @functools.cache
@@ -28,6 +35,48 @@ def echo() -> ctypes.CDLL:
     library = ctypes.CDLL(str(calls.build(SOURCE, Path(BUILT))))
     library.umbra_echo_begin.argtypes = (ctypes.c_long,)
     return library
+
+
+def copied(doorbell: bool, rows: int) -> Passed:
+    """By the driver alone: a copy to the host, a job, and a copy back, in each layer."""
+    driver, size = opened(), 2 * rows * HIDDEN
+    submit = ctypes.cast(echo().umbra_echo_now, ctypes.c_void_p).value or 0
+    bridge = GpuBridge(submit, 0, LIMIT_S, doorbell)
+    main, side, fork, back = driver.stream(), driver.stream(), driver.event(), driver.event()
+    begin, end = (driver.event(timing=True) for _ in range(2))
+    there = driver.allocate(size)
+    payloads: list[tuple[int, int, int]] = []
+    for layer in range(LAYERS):
+        x, sums = driver.pinned(size), driver.pinned(size)
+        job = BridgeJob(x, 0, 0, 0, sums, rows, 1, HIDDEN, layer, -1, None)
+        payloads.append((x, sums, bridge.payload(job, size)))
+    with driver.captured(main) as graph:
+        for x, sums, payload in payloads:
+            if doorbell:
+                driver.cuMemcpyAsync(x, there, size, main)
+                bridge.launch(main, payload)
+                bridge.wait_for_answer(main)
+            else:
+                driver.cuEventRecord(fork, main)
+                driver.cuStreamWaitEvent(side, fork, 0)
+                driver.cuMemcpyAsync(x, there, size, side)
+                bridge.launch(side, payload)
+                driver.cuEventRecord(back, side)
+                driver.cuStreamWaitEvent(main, back, 0)
+            driver.cuMemcpyAsync(there, sums, size, main)
+    times = []
+    for step in range(3 if is_fake() else REPLAYS):
+        bridge.begin(step)
+        driver.cuEventRecord(begin, main)
+        graph.launch(main)
+        driver.cuEventRecord(end, main)
+        if not bridge.happened(end, int(2000 * LIMIT_S)):
+            raise RuntimeError("the stream did not end")
+        bridge.check()
+        times.append(1e3 * driver.elapsed_ms(begin, end) / LAYERS)
+    bridge.close(LIMIT_S)
+    us = round(statistics.median(times), 2)
+    return Passed(f"{us} us a layer", {"us a layer": us, "least": round(min(times), 2), "most": round(max(times), 2)})
 
 
 def measure(way: str, rows: int) -> Passed:
