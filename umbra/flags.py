@@ -30,6 +30,9 @@ VALUES = {  # other engines' words for values of a key
     ("model_config.dtype", "half"): "float16",
     ("model_config.dtype", "float"): "float32",
     ("model_config.dtype", "auto"): "bfloat16",
+    ("draft_config.method", "NGRAM"): "lookup",
+    ("draft_config.method", "NEXTN"): "mtp",
+    ("draft_config.method", "EAGLE3"): "eagle3",
 }
 COUNTED = "memory is counted, not a share of it taken: give --max-model-len and --max-num-seqs" + "".join(
     f", and on {name.capitalize()} {facts.memory_key}" for name, facts in PLATFORMS.items() if facts.memory_key
@@ -53,8 +56,7 @@ OTHERS = {
     "download_dir": "set HF_HOME to the folder",
     "revision": "write MODEL@REVISION",
     "load_format": "checkpoints are read from safetensors; --set with_ckpt=false takes random weights",
-    "speculative_config": "--set draft_config.method=lookup, mtp or eagle3 (docs/serving.md)",
-    "speculative_algorithm": "--set draft_config.method=lookup, mtp or eagle3 (docs/serving.md)",
+    "speculative_config": "--speculative-algorithm lookup, mtp or eagle3 (docs/serving.md)",
     "tool_call_parser": "it is read from the chat template; --set output_format=NAME forces one (docs/text.md)",
     "reasoning_parser": "it is read from the chat template; --set output_format=NAME forces one (docs/text.md)",
     "enable_auto_tool_choice": "tool calls are always read: leave it out",

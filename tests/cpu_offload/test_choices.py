@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.run.test_planner import COSTS, SHAPE
+from tests.cpu_offload.test_planner import COSTS, SHAPE
 from umbra.cpu_offload.costs import Costs, Line
 from umbra.cpu_offload.planner.choices import (
     COPYING,

@@ -48,7 +48,8 @@ def test_flags_of_other_engines_set_keys(monkeypatch: pytest.MonkeyPatch) -> Non
     module = ModuleType("umbra.chat")
     module.chat = cases.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "umbra.chat", module)
-    flags = "--max-model-len=500 --max-num-seqs 2 --seed 3 --dtype half --enforce-eager --quantization q4 --temp 0.5"
+    flags = "--max-model-len=500 --max-num-seqs 2 --seed 3 --dtype half --enforce-eager --quantization q4 --temp 0.5 "
+    flags += "--speculative-algorithm NGRAM --num-speculative-tokens 4"
     for model in (["demo"], ["--model", "demo"], []):
         done = umbra("chat", *model, *flags.split(), "--set", "threads=1")
         assert (done.returncode, done.stderr) == (0, "")
@@ -58,6 +59,7 @@ def test_flags_of_other_engines_set_keys(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (data.input_max_len + data.max_new_tokens, data.batch_size, case.threads) == (500, 2, 1)
         assert (case.sampling_config.seed, case.sampling_config.temperature) == (3, 0.5)
         assert (case.model_config.dtype, case.exe_mode, case.quantization.method) == ("float16", "eager", "q4")
+        assert (case.draft_config.method, case.draft_config.tokens) == ("lookup", 4)
 
 
 @pytest.mark.parametrize(

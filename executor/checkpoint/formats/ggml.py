@@ -2,6 +2,9 @@
 
 `blocks` are always bytes (rows, blocks of a row, bytes of a block). Fields are in the order of the bytes; d, m and
 dmin are float16. Products are made in the order in which `gguf.quants` makes them, so that all bits are equal.
+
+This is the portable reference: it decodes for every device, and for rows that no format keeps. The CPU's packing of
+kept formats (ops/cpu/csrc/kernels/blocks.cpp) goes from the blocks to its own layout at once, and has the same bits.
 """
 
 from collections.abc import Callable

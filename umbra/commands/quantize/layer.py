@@ -99,13 +99,23 @@ class WatchedOps:
         return reference.add_gated(x, y, gate)
 
 
+@dataclass
 class UnreadExperts:
-    """Experts without memory, whose mixture is zeros: it notes the routing, for `CalibratedLayer.mixtures`."""
+    """Experts without memory, whose mixture is zeros: it notes the routing, for `CalibratedLayer.mixtures`. As
+    `Build.shadows` it makes those of a layer."""
 
-    nbytes, storages = 0, list[Tensor]()
+    ops: WatchedOps
+    count: int = 0
+    nbytes = 0
 
-    def __init__(self, ops: WatchedOps, count: int):
-        self.ops, self.count = ops, count
+    @property
+    def storages(self) -> list[Tensor]:
+        return []
+
+    def experts(
+        self, path: str, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
+    ) -> "UnreadExperts":
+        return UnreadExperts(self.ops, here.stop - here.start)
 
     def fill(self, expert: int, which: str, part: object) -> None:
         raise AssertionError("these experts are not held")
@@ -116,16 +126,6 @@ class UnreadExperts:
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         self.ops.seen.routing = Routing(weights, ids)
         return torch.zeros_like(x)
-
-
-@dataclass(frozen=True)
-class UnreadShadows:
-    ops: WatchedOps
-
-    def experts(
-        self, path: str, here: slice, inner: int, hidden: int, format: Format, kind: ExpertKind
-    ) -> UnreadExperts:
-        return UnreadExperts(self.ops, here.stop - here.start)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class CalibratedLayer:
             torch.device("meta"),
             max_positions=1,
             holds=source.scheme.holds,
-            shadows=UnreadShadows(self.ops),
+            shadows=UnreadExperts(self.ops),
             layer=path,
         )
         model = model_class(source.name)(source.whole_config, build)
