@@ -1,4 +1,4 @@
-"""`Batch`: the tokens of one step and the slots of their keys and values. It is all that a model's step gets."""
+"""`Batch`: the tokens of one step and where their keys and values lie. It is all that a model's step gets."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -93,10 +93,10 @@ class CausalLM(nn.Module):
         self.mtp_sign = f"{paths[0]}.{names.projection}" if mtp_layer and paths else ""
         if build.mtp:
             if not paths:
-                raise UserError("draft_config.method: mtp: the model has no layers that predict further tokens")
+                raise UserError("draft_config.method: mtp: the model has no layers for multi-token prediction")
             if not mtp_layer or build.lacks(self.mtp_sign):
                 raise UserError(
-                    f"draft_config.method: mtp: the config names a layer that predicts further tokens, {paths[0]}, but "
+                    f"draft_config.method: mtp: the config names a layer for multi-token prediction, {paths[0]}, but "
                     "the checkpoint does not hold it: take one that does, or set lookup, or eagle3 with a head for the "
                     "model"
                 )

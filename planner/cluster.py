@@ -42,8 +42,8 @@ class Search:
 class Guesses:
     accepted: tuple[float, ...] = key(
         (),
-        "for each place, how often a guess, by an MTP layer or the case's EAGLE3 head, is right if those before it "
-        "are; empty: none",
+        "speculative decoding: for each position, how often a draft by an MTP layer or the case's EAGLE3 head is right "
+        "if those before it are; empty: none",
     )
 
 
@@ -60,7 +60,9 @@ class Card:
         ("even",), f"hit rates of residents, as SHARE:RATE,... or by name: {', '.join(CURVES)}"
     )
     sequences: tuple[int, ...] = key((1, 4, 8), "sequences that are decoded at once")
-    accepted: tuple[float, ...] = key((), "how often the guess of an MTP layer is right: each is tried")
+    accepted: tuple[float, ...] = key(
+        (), "speculative decoding: how often a draft of an MTP layer is right: each is tried"
+    )
     prompts: tuple[int, ...] = key((128, 1024, 8192, 32768), "tokens of prompts")
     links: tuple[float, ...] = key((), "values of host.copy_gbps; empty: the hardware's")
 

@@ -127,7 +127,7 @@ class Numbers:
     decode_ms: float = key(0.0, "the device's part of a decode step", minimum=1e-6)
     beside_ms: float = key(0.0, "the part of it in which the host computes experts without delaying it", minimum=0)
     guess_ms: float | None = key(
-        None, "what a guess adds to it besides its rows' experts; null: none guesses", minimum=0
+        None, "what a draft adds to it besides its rows' experts; null: there is no speculative decoding", minimum=0
     )
 
 

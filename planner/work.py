@@ -168,7 +168,7 @@ class CountedRank:
         """`times` guesses of a token of each of `sequences`, from `rows` rows; `first`: of a step's."""
         if not self.model.guesses:
             raise UserError(
-                f"case {self.case.name}: draft_config.method: none: nothing guesses tokens: set mtp or eagle3"
+                f"case {self.case.name}: draft_config.method: none: no speculative decoding is set: set mtp or eagle3"
             )
         head, page_size = self.model.eagle3, self.ops.page_size
         groups, sets = self.case.attn_dp_size, len(sets_of(self.model)) + bool(head)

@@ -114,10 +114,10 @@ class DataSettings:
 class DraftSettings:
     method: str = key(
         "none",
-        "how a decode step guesses further tokens of each sequence, which the next step checks, so that the "
-        "tokens stay the same. lookup: those that followed the same tokens before, in the prompt or the answer; mtp: "
-        "those that the model's own layer for it predicts, eagle3: those of the head in `model_path`, made for the "
-        "model; with both, where the same tokens came before, what followed them",
+        "speculative decoding: how a decode step drafts further tokens of each sequence, which the next step checks, "
+        "so that the tokens stay the same. lookup: those that followed the same tokens before, in the prompt or the "
+        "answer; mtp: those that the model's own layer for multi-token prediction predicts, eagle3: those of the head "
+        "in `model_path`, made for the model; with both, where the same tokens came before, what followed them",
         choices=("none", "lookup", "mtp", "eagle3"),
         elsewhere=("speculative_algorithm",),
         bare=False,
@@ -130,7 +130,7 @@ class DraftSettings:
     )
     tokens: int | None = key(
         None,
-        "most guessed tokens of a sequence in a step, which has only as many as are measured to pay, while at "
+        "most drafted tokens of a sequence in a step, which has only as many as are measured to pay, while at "
         f"most {MOST_DRAFTING} sequences of a group decode; auto: {LOOKUP_TOKENS}, or {MODEL_TOKENS} without lookup",
         means={"auto": None},
         minimum=1,

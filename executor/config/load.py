@@ -139,13 +139,13 @@ def load_model_config(case: Case) -> ModelConfig:
     """The configuration of the case's checkpoint; raises where the case asks for more than the model can do."""
     config = read_config(model_folder(case), case.model_name)
     sizes = case.parallel_sizes
-    parts = 1 if sizes.expert_slots else sizes.moe_ep  # slots need no even parts
+    parts = 1 if sizes.expert_slots else sizes.moe_ep  # copies of experts need no even parts
     config.check_parallel(sizes.attn_tp, sizes.moe_tp, parts, sizes.embed_tp, sizes.lmhead_tp)
-    if slots := sizes.expert_slots:
+    if own := sizes.expert_slots:
         least, most = -(-config.expert_count // sizes.moe_ep), config.expert_count
-        if not least <= slots <= most:
+        if not least <= own <= most:
             raise UserError(
-                f"case {case.name}: parallel_config.expert_slots: {slots} must be from {least} to {most}: "
+                f"case {case.name}: parallel_config.expert_slots: {own} must be from {least} to {most}: "
                 f"{sizes.moe_ep} ranks hold the model's {most} experts, none of them twice on one rank"
             )
     if head := load_draft_config(case, config):

@@ -107,7 +107,7 @@ def check_device(case: Case, where: str) -> None:
 def check_slots(case: Case, where: str) -> None:
     """Refuse a placement of experts by routing that has no ranks to place them on, or no rows to send to them."""
     parallel = case.parallel_config
-    slots = f"{where}: parallel_config.expert_slots: {parallel.expert_slots}"
+    key = f"{where}: parallel_config.expert_slots: {parallel.expert_slots}"
     if not parallel.expert_slots:
         if parallel.rebalance_steps != ParallelSettings.rebalance_steps:
             raise UserError(
@@ -117,12 +117,12 @@ def check_slots(case: Case, where: str) -> None:
         return
     if case.world_size == 1 or parallel.attn_tp_size > 1 or parallel.moe_tp_size > 1:
         raise UserError(
-            f"{slots} needs several ranks with rows and whole experts of their own: set attn_tp_size: 1 and "
+            f"{key} needs several ranks with rows and whole experts of their own: set attn_tp_size: 1 and "
             f"moe_tp_size: 1 (they are {parallel.attn_tp_size} and {parallel.moe_tp_size}, world_size is "
             f"{case.world_size})"
         )
     if case.offload_config.mode != "none":
         raise UserError(
-            f"{slots} and offload_config.mode: {case.offload_config.mode} exclude each other: shadow experts have a "
+            f"{key} and offload_config.mode: {case.offload_config.mode} exclude each other: shadow experts have a "
             "placement of their own: leave out one of the two"
         )

@@ -228,13 +228,13 @@ def batch_of(
     If `groups` is given, the batch says, as for a prefill, that each of `groups` data-parallel groups has `tokens`
     tokens; None: it says nothing, as in a graph."""
     one = array("q", [1])
-    slots, tables, *_ = ops.paging(one, torch.zeros(1, table_width, dtype=torch.int64), one, one, page_size)
+    slot_mapping, tables, *_ = ops.paging(one, torch.zeros(1, table_width, dtype=torch.int64), one, one, page_size)
     number = partial(torch.empty, dtype=torch.int64, device="meta")
     length = tokens // sequences
     places = (torch.empty(stateful, sequences, dtype=torch.int32, device="meta") for _ in Recurrent._fields[1:])
     paged = tuple(
         Paged(
-            torch.empty(tokens, *slots.shape[1:], dtype=slots.dtype, device="meta"),
+            torch.empty(tokens, *slot_mapping.shape[1:], dtype=slot_mapping.dtype, device="meta"),
             torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
             tuple(range(0, length * sequences + 1, length)),
             (length,) * sequences,

@@ -187,7 +187,7 @@ def case_of_checkpoint(
         flush=True,
     )
     if counted.holds_mtp and purpose.samples and case.draft_config.method == "none":
-        print("it has a layer that guesses tokens, which may be faster: --set draft_config.method=mtp", flush=True)
+        print("it has a layer for speculative decoding, which may be faster: --set draft_config.method=mtp", flush=True)
     return case, data
 
 

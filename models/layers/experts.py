@@ -16,7 +16,7 @@ from umbra.models.layers.router import Router
 from umbra.ops.formats.quantised import Quantised, floats
 from umbra.ops.formats.rows import Alternating, every_other
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, PhysicalExperts, Routed, Scores, fixed
-from umbra.ops.parallel.placement import Held, first_placement, slots_for
+from umbra.ops.parallel.placement import Held, first_placement, physical_for
 
 ALL_EXPERTS = "gate_up_proj", "down_proj"
 
@@ -52,7 +52,9 @@ class Experts(Layer):
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.ep, per_rank = build.parallel.moe_ep, build.parallel.expert_slots
         self.physical: PhysicalExperts | None = None
-        self.here = self.ep.part(per_rank * self.ep.size or experts)  # numbers of the slots, or experts, of this rank
+        self.here = self.ep.part(
+            per_rank * self.ep.size or experts
+        )  # of the physical experts, or else the experts, of this rank
         self.held = np.arange(experts)
         if per_rank:
             table = torch.empty(experts, dtype=torch.int32, device=build.device)
@@ -81,7 +83,7 @@ class Experts(Layer):
             raise AssertionError("these experts have one place each")
         self.held = held
         self.physical.rows.zero_()
-        self.physical.table.copy_(torch.from_numpy(slots_for(self.ep.rank, self.ep.size, held)))
+        self.physical.table.copy_(torch.from_numpy(physical_for(self.ep.rank, self.ep.size, held)))
 
     def forward(
         self, x: Tensor, routed: Routed, batch: Batch, shared: GatedMLP | None = None, shared_gate: Router | None = None
@@ -109,22 +111,22 @@ class Experts(Layer):
         yield from self.weights.storages
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        slots = {int(expert): slot for slot, expert in enumerate(self.held[self.here])}
+        numbers = {int(expert): number for number, expert in enumerate(self.held[self.here])}
         if self.fused:
-            yield from self._fused_pieces(path, slots)
+            yield from self._fused_pieces(path, numbers)
             return
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for expert in range(self.experts):
             for which, module in zip(("gate", "up", "down"), self.names, strict=True):
                 name = f"{path}.{expert}.{module}.weight"
                 shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
-                if expert in slots:
-                    fill = partial(self.weights.fill, slots[expert], which)
+                if expert in numbers:
+                    fill = partial(self.weights.fill, numbers[expert], which)
                     yield Piece(name, shape, part, fill, linear=True)
                 else:
                     yield Piece(name, shape, linear=True)
 
-    def _fused_pieces(self, path: str, slots: dict[int, int]) -> Iterator[Piece]:
+    def _fused_pieces(self, path: str, numbers: dict[int, int]) -> Iterator[Piece]:
         """The pieces of tensors that hold all experts, one for each expert."""
         both, down = (f"{path}.{name}" for name in self.names)
         inner, hidden, experts = self.intermediate, self.hidden, self.experts
@@ -132,18 +134,18 @@ class Experts(Layer):
         ups = slice(inner + self.part.start, inner + self.part.stop)
 
         def fill_of(which: str) -> Callable[[int, Tensor | Quantised], object]:
-            return lambda slot, part: self.weights.fill(slot, which, of_one(part))
+            return lambda number, part: self.weights.fill(number, which, of_one(part))
 
-        def fill(slot: int, part: Tensor | Quantised | Alternating) -> bool:
+        def fill(number: int, part: Tensor | Quantised | Alternating) -> bool:
             halves = zip(("gate", "up"), halves_of(part), strict=True)
-            return False not in [self.weights.fill(slot, which, half) for which, half in halves]
+            return False not in [self.weights.fill(number, which, half) for which, half in halves]
 
-        def fill_bias(slot: int, part: Tensor | Alternating) -> None:
+        def fill_bias(number: int, part: Tensor | Alternating) -> None:
             for which, half in zip(("gate", "up"), halves_of(part), strict=True):
-                self.weights.fill_bias(slot, which, floats(half))
+                self.weights.fill_bias(number, which, floats(half))
 
-        def fill_last(slot: int, part: Tensor) -> None:
-            self.weights.fill_bias(slot, "down", part[0])
+        def fill_last(number: int, part: Tensor) -> None:
+            self.weights.fill_bias(number, "down", part[0])
 
         wide, tall = (experts, 2 * inner, hidden), (experts, hidden, inner)
         tensors: list[tuple[str, tuple[int, ...], tuple[slice, ...], Callable[[int, Any], object]]] = [
@@ -160,8 +162,8 @@ class Experts(Layer):
         for expert in range(experts):
             for name, shape, part, fill_one in tensors:
                 linear = len(shape) == 3
-                if expert in slots and (fill_one is not fill_last or self.last_bias):
-                    cut, write = (slice(expert, expert + 1), *part), partial(fill_one, slots[expert])
+                if expert in numbers and (fill_one is not fill_last or self.last_bias):
+                    cut, write = (slice(expert, expert + 1), *part), partial(fill_one, numbers[expert])
                     yield Piece(name, shape, cut, write, linear=linear, by_input=linear and self.alternate)
                 else:
                     yield Piece(name, shape, linear=linear, by_input=linear and self.alternate)

@@ -22,7 +22,7 @@ class AscendLayout:
 
     def __init__(self, dtype: torch.dtype, tiled: bool = False, in_planes: bool = False):
         self.dtype, self.tiled, self.in_planes, self.banks = dtype, tiled, in_planes, 0
-        self.flat = tiled  # whether the ops that write caches take flat slots
+        self.flat = tiled  # whether the ops that write caches take a flat slot mapping
         self.has_caches = False  # whether a cache was made
 
     table, fill_table = staticmethod(reference.table), staticmethod(reference.fill_table)

@@ -1,9 +1,10 @@
 """Places the experts of a layer on ranks by how often tokens are routed to them: the rank with the most rows decides
 how long a step of all ranks takes.
 
-A layer has ranks * slots slots, of which rank r has r * slots .. (r + 1) * slots - 1. `held` (ranks * slots) has the
-expert in each slot. Every expert has a slot; hot ones have several, on different ranks, and each of these copies serves
-its share of the ranks. All of this is a pure function of routing counts, which all ranks compute alike.
+A layer has ranks * own physical experts, of which rank r has r * own .. (r + 1) * own - 1. `held` (ranks * own) says
+which of the model's experts each of them is. Every expert is one of them; hot ones are several, on different ranks, and
+each of these copies serves its share of the ranks. All of this is a pure function of routing counts, which all ranks
+compute alike.
 """
 
 import numpy as np
@@ -17,10 +18,10 @@ SLACK = 0.02  # an expert stays where it is unless another rank has so much less
 WORTH = 0.05  # moves that take less than this from the busiest rank are not made
 
 
-def first_placement(experts: int, ranks: int, slots: int) -> Held:
+def first_placement(experts: int, ranks: int, own: int) -> Held:
     """The placement before any token was routed. Packed weights are kept as it says: if it changes, raise LAYOUT of
     executor/checkpoint/packed.py."""
-    return _packed(np.ones(experts, np.int64), ranks, slots, None)
+    return _packed(np.ones(experts, np.int64), ranks, own, None)
 
 
 def next_placement(counts: Counts, ranks: int, before: Held) -> Held:
@@ -35,41 +36,42 @@ def imbalance(counts: Counts, held: Held, ranks: int) -> float:
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
-def slots_for(rank: int, ranks: int, held: Held) -> Held:
-    """The slot that rank `rank` sends its rows of each expert to: of n copies in order of ranks, the first serves the
-    first n-th of the ranks and so on, so that rows seldom leave their neighbourhood."""
+def physical_for(rank: int, ranks: int, held: Held) -> Held:
+    """The physical expert that rank `rank` sends its rows of each expert to: of n copies in order of ranks, the
+    first serves the first n-th of the ranks and so on, so that rows seldom leave their neighbourhood."""
     copies = np.bincount(held)
-    ordered = np.argsort(held, kind="stable")  # slots by expert
+    ordered = np.argsort(held, kind="stable")  # physical experts by expert
     return ordered[np.cumsum(copies) - copies + rank * copies // ranks]
 
 
 def moves(before: Held, after: Held, ranks: int) -> list[tuple[int, int]]:
-    """(slot, slot to copy its expert to) of every move from one placement to another; experts come from near ranks."""
-    slots = len(before) // ranks
+    """Returns (from, to), two physical experts, of every copy from one placement to another; experts come from near
+    ranks."""
+    own = len(before) // ranks
     pairs = []
     for to in np.flatnonzero(before != after):
         sources = np.flatnonzero(before == after[to])
-        near = np.argmin(np.abs(sources // slots - to // slots))
+        near = np.argmin(np.abs(sources // own - to // own))
         pairs.append((int(sources[near]), int(to)))
     return pairs
 
 
-def _copies(counts: Counts, ranks: int, slots: int) -> NDArray[np.int64]:
-    """Returns how many slots each expert gets: one, and each further one where copies have the most tokens."""
+def _copies(counts: Counts, ranks: int, own: int) -> NDArray[np.int64]:
+    """Returns the number of copies of each expert: one, and each further one where copies have the most tokens."""
     copies = np.ones(len(counts), np.int64)
-    for _ in range(ranks * slots - len(counts)):
+    for _ in range(ranks * own - len(counts)):
         copies[np.argmax(np.where(copies < ranks, counts / copies, -1.0))] += 1
     return copies
 
 
-def _packed(counts: Counts, ranks: int, slots: int, before: Held | None) -> Held:
+def _packed(counts: Counts, ranks: int, own: int, before: Held | None) -> Held:
     """Copies with the most tokens first, each to the rank with the least to do that has room and no copy of it yet."""
-    copies = _copies(counts, ranks, slots)
+    copies = _copies(counts, ranks, own)
     per_copy = counts / copies  # tokens of a copy
     stays = np.zeros((ranks, len(counts)))
     if before is not None:
-        stays[np.arange(ranks * slots) // slots, before] = SLACK * counts.sum() / ranks
-    has, loads, room = np.zeros(stays.shape, np.bool_), np.zeros(ranks), np.full(ranks, slots)
+        stays[np.arange(ranks * own) // own, before] = SLACK * counts.sum() / ranks
+    has, loads, room = np.zeros(stays.shape, np.bool_), np.zeros(ranks), np.full(ranks, own)
 
     def put(rank: int, expert: int) -> None:
         has[rank, expert] = True
@@ -89,14 +91,14 @@ def _packed(counts: Counts, ranks: int, slots: int, before: Held | None) -> Held
             put(full, expert)
         else:
             put(int(np.argmin(np.where(room > 0, costs, np.inf))), expert)
-    return _in_slots(has, slots, before)
+    return _numbered(has, own, before)
 
 
-def _in_slots(has: NDArray[np.bool_], slots: int, before: Held | None) -> Held:
-    """The placement of the experts that each rank `has` (ranks, experts). Those that a rank had already stay in their
-    slots."""
-    held = np.full((len(has), slots), -1) if before is None else before.reshape(-1, slots).copy()
-    for own, here in zip(held, has, strict=True):
-        own[~np.isin(own, np.flatnonzero(here))] = -1
-        own[own < 0] = np.setdiff1d(np.flatnonzero(here), own)
+def _numbered(has: NDArray[np.bool_], own: int, before: Held | None) -> Held:
+    """The placement of the experts that each rank `has` (ranks, experts). Those that a rank had already keep their
+    numbers."""
+    held = np.full((len(has), own), -1) if before is None else before.reshape(-1, own).copy()
+    for of_rank, here in zip(held, has, strict=True):
+        of_rank[~np.isin(of_rank, np.flatnonzero(here))] = -1
+        of_rank[of_rank < 0] = np.setdiff1d(np.flatnonzero(here), of_rank)
     return held.reshape(-1)

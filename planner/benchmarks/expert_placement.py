@@ -12,10 +12,10 @@ timed.
 
 A row, of the table and of `rows` in the JSON file:
   ranks      expert parallelism; each rank decodes `rows` sequences of 2,048 tokens
-  slots      experts of a layer on a rank; copies: those beyond the 128 of the model, on all ranks
+  experts    of a layer on a rank; copies: those beyond the 128 of the model, on all ranks
   placed     in order, or by their use
   imbalance  tokens of the busiest rank / of a rank on average, the mean over layers and steps
-  ms         of a step; gain: of a step with experts in order and no more slots than needed / of this one
+  ms         of a step; gain: of a step with experts in order and no more copies than needed / of this one
   GB         of a rank's memory that the copies take
 """
 
@@ -31,7 +31,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_case
 from umbra.executor.config.units import GB
 from umbra.ops.counted import Done, Message
-from umbra.ops.parallel.placement import Held, next_placement, slots_for
+from umbra.ops.parallel.placement import Held, next_placement, physical_for
 from umbra.planner.layouts import spans_of
 from umbra.planner.machine import Hardware, read_hardware
 from umbra.planner.simulation.experts import uses_of
@@ -43,14 +43,14 @@ CASE, HARDWARE, CACHED = "qwen3_235b_a22b_bf16_tp16", "atlas_a3", 2048
 RANKS = (16, 32, 64, 128, 256, 384)
 SKEW = 1.1
 SEEN, LAYERS, STEPS = 100, 24, 4  # steps that a placement follows from; layers and steps that stand for all
-LEAST_SLOTS = 2  # which npu_grouped_matmul takes; a single slot is modelled all the same
+LEAST_EXPERTS = 2  # which npu_grouped_matmul takes; a single one is modelled all the same
 # DeepSeek-R1, 58 layers of 256 experts: (maximum - mean) / mean over ranks, in the mean of layers and steps.
 # NVIDIA/TensorRT-LLM, examples/wide_ep/ep_load_balancer/README.md, 2a595f8157
-PUBLISHED = (("32 ranks, 8 slots, in order", 32, False, 1.564), ("36 ranks, 8 slots, placed", 36, True, 0.115))
-PUBLISHED_EXPERTS, PUBLISHED_ROWS, PUBLISHED_SLOTS = 256, 1024, 8  # rows: that a rank gets on average
+PUBLISHED = (("32 ranks of 8, in order", 32, False, 1.564), ("36 ranks of 8, placed", 36, True, 0.115))
+PUBLISHED_EXPERTS, PUBLISHED_ROWS, PUBLISHED_OWN = 256, 1024, 8  # rows: that a rank gets on average
 COLUMNS: Columns = (
     ("ranks", "ranks", 6, ""),
-    ("slots", "slots", 7, ""),
+    ("experts", "experts", 9, ""),
     ("copies", "copies", 8, ""),
     ("placed", "placed", 10, ""),
     ("imbalance", "imbalance", 11, ".2f"),
@@ -58,12 +58,12 @@ COLUMNS: Columns = (
     ("gain", "gain", 7, ".2f"),
     ("gb", "GB", 7, ".1f"),
 )
-Rows = NDArray[np.int64]  # (layers, steps, slots of all ranks): rows that come to each slot in a step
+Rows = NDArray[np.int64]  # (layers, steps, physical experts): rows that come to each of them in a step
 
 
-def in_order(experts: int, ranks: int, slots: int) -> Held:
+def in_order(experts: int, ranks: int, own: int) -> Held:
     """Experts one after another; where there is room for more, all of them again."""
-    return np.arange(ranks * slots) % experts
+    return np.arange(ranks * own) % experts
 
 
 def drawn(uses: NDArray[np.float64], held: list[Held], ranks: int, pairs: float, steps: int, seed: int) -> Rows:
@@ -71,16 +71,16 @@ def drawn(uses: NDArray[np.float64], held: list[Held], ranks: int, pairs: float,
     choose, pair_counts = np.random.default_rng([seed, 7]), []
     for use, here in zip(uses, held, strict=True):
         senders = np.bincount(
-            np.concatenate([slots_for(rank, ranks, here) for rank in range(ranks)]), minlength=len(here)
+            np.concatenate([physical_for(rank, ranks, here) for rank in range(ranks)]), minlength=len(here)
         )
         pair_counts.append(choose.poisson(pairs * use[here] * senders / ranks, (steps, len(here))))
     return np.array(pair_counts)
 
 
-def placed(uses: NDArray[np.float64], ranks: int, slots: int, pairs: float) -> list[Held]:
+def placed(uses: NDArray[np.float64], ranks: int, own: int, pairs: float) -> list[Held]:
     """The placement of each layer by the tokens of SEEN steps, from experts in order."""
     counts = np.random.default_rng(8).poisson(SEEN * pairs * uses)
-    return [next_placement(one, ranks, in_order(len(one), ranks, slots)) for one in counts]
+    return [next_placement(one, ranks, in_order(len(one), ranks, own)) for one in counts]
 
 
 def unevenness(rows: Rows, ranks: int) -> float:
@@ -92,8 +92,8 @@ def unevenness(rows: Rows, ranks: int) -> float:
 def published(skew: float) -> Iterator[str]:
     for what, ranks, by_use, wanted in PUBLISHED:
         uses, pairs = uses_of(np.random.default_rng(0), skew, 58, PUBLISHED_EXPERTS), float(PUBLISHED_ROWS * ranks)
-        held = [in_order(PUBLISHED_EXPERTS, ranks, PUBLISHED_SLOTS)] * len(uses)
-        held = placed(uses, ranks, PUBLISHED_SLOTS, pairs) if by_use else held
+        held = [in_order(PUBLISHED_EXPERTS, ranks, PUBLISHED_OWN)] * len(uses)
+        held = placed(uses, ranks, PUBLISHED_OWN, pairs) if by_use else held
         imbalance = unevenness(drawn(uses, held, ranks, pairs, STEPS, 1), ranks)
         yield f"256 experts, {what}: imbalance {imbalance:.2f}, published {1 + wanted:.2f}"
 
@@ -106,11 +106,11 @@ class PlacedStep:
     work: RankWork
     placing: Placing
     hardware: Hardware
-    slots: int  # of a rank in `work`
+    own: int  # experts of a rank in `work`
     expert_bytes: float
 
     def seconds(self, rows: NDArray[np.int64], pairs: float) -> float:
-        """The step's time if each layer is like this one, with rows (ranks, slots). All ranks wait for the last."""
+        """The step's time if each layer is like this one, with rows (ranks, own). All ranks wait for the last."""
         loads, used = rows.sum(1), (rows > 0).sum(1)
         share = loads.max() * len(rows) / pairs
         busiest = {int(np.argmax(loads)), int(np.argmax(used * self.expert_bytes + loads))}
@@ -136,7 +136,7 @@ class PlacedStep:
 
 @cache
 def model_of(ranks: int, rows: int) -> PlacedStep:
-    """Experts are counted for the fewest slots that a product takes, and even numbers of rows for each."""
+    """Experts are counted for the fewest experts that a product takes, and even numbers of rows for each."""
     settings: dict[str, object] = {
         "world_size": ranks,
         "attn_tp_size": 1,
@@ -145,15 +145,15 @@ def model_of(ranks: int, rows: int) -> PlacedStep:
         "lmhead_tp_size": 0,
         "hccl_config.aiv_group": "none",
         "batch_size": ranks,
-        "expert_slots": max(LEAST_SLOTS, -(-128 // ranks)),
+        "expert_slots": max(LEAST_EXPERTS, -(-128 // ranks)),
     }
     case = load_case(CASE, settings=settings)
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, batch_size=ranks * rows))
     counted = CountedRank(case)
-    slots = case.parallel_config.expert_slots
-    expert_bytes = counted.memory.experts / counted.expert_layers / slots
+    own = case.parallel_config.expert_slots
+    expert_bytes = counted.memory.experts / counted.expert_layers / own
     placing = Placing(spans_of(ranks, 1))
-    return PlacedStep(case, counted.decode(rows, CACHED), placing, read_hardware(HARDWARE), slots, expert_bytes)
+    return PlacedStep(case, counted.decode(rows, CACHED), placing, read_hardware(HARDWARE), own, expert_bytes)
 
 
 def rows_of(ranks: int, rows: int, skew: float, layers: int) -> Iterator[Row]:
@@ -161,16 +161,16 @@ def rows_of(ranks: int, rows: int, skew: float, layers: int) -> Iterator[Row]:
     pairs, least = float(ranks * rows * top_k), -(-experts // ranks)
     uses, first = uses_of(np.random.default_rng(0), skew, LAYERS, experts), 0.0
     for by_use, more in ((False, 0), (True, 0), (True, 1), (True, 2)):
-        slots = least + more
-        held = placed(uses, ranks, slots, pairs) if by_use else [in_order(experts, ranks, slots)] * LAYERS
+        own = least + more
+        held = placed(uses, ranks, own, pairs) if by_use else [in_order(experts, ranks, own)] * LAYERS
         pair_counts = drawn(uses, held, ranks, pairs, STEPS, 1)
-        steps = pair_counts.reshape(-1, ranks, slots)
+        steps = pair_counts.reshape(-1, ranks, own)
         seconds = float(np.mean([model.seconds(step, pairs) for step in steps]))
         first = first or seconds
         yield {
             "ranks": ranks,
-            "slots": slots,
-            "copies": ranks * slots - experts,
+            "experts": own,
+            "copies": ranks * own - experts,
             "placed": "by use" if by_use else "in order",
             "imbalance": unevenness(pair_counts, ranks),
             "ms": seconds * 1e3,

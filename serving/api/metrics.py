@@ -95,14 +95,14 @@ class Metrics:
         self.since: dict[int, float] = {}  # id -> when a request that runs or waits was first seen
         self.tokens = self.looked_for = self.cached_tokens = 0  # generated; of prompts; of those in the prefix cache
         self.running = self._gauge("num_requests_running", "Requests in the batch.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for room in the batch.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache that sequences hold; 1: all.")
         self.preemptions = Total(self._counter("num_preemptions", "Requests that were preempted for want of memory."))
-        self.drafted = Total(self._counter("spec_decode_num_draft_tokens", "Tokens that decode steps guessed."))
-        self.accepted = Total(self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right."))
-        self.drafts = self._counter("spec_decode_num_drafts", "Steps of a request with guessed tokens.")
+        self.drafted = Total(self._counter("spec_decode_num_draft_tokens", "Tokens drafted by speculative decoding."))
+        self.accepted = Total(self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."))
+        self.drafts = self._counter("spec_decode_num_drafts", "Steps of a request with drafted tokens.")
         self.by_position = self._counters(
-            "spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by place.", "position", ()
+            "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by position.", "position", ()
         )
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")

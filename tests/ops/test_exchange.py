@@ -39,18 +39,18 @@ def rows(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, weights, ids
 
 
-def body(rank: int, port: int, ranks: int, tokens: int, by_slots: bool) -> None:
+def body(rank: int, port: int, ranks: int, tokens: int, by_table: bool) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     per_rank = EXPERTS // ranks
-    turned = torch.arange(EXPERTS).roll(3)  # the slot of each expert, whose weights are those of its number
-    physical = PhysicalExperts(turned.int(), torch.zeros(per_rank, dtype=torch.int64)) if by_slots else None
+    turned = torch.arange(EXPERTS).roll(3)  # the physical expert of each expert, whose weights are those of its number
+    physical = PhysicalExperts(turned.int(), torch.zeros(per_rank, dtype=torch.int64)) if by_table else None
     exchange, bank = GroupExchange(load_ops("reference")), experts(rank * per_rank, per_rank)
     x, weights, ids = rows(rank, tokens)
     assert exchange.takes(tokens, bank)
     sums = exchange.mixture(x, weights, ids, bank, physical)
-    expected = reference.moe(x, weights, turned[ids] if by_slots else ids, experts(0, EXPERTS), None)
+    expected = reference.moe(x, weights, turned[ids] if by_table else ids, experts(0, EXPERTS), None)
     assert torch.allclose(sums, expected, atol=1e-4)
     if physical:  # the rows that came are counted
         came = torch.cat([turned[rows(other, tokens)[2]] for other in range(ranks)]).flatten()
@@ -58,7 +58,7 @@ def body(rank: int, port: int, ranks: int, tokens: int, by_slots: bool) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("ranks", "tokens", "by_slots"), [(2, 5, False), (4, 1, False), (2, 5, True)])
-def test_exchanged_rows_give_the_same_sums(ranks: int, tokens: int, by_slots: bool) -> None:
-    arguments = free_port(), ranks, tokens, by_slots
+@pytest.mark.parametrize(("ranks", "tokens", "by_table"), [(2, 5, False), (4, 1, False), (2, 5, True)])
+def test_exchanged_rows_give_the_same_sums(ranks: int, tokens: int, by_table: bool) -> None:
+    arguments = free_port(), ranks, tokens, by_table
     start_processes(body, arguments, nprocs=ranks, start_method="fork")

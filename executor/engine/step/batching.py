@@ -136,32 +136,32 @@ class PackedRows:
 
 
 class PageTables:
-    """The slots that a step's tokens are written to, and the block tables of its rows, in each of `sets` sets of
-    layers. With `aside` one more set has the pages of caches that lie aside: those of the first set, numbered without
-    gaps."""
+    """The slot mapping of a step's tokens, which says where they are written, and the block tables of its rows, in each
+    of `sets` sets of layers. With `aside` one more set has the pages of caches that lie aside: those of the first set,
+    numbered without gaps."""
 
     def __init__(self, pool: Pages, table_width: int, sets: int, aside: bool):
         self.pool, self.table_width, self.aside = pool, table_width, aside
-        # Of each set of layers: slots (T), and block tables (S, table_width).
+        # Of each set of layers: the slot mapping (T), and block tables (S, table_width).
         self.sets: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
         self.unused = array("q", bytes(8 * table_width))
 
     def add(self, sequence: Sequence, positions: range, rows: int) -> None:
         """Adds tokens of a sequence, which take `rows` rows."""
         size = self.pool.page_size
-        for held, (slots, block_tables) in zip(sequence.held, self.sets, strict=True):
+        for held, (slot_mapping, block_tables) in zip(sequence.held, self.sets, strict=True):
             table = held.pages(self.pool)
             for position in positions:
-                slots.append(table[position // size] * size + position % size)
+                slot_mapping.append(table[position // size] * size + position % size)
             for _ in range(rows):
                 block_tables += table
                 block_tables += self.unused[len(table) :]
 
     def pad(self, number: int) -> None:
         """Adds a padding token, the one of this number."""
-        for slots, block_tables in self.sets:
-            # Ops want each slot only once.
-            slots.append(self.pool.padding * self.pool.page_size + number % self.pool.page_size)
+        for slot_mapping, block_tables in self.sets:
+            # Ops want each entry only once.
+            slot_mapping.append(self.pool.padding * self.pool.page_size + number % self.pool.page_size)
             block_tables.extend([self.pool.padding] * self.table_width)
 
     def tensors(self) -> list[Tensor]:
@@ -174,12 +174,12 @@ class PageTables:
     ) -> tuple[Paged, ...]:
         """Returns the metadata of each set, whose block tables are those of `tensors()`."""
         size, stride = self.pool.page_size, self.pool.stride
-        all_slots = [slots for slots, _ in self.sets]
+        mappings = [slot_mapping for slot_mapping, _ in self.sets]
         if self.aside:
-            all_slots.append(array("q", [slot // size // stride * size + slot % size for slot in all_slots[0]]))
+            mappings.append(array("q", [at // size // stride * size + at % size for at in mappings[0]]))
         return tuple(
-            ops.paging(slots, table, starts, lengths, size)
-            for slots, table in zip(all_slots, block_tables, strict=True)
+            ops.paging(slot_mapping, table, starts, lengths, size)
+            for slot_mapping, table in zip(mappings, block_tables, strict=True)
         )
 
 
@@ -202,8 +202,10 @@ class SubsetRows:
 
     def subset(self, ops: Ops, block_tables: ListOf[Tensor], page_size: int) -> Subset:
         """Returns the rows; `block_tables` are those of all sequences of the step, for each set of layers."""
-        sequences, no_slots = tensor_of(self.sequences), array("q")
-        paged = (ops.paging(no_slots, table[sequences], self.starts, self.lengths, page_size) for table in block_tables)
+        sequences, no_tokens = tensor_of(self.sequences), array("q")
+        paged = (
+            ops.paging(no_tokens, table[sequences], self.starts, self.lengths, page_size) for table in block_tables
+        )
         return Subset(tensor_of(self.rows), tuple(paged))
 
 

@@ -2,9 +2,9 @@
 weights between ranks.
 
 After `interval` steps all ranks sum their counts, and each computes the same placements from them. Then one
-layer after another moves, each after a step, so that no step waits for long. A rank sends rows to an expert's
-new slot only after the exchange of weights that it takes part in, and the rank with the slot reads those rows in its
-next step, when it has written the weights. Captured steps find weights and tables at the same addresses.
+layer after another moves, each after a step, so that no step waits for long. A rank sends rows to a new physical expert
+only after the exchange of weights that it takes part in, and the rank that has it reads those rows in its next step,
+when it has written the weights. Captured steps find weights and tables at the same addresses.
 """
 
 import time
@@ -90,14 +90,14 @@ class Rebalancing:
         if not self.due and self.world.rank == 0:
             print(one)
 
-    def _move(self, weights: MovableExperts, copies: list[tuple[int, int]], slots: int) -> int:
-        """Copies experts from slots to slots of all ranks, which have `slots` each. -> bytes that came to this rank"""
+    def _move(self, weights: MovableExperts, copies: list[tuple[int, int]], own: int) -> int:
+        """Copies physical experts of all ranks, which have `own` each, to others. -> bytes that came to this rank"""
         rank, ranks = self.world.rank, self.world.size
-        leaving = [(to // slots, source % slots) for source, to in copies if source // slots == rank]
-        coming = [(source // slots, to % slots) for source, to in copies if to // slots == rank]
-        coming.sort(key=lambda move: move[0])  # as they come: by rank, and of a rank in the order of slots
+        leaving = [(to // own, source % own) for source, to in copies if source // own == rank]
+        coming = [(source // own, to % own) for source, to in copies if to // own == rank]
+        coming.sort(key=lambda move: move[0])  # as they come: by rank, and of a rank in the order of numbers
         sent, received = (np.bincount([there for there, _ in m], minlength=ranks).tolist() for m in (leaving, coming))
-        came = self.world.exchange_rows(weights.stored([slot for _, slot in leaving]), sent, received)
+        came = self.world.exchange_rows(weights.stored([number for _, number in leaving]), sent, received)
         if coming:
-            weights.restore([slot for _, slot in coming], came)
+            weights.restore([number for _, number in coming], came)
         return came.nbytes

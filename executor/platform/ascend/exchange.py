@@ -43,9 +43,9 @@ def why_refused(soc: str, cann: str | None) -> str:
 
 def check_slots(settings: PlatformSettings, why: str) -> None:
     """Raises UserError if experts are to be placed by their use and rows are gathered, for the reason `why`."""
-    if why and (slots := settings.sizes.expert_slots):
+    if why and (own := settings.sizes.expert_slots):
         raise UserError(
-            f"case {settings.case}: parallel_config.expert_slots: {slots} needs rows that are exchanged, and "
+            f"case {settings.case}: parallel_config.expert_slots: {own} needs rows that are exchanged, and "
             f"here they are gathered ({why}): leave it out"
         )
 

@@ -91,10 +91,10 @@ def test_mxfp4_is_counted_as_it_is_and_never_quantised_again(
 def test_init_writes_a_case_that_serves(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
     done = umbra("init", str(DEMO.with_name("austen_hybrid")), "--out", str(out), "--max-num-seqs", "3")
-    assert (done.returncode, "guesses tokens, which may be faster: --set draft_config.method=mtp" in done.stdout) == (
-        0,
-        True,
-    )
+    assert (
+        done.returncode,
+        "for speculative decoding, which may be faster: --set draft_config.method=mtp" in done.stdout,
+    ) == (0, True)
     assert load_case(str(out)).data_config.batch_size == 3
     again = umbra("init", str(DEMO), "--out", str(out))
     assert (again.returncode, "is there already" in again.stderr) == (2, True)

@@ -4,12 +4,12 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from umbra.ops.parallel.placement import Held, first_placement, imbalance, moves, next_placement, slots_for
+from umbra.ops.parallel.placement import Held, first_placement, imbalance, moves, next_placement, physical_for
 
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
-    """(experts, ranks, slots of each)"""
+    """(experts, ranks, physical experts of each)"""
     experts, ranks = draw(st.integers(1, 24)), draw(st.integers(1, 12))
     return experts, ranks, draw(st.integers(-(-experts // ranks), experts))
 
@@ -20,15 +20,15 @@ def routed(experts: int, seed: int, skew: float = 1.0) -> np.ndarray:
     return choose.poisson(20 * np.exp(choose.normal(0, skew, experts)))
 
 
-def check(held: Held, experts: int, ranks: int, slots: int) -> None:
-    own = held.reshape(ranks, slots)
+def check(held: Held, experts: int, ranks: int, per_rank: int) -> None:
+    own = held.reshape(ranks, per_rank)
     assert set(held.tolist()) == set(range(experts))
-    assert all(len(set(row)) == slots for row in own.tolist())  # no rank has two copies of an expert
+    assert all(len(set(row)) == per_rank for row in own.tolist())  # no rank has two copies of an expert
 
 
 @given(sizes(), st.integers(0, 999))
 def test_every_placement_can_be_reached_and_used(size: tuple[int, int, int], seed: int) -> None:
-    experts, ranks, slots = size
+    experts, ranks, per_rank = size
     before = first_placement(*size)
     check(before, *size)
     for step in range(3):
@@ -39,15 +39,15 @@ def test_every_placement_can_be_reached_and_used(size: tuple[int, int, int], see
         assert imbalance(counts, after, ranks) <= imbalance(counts, before, ranks)
         moved = before.copy()
         for source, to in moves(before, after, ranks):
-            assert source // slots != to // slots
+            assert source // per_rank != to // per_rank
             moved[to] = before[source]
         assert np.array_equal(moved, after)
-        uses = np.zeros(ranks * slots, int)
+        uses = np.zeros(ranks * per_rank, int)
         for rank in range(ranks):
-            table = slots_for(rank, ranks, after)
+            table = physical_for(rank, ranks, after)
             assert np.array_equal(after[table], np.arange(experts))
             uses[table] += 1
-        copies = np.bincount(after)[after]  # of the expert in each slot
+        copies = np.bincount(after)[after]  # of the expert that each is
         assert ((uses == ranks // copies) | (uses == -(-ranks // copies))).all()  # equal shares of the ranks
         before = after
 

@@ -249,7 +249,7 @@ struct Argmax {
 };
 
 // How one token is chosen: `Choice` in ops/sampling.py, which says what the settings mean. Fields of eight bytes, as
-// ops/cpu/__init__.py packs them.
+// ops/cpu/ops.py packs them.
 struct Choice {
     double temperature, top_p, min_p, presence, frequency, repetition;
     int64_t top_k;  // 0: all tokens
