@@ -51,6 +51,24 @@ class Shadows(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftParts:
+    """The parts of a model for speculative decoding."""
+
+    tokens: int = 0  # most drafted tokens of a sequence in a step
+    mtp: bool = False  # whether the model's own layer for multi-token prediction is made
+    eagle3: Eagle3Config | None = None  # the head that is made
+
+
+@dataclass(frozen=True)
+class StoredModules:
+    """The checkpoint tells of the module at a path. The defaults are for where there is no checkpoint."""
+
+    biased: Callable[[str], bool] = lambda path: False  # whether it has a bias, even if its family has none
+    holds: Callable[[str], bool] = lambda path: False  # whether it is there, where files of a family differ
+    lacks: Callable[[str], bool] = lambda path: False  # whether there are weights, but not of the module
+
+
+@dataclass(frozen=True)
 class Build:
     """The parts and settings that layers are made from."""
 
@@ -60,18 +78,11 @@ class Build:
     dtype: torch.dtype  # type of the embedding and the KV cache
     device: torch.device
     max_positions: int  # tokens of the longest sequence that the case allows
-    draft_tokens: int = 0  # most drafted tokens of a sequence in a step
-    mtp: bool = False  # whether the model's own layer that predicts further tokens is made
-    eagle3: Eagle3Config | None = None  # the head for drafts that is made
+    drafts: DraftParts = DraftParts()
     shadows: Shadows | None = None
     exchange: Exchange | None = None  # over all ranks, where a rank has its own tokens and whole experts
     path: str = ""  # path of the module that is being made, as in the checkpoint
-    # Whether the checkpoint has a bias of the module or norm at a path, even if its family has none.
-    biased: Callable[[str], bool] = lambda path: False
-    # Whether the checkpoint has the module at a path, where families' files differ in their modules.
-    holds: Callable[[str], bool] = lambda path: False
-    # Whether the checkpoint has weights, but not the module at a path.
-    lacks: Callable[[str], bool] = lambda path: False
+    stored: StoredModules = StoredModules()
     norm_base: float = 0.0  # added to norm weights at load (1.0 where checkpoints store weight - 1)
 
     @property

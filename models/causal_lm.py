@@ -47,7 +47,7 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.layers = nn.ModuleList(layers)
-        self.depth = len(self.layers)  # a layer that predicts further tokens may follow
+        self.depth = len(self.layers)  # a layer for multi-token prediction may follow
         self.norm = RMSNorm(build.at("model.norm"), config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -69,9 +69,9 @@ class Decoder(nn.Module):
 
 class CausalLM(nn.Module):
     """A family's model; the family's own class takes (config, build). The weights of a new model are undefined until
-    they are filled, and its attention layers need their caches. `mtp_layers` layers that predict further tokens may
-    follow in a checkpoint, which calls them `mtp_names`; with `build.mtp` the first of them is made, with the decoder
-    layer that `mtp_layer` makes of a Build at its path."""
+    they are filled, and its attention layers need their caches. `mtp_layers` layers for multi-token prediction
+    may follow in a checkpoint, which calls them `mtp_names`; with `build.drafts.mtp` the first of them is made, with
+    the decoder layer that `mtp_layer` makes of a Build at its path."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class CausalLM(nn.Module):
         self.mtp_at = ""  # the path of the one that is made
         # A module that every checkpoint with the first of them has; empty: the family has none that can be made.
         self.mtp_sign = f"{paths[0]}.{names.projection}" if mtp_layer and paths else ""
-        if build.mtp:
+        if build.drafts.mtp:
             if not paths:
                 raise UserError("draft_config.method: mtp: the model has no layers for multi-token prediction")
-            if not mtp_layer or build.lacks(self.mtp_sign):
+            if not mtp_layer or build.stored.lacks(self.mtp_sign):
                 raise UserError(
                     f"draft_config.method: mtp: the config names a layer for multi-token prediction, {paths[0]}, but "
                     "the checkpoint does not hold it: take one that does, or set lookup, or eagle3 with a head for the "
@@ -106,12 +106,13 @@ class CausalLM(nn.Module):
             self.mtp_at = paths[0]
             add_at(self, self.mtp_at, MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, names))
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
-        self.eagle3 = Eagle3Head(build.eagle3, build.of_head) if build.eagle3 else None
-        self.state_width = (build.eagle3 or config).hidden_size  # of the states that guesses are made from
+        head = build.drafts.eagle3
+        self.eagle3 = Eagle3Head(head, build.of_head) if head else None
+        self.state_width = (head or config).hidden_size  # of the states that guesses are made from
 
     @property
     def guesses(self) -> bool:
-        """Says whether the model has a part that predicts further tokens."""
+        """Says whether the model has a part for speculative decoding."""
         return bool(self.mtp_at or self.eagle3)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -127,7 +128,7 @@ class CausalLM(nn.Module):
         return logits, head.fused(tapped, batch) if head else hidden
 
     def guess(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Caches what the part that predicts further tokens keeps of a step's tokens, which follow those of
+        """Caches what the part for speculative decoding keeps of a step's tokens, which follow those of
         `batch.hidden`. -> for each row wanted, the token that follows most likely, and the hidden state from which the
         next guess goes on"""
         if batch.hidden is None:

@@ -1,4 +1,4 @@
-"""The names of a layer that predicts further tokens (multi-token prediction). Importing them needs no torch."""
+"""The names of a layer for multi-token prediction. Importing them needs no torch."""
 
 from dataclasses import dataclass
 

@@ -39,7 +39,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Message:
+class Collective:
     """A collective of a step, `times` times in a step."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter, dispatch or combine
@@ -54,7 +54,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.done: list[Done] = []
-        self.messages: list[Message] = []
+        self.messages: list[Collective] = []
         self.multiple = 1
 
 
@@ -148,7 +148,7 @@ class CountedExchange:
         notes, top_k, sent = self.ops.notes, ids.shape[1], torch.int8 if in_int8(experts) else x.dtype
         for kind, dtype in (("dispatch", sent), ("combine", x.dtype)):
             nbytes = top_k * x.numel() * dtype.itemsize
-            notes.messages.append(Message(kind, "world", self.size, nbytes, notes.multiple))
+            notes.messages.append(Collective(kind, "world", self.size, nbytes, notes.multiple))
         kernels = EXCHANGED + (AMONG_PHYSICAL if physical else 0) - in_int8(experts)
         work = mixture("exchanged moe", (self.size * len(x), x.shape[1], top_k), experts, self.ops.experts)
         self.ops.note(work, kernels)

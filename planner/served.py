@@ -113,7 +113,7 @@ class CountedModel:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class ServedNumbers:
     description: str = key("", "one line")
     layers: int = key(0, "layers with experts", minimum=1)
     experts: int = key(0, "experts of a layer", minimum=1)
@@ -134,7 +134,7 @@ class Numbers:
 class NumberedModel:
     """A model of planner/models/."""
 
-    def __init__(self, name: str, numbers: Numbers, hardware: Hardware):
+    def __init__(self, name: str, numbers: ServedNumbers, hardware: Hardware):
         self.name, self.numbers, self.hardware, self.hidden = name, numbers, hardware, numbers.hidden
         macs = 3.0 * numbers.hidden * numbers.inner
         self.mixtures = Mixtures(numbers.layers, numbers.experts, numbers.top_k, numbers.expert_mb * 1e6, macs)
@@ -166,8 +166,8 @@ class NumberedModel:
 def named(name: str, hardware: Hardware) -> NumberedModel:
     """The model of that name in planner/models/."""
     path = FOLDER / f"{name}.yaml"
-    numbers = read(Numbers, read_yaml(path, "a model"), path.name, DOCS)
-    for leaf in leaves(Numbers):
+    numbers = read(ServedNumbers, read_yaml(path, "a model"), path.name, DOCS)
+    for leaf in leaves(ServedNumbers):
         if leaf.minimum and leaf.default is not None and not getattr(numbers, leaf.name):
             raise UserError(f"{path.name}: {leaf.name} is missing: {DOCS} has every key")
     if numbers.top_k > numbers.experts:

@@ -17,7 +17,7 @@ Experts are used evenly, and every rank is as fast as every other.
 from dataclasses import dataclass
 
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.ops.counted import Done, Message
+from umbra.ops.counted import Collective, Done
 from umbra.planner.machine import Hardware
 from umbra.planner.work import RankWork
 
@@ -40,7 +40,7 @@ class Times:
         return Times({part: seconds / tokens for part, seconds in self.parts.items()})
 
 
-def collective_seconds(message: Message, span: int, hardware: Hardware) -> tuple[float, str]:
+def collective_seconds(message: Collective, span: int, hardware: Hardware) -> tuple[float, str]:
     """The time of one collective, and its algorithm. `span` neighbouring devices have its ranks."""
     level, r, n = hardware.links(span), message.ranks, message.nbytes
     rate = hardware.need(f"{level}.gbps") * GIGA

@@ -27,7 +27,7 @@ from umbra.models.layers.base import layers_of
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.states import RecurrentStates
 from umbra.models.registry import load, model_class
-from umbra.ops.counted import CountedExchange, CountedOps, Done, Message, Notes
+from umbra.ops.counted import Collective, CountedExchange, CountedOps, Done, Notes
 from umbra.ops.interface import Exchange, Ops
 from umbra.ops.parallel.groups import Group
 from umbra.ops.parallel.join import parallel_of
@@ -38,7 +38,7 @@ class RankWork:
     """The work of one rank in a step."""
 
     done: tuple[Done, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[Collective, ...]
 
     def total(self, what: str) -> float:
         """The sum of a field of Done over the step."""
@@ -53,7 +53,7 @@ class NotedGroup(CountedGroup):
     notes: Notes = dataclasses.field(default_factory=Notes)
 
     def _note(self, kind: str, x: Tensor) -> None:
-        self.notes.messages.append(Message(kind, self.name, self.size, x.nbytes, self.notes.multiple))
+        self.notes.messages.append(Collective(kind, self.name, self.size, x.nbytes, self.notes.multiple))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.size > 1:

@@ -5,7 +5,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.schema import leaves
 from umbra.planner.cluster import Cluster
 from umbra.planner.machine import Hardware
-from umbra.planner.served import Numbers
+from umbra.planner.served import ServedNumbers
 
 HEADER = """# Configuration
 
@@ -55,7 +55,7 @@ def table(kind: type) -> str:
 def config_docs() -> dict[str, str]:
     """The text of each generated file in docs/."""
     hardware = f"\n## `planner/hardware/NAME.yaml`\n\n{table(Hardware)}"
-    models = f"\n## `planner/models/NAME.yaml`\n\n{table(Numbers)}"
+    models = f"\n## `planner/models/NAME.yaml`\n\n{table(ServedNumbers)}"
     return {"config.md": HEADER + table(Case), "cluster_keys.md": CLUSTER_HEADER + table(Cluster) + hardware + models}
 
 

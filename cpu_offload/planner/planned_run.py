@@ -13,12 +13,12 @@ from umbra.cpu_offload.planner.model import ExpertsShape
 from umbra.ops.parallel.groups import Group
 
 WARM_UP_TOKENS = 9  # tokens of each sequence in a warm-up, whose first decode step captures graphs and is not measured
-Steps = list[tuple[float, float, float]]  # (tokens, hit rate, milliseconds) of each step
+MeasuredSteps = list[tuple[float, float, float]]  # (tokens, hit rate, milliseconds) of each step
 
 
-def steps_of(history: History, seconds: Sequence[float], shape: ExpertsShape) -> Steps:
+def steps_of(history: History, seconds: Sequence[float], shape: ExpertsShape) -> MeasuredSteps:
     """The decode steps of `history` in the form that `Planner` compares; `seconds` are the whole times of the steps."""
-    steps: Steps = []
+    steps: MeasuredSteps = []
     for step, time in zip(history.steps, seconds, strict=True):
         hits, misses = int(step.hits.sum()), int(step.misses.sum())
         pairs = hits + misses

@@ -111,8 +111,8 @@ class Forecast:
         frequencies = self._frequencies.reshape(len(HALF_LIVES), -1, self.experts)
         for layer, ids in enumerate(routed):
             if ids is not None:
-                places = block + np.where((ids >= 0) & (ids < self.experts), ids, self.experts)
-                counts = np.bincount(places.ravel(), minlength=bins * count).reshape(-1, bins)[:, :-1]
+                bins_of_ids = block + np.where((ids >= 0) & (ids < self.experts), ids, self.experts)
+                counts = np.bincount(bins_of_ids.ravel(), minlength=bins * count).reshape(-1, bins)[:, :-1]
                 if not self.intervals:
                     frequencies[:, layer] = interval * len(lengths) * counts.sum() / len(block) / self.experts
                 frequencies[:, layer] *= kept[:, None]

@@ -61,11 +61,11 @@ class GgufFiles:
             outer[:1] = [slice(cut.start + view.first_row, cut.stop + view.first_row) for cut in outer[:1]]
         blocks = slice(last.start // columns, -(-last.stop // columns))
         if view.rows:
-            part_read = np.take(mapped, view.rows.places()[outer[0]], 0)[(slice(None), *outer[1:], blocks)]
+            part_read = np.take(mapped, view.rows.order()[outer[0]], 0)[(slice(None), *outer[1:], blocks)]
         elif view.columns:
             part_read = mapped[tuple(outer)]
             if view.columns.size % columns == 0:
-                part_read = np.take(part_read, view.columns.places(columns)[blocks], -2)
+                part_read = np.take(part_read, view.columns.order(columns)[blocks], -2)
         else:
             part_read = mapped[(*outer, blocks)]
         self.read += part_read.nbytes

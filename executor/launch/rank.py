@@ -16,10 +16,10 @@ from umbra.executor.config.env import RankEnv, rank_env
 from umbra.executor.launch.processes import end_with
 from umbra.executor.launch.results import Log, create_results, discard_results, open_log
 
-Body = Callable[[Path, RankEnv], None]
+RankBody = Callable[[Path, RankEnv], None]
 
 
-def run_rank(case: Case, results: Path | None, body: Body, own_results: bool = False) -> None:
+def run_rank(case: Case, results: Path | None, body: RankBody, own_results: bool = False) -> None:
     """Run `body(folder, ranks)` as this process's rank. The folder is `results`, or a new one. `own_results`: a
     launcher has made `results` for this run alone."""
     ranks = rank_env()
@@ -73,7 +73,7 @@ def _leave_word(path: Path, error: Exception) -> None:
         write_json(path, word)
 
 
-def _disk_full_is_a_user_error(body: Body) -> Body:
+def _disk_full_is_a_user_error(body: RankBody) -> RankBody:
     def guarded(folder: Path, ranks: RankEnv) -> None:
         try:
             body(folder, ranks)

@@ -65,7 +65,7 @@ class Sketch:
     @property
     def holds_mtp(self) -> bool:
         """Says whether the checkpoint has a layer for multi-token prediction."""
-        return bool(self.model.mtp_sign) and self.build.holds(self.model.mtp_sign)
+        return bool(self.model.mtp_sign) and self.build.stored.holds(self.model.mtp_sign)
 
 
 def sketch_of(

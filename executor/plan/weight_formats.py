@@ -13,7 +13,7 @@ from umbra.executor.checkpoint.packed import sources_of
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import draft_folder, load_draft_config, load_model_config, model_folder
 from umbra.executor.config.platforms import PLATFORMS
-from umbra.models.build import Build, Formats, Shadows
+from umbra.models.build import Build, DraftParts, Formats, Shadows, StoredModules
 from umbra.models.eagle3_config import ALIASES, Eagle3Config
 from umbra.models.layers.eagle3 import TOKENS
 from umbra.ops.cpu.engine import native
@@ -72,14 +72,10 @@ def build_of(
         dtype=getattr(torch, case.model_config.dtype),
         device=device,
         max_positions=case.max_sequence_length,
-        draft_tokens=case.draft_config.most,
-        mtp=case.draft_config.method == "mtp",
-        eagle3=_head_of(case),
+        drafts=DraftParts(case.draft_config.most, case.draft_config.method == "mtp", _head_of(case)),
         shadows=shadows,
         exchange=exchange,
-        biased=scheme.biased,
-        holds=scheme.holds,
-        lacks=scheme.lacks,
+        stored=StoredModules(scheme.biased, scheme.holds, scheme.lacks),
     )
 
 

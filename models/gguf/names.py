@@ -90,7 +90,7 @@ class Tiled:
     size: int
     first: int = 0
 
-    def places(self, unit: int = 1) -> list[int]:
+    def order(self, unit: int = 1) -> list[int]:
         """For each unit of the model's rows in turn, its number in the file."""
         per_key_head, units = self.heads // self.key_heads, self.size // unit
         heads = (head % per_key_head * self.key_heads + head // per_key_head for head in range(self.heads))

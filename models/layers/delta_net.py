@@ -16,7 +16,7 @@ from umbra.models.layers.norm import RMSNorm
 from umbra.models.layers.states import RecurrentStates
 from umbra.ops.interface import fixed
 
-Part = tuple[int, slice]  # elements of a dimension, and this rank's range of them
+ShardedDim = tuple[int, slice]  # elements of a dimension, and this rank's range of them
 
 
 class DeltaNetConfig(Protocol):
@@ -51,10 +51,10 @@ class DeltaNet(nn.Module):
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         width, depth = config.linear_value_head_dim, config.linear_key_head_dim
         rows = key_heads * depth, value_heads * width
-        keys: Part = rows[0], kv_shard(tp, key_heads).part(rows[0])
-        values: Part = rows[1], tp.part(rows[1])
-        heads: Part = value_heads, tp.part(value_heads)
-        if fused and not build.holds(build.at("in_proj_qkv").path):
+        keys: ShardedDim = rows[0], kv_shard(tp, key_heads).part(rows[0])
+        values: ShardedDim = rows[1], tp.part(rows[1])
+        heads: ShardedDim = value_heads, tp.part(value_heads)
+        if fused and not build.stored.holds(build.at("in_proj_qkv").path):
             qkvz = grouped("in_proj_qkvz", [keys, keys, values, values], key_heads)
         else:
             qkvz = grouped("in_proj_qkv", [keys, keys, values]) + grouped("in_proj_z", [values])
@@ -70,7 +70,7 @@ class DeltaNet(nn.Module):
         self.norm = RMSNorm(build, width, config.rms_norm_eps, base=0.0)
         self.out_proj = RowLinear(build, "out_proj", rows[1], hidden)
         taps, channels = self.conv1d.weight.shape
-        self.states = RecurrentStates(taps, channels, len(self.decay.rates), depth, width, build.draft_tokens)
+        self.states = RecurrentStates(taps, channels, len(self.decay.rates), depth, width, build.drafts.tokens)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         x = batch.rows(self.parallel).gather(x)
@@ -89,7 +89,7 @@ class Convolution(Layer):
     """The weights (taps, channels) of a convolution of each channel over the rows of a sequence. The channels are those
     of `parts`, one below the other."""
 
-    def __init__(self, build: Build, taps: int, parts: list[Part]):
+    def __init__(self, build: Build, taps: int, parts: list[ShardedDim]):
         super().__init__()
         self.parts, channels = parts, sum(kept.stop - kept.start for _, kept in parts)
         self.weight = fixed(torch.empty(taps, channels, device=build.device))
@@ -111,7 +111,7 @@ class Decay(Layer):
     """For each value head the rate of its state's decay, of which the checkpoint has the logarithm, and what is added
     to the time that passes with a token."""
 
-    def __init__(self, build: Build, heads: Part):
+    def __init__(self, build: Build, heads: ShardedDim):
         super().__init__()
         self.heads, self.part = heads
         count = self.part.stop - self.part.start

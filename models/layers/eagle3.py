@@ -32,8 +32,8 @@ class DraftTokens(Layer):
         self.ids = fixed(torch.arange(count, device=build.device))
         self.elements, self.nbytes = count, self.ids.nbytes
 
-    def forward(self, places: Tensor) -> Tensor:
-        return self.ids.index_select(0, places)
+    def forward(self, drafted: Tensor) -> Tensor:
+        return self.ids.index_select(0, drafted)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         yield Piece(path, (self.elements,), (ALL,), self._fill)
@@ -110,8 +110,8 @@ class Eagle3Head(Separate):
         normed, state = (batch.picked(rows.gather(of)) for of in self.norm.add(x, residual))
         if self.config.norm_output:
             state = normed
-        places = self.ops.argmax(self.lm_head(normed))
-        return self.d2t(places) if self.config.mapped else places, state
+        drafted = self.ops.argmax(self.lm_head(normed))
+        return self.d2t(drafted) if self.config.mapped else drafted, state
 
     def ignores(self, name: str) -> bool:
         """Returns whether the head's checkpoint may hold the tensor `name` although it is not used."""

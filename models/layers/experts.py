@@ -16,7 +16,7 @@ from umbra.models.layers.router import Router
 from umbra.ops.formats.quantised import Quantised, floats
 from umbra.ops.formats.rows import Alternating, every_other
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, ExpertMatrices, PhysicalExperts, Routed, Scores, fixed
-from umbra.ops.parallel.placement import Held, first_placement, physical_for
+from umbra.ops.parallel.placement import Placement, first_placement, physical_for
 
 ALL_EXPERTS = "gate_up_proj", "down_proj"
 
@@ -45,7 +45,7 @@ class Experts(Layer):
         kind: ExpertKind = SILU_EXPERTS,
     ):
         super().__init__()
-        alternate, stacked = len(names) == 2, build.holds(f"{build.path}.experts.{ALL_EXPERTS[0]}")
+        alternate, stacked = len(names) == 2, build.stored.holds(f"{build.path}.experts.{ALL_EXPERTS[0]}")
         names = ALL_EXPERTS if stacked and not alternate else names
         self.names, self.kind, self.alternate, self.fused = names, kind, alternate, len(names) == 2
         self.ops, self.parallel = build.ops, build.parallel
@@ -77,7 +77,7 @@ class Experts(Layer):
         self.elements = count * (3 * inner * hidden + 2 * inner * kind.biased + hidden * self.last_bias)
         self.nbytes = self.weights.nbytes
 
-    def route_to(self, held: Held) -> None:
+    def route_to(self, held: Placement) -> None:
         """From the next step on, rows go where `held` has their experts. Begins a new count; moves no weights."""
         if self.physical is None:
             raise AssertionError("these experts have one place each")

@@ -163,7 +163,7 @@ class KeysAndValues(Layer):
 def prolog_of(config: LatentConfig, build: Build) -> LatentProlog | None:
     """`Ops.latent_prolog` of matrices in one format, without biases."""
     names, heads = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"), config.num_attention_heads
-    biased = any(build.biased(build.at(name).path) for name in (*names, "q_a_layernorm", "kv_a_layernorm"))
+    biased = any(build.stored.biased(build.at(name).path) for name in (*names, "q_a_layernorm", "kv_a_layernorm"))
     formats = {build.linear([name]) for name in names} if config.q_lora_rank and not biased else ()
     if len(formats) != 1:
         return None

@@ -73,7 +73,7 @@ class MergedLinear(Layer):
             self.weight = build.matrix(outputs, inputs, build.formats.plain)
         else:
             self.weight = build.stack([(source.name, source.kept) for source in sources], inputs)
-        bias = bias or any(build.biased(build.at(source.name).path) for source in sources)
+        bias = bias or any(build.stored.biased(build.at(source.name).path) for source in sources)
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
         self.nbytes = nbytes_of(self.weight, self.bias)
@@ -113,7 +113,7 @@ class RowLinear(Layer):
         kept = self.part.stop - self.part.start
         parts = tp.size if kept * tp.size == inputs else inputs // GROUP_SIZES[0]
         self.weight = build.matrix(outputs, kept, build.linear([name], (inputs, parts)))
-        bias = bias or build.biased(build.at(name).path)
+        bias = bias or build.stored.biased(build.at(name).path)
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (self.weight.columns + bias)
         self.nbytes = nbytes_of(self.weight, self.bias)

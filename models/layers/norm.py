@@ -25,7 +25,7 @@ class RMSNorm(Layer):
         self.ops, self.eps, self.source = build.ops, eps, Source("", size, slice(0, size), order)
         # One plus a small number would be rounded to 16 bits; norms take float32 beside these.
         self.weight = build.vector(size, torch.float32 if self.base else None)
-        self.bias = build.vector(size) if build.biased(build.path) else None
+        self.bias = build.vector(size) if build.stored.biased(build.path) else None
         self.elements = size if self.bias is None else 2 * size
         self.nbytes = self.elements * self.weight.itemsize
 

@@ -70,8 +70,8 @@ def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilit
 
 def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, can: Abilities) -> Tensor:
     tokens, top_k = ids.shape
-    places = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
-    rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=places, expert_idx=ids, active_num=tokens)
+    row_index = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
+    rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=row_index, expert_idx=ids, active_num=tokens)
     ends = torch_npu.npu_moe_compute_expert_tokens(sorted_expert_for_source_row=sorted_ids, num_expert=experts.count)
     sums = products(rows, None, ends.to(torch.int64), ENDS, experts, can, x.dtype)
     return weighted_sum(sums, weights.to(x.dtype), back, ids, BY_COLUMN)

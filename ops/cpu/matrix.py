@@ -161,10 +161,10 @@ def _only_kept(part: Quantised) -> bool:
 def write_bias(parts: Iterable[Tensor], row: int, part: Tensor, step: int) -> None:
     """Writes the bias of the rows that `MatrixView.fill` writes for the same arguments. `parts` are each node's."""
     first, rows = 0, torch.arange(len(part))
-    places = rows // ROWS * ROWS * step + rows % ROWS + row
+    targets = rows // ROWS * ROWS * step + rows % ROWS + row
     for bias in parts:
-        here = (places >= first) & (places < first + len(bias))
-        bias[places[here] - first] = part.float()[here]
+        here = (targets >= first) & (targets < first + len(bias))
+        bias[targets[here] - first] = part.float()[here]
         first += len(bias)
 
 

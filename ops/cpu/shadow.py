@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 INT = torch.int64
 MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16
-Piece = tuple[int, int, int]  # offset in the whole block, offset from a base address, bytes
+BytePiece = tuple[int, int, int]  # offset in the whole block, offset from a base address, bytes
 UNITS = {"w13": 2 * BLOCK, "w2": ROWS}  # rows that stay on one NUMA node
 
 
@@ -376,7 +376,7 @@ class Pieces:
     """A block in several pieces of memory."""
 
     address: int  # base of the pieces' offsets
-    pieces: list[Piece]
+    pieces: list[BytePiece]
     nbytes: int  # of the whole block
     memory: object  # owns what `address` points to
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from umbra.ops.cpu.matrix import ALIGNMENT, MatrixView, padded, write_bias
 from umbra.ops.cpu.memory import allocate
-from umbra.ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
+from umbra.ops.cpu.shadow import UNITS, BytePiece, ExpertBlocks, Pieces, ShadowPool
 from umbra.ops.formats.quantised import Quantised
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ class ExpertStore:
         return self.blocks.matrix(name, list(pairwise(self.firsts[name])), starts)
 
 
-def joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
+def joined(pieces: Iterator[BytePiece]) -> Iterator[BytePiece]:
     """`pieces` with neighbours merged that are contiguous in both places."""
-    last: Piece | None = None
+    last: BytePiece | None = None
     for offset, start, size in pieces:
         if last and offset - start == last[0] - last[1]:
             last = last[0], last[1], offset + size - last[0]

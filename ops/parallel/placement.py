@@ -10,7 +10,7 @@ compute alike.
 import numpy as np
 from numpy.typing import NDArray
 
-Held = NDArray[np.int64]
+Placement = NDArray[np.int64]
 Counts = NDArray[np.int64]  # (experts): tokens that were routed to each expert
 
 # As shares of the mean load of a rank:
@@ -18,25 +18,25 @@ SLACK = 0.02  # an expert stays where it is unless another rank has so much less
 WORTH = 0.05  # moves that take less than this from the busiest rank are not made
 
 
-def first_placement(experts: int, ranks: int, own: int) -> Held:
+def first_placement(experts: int, ranks: int, own: int) -> Placement:
     """The placement before any token was routed. Packed weights are kept as it says: if it changes, raise LAYOUT of
     executor/checkpoint/packed.py."""
     return _packed(np.ones(experts, np.int64), ranks, own, None)
 
 
-def next_placement(counts: Counts, ranks: int, before: Held) -> Held:
+def next_placement(counts: Counts, ranks: int, before: Placement) -> Placement:
     """A placement for `counts` that moves few experts; `before` itself unless a new one is worth its moves."""
     packed = _packed(counts, ranks, len(before) // ranks, before)
     return packed if imbalance(counts, before, ranks) - imbalance(counts, packed, ranks) >= WORTH else before
 
 
-def imbalance(counts: Counts, held: Held, ranks: int) -> float:
+def imbalance(counts: Counts, held: Placement, ranks: int) -> float:
     """Tokens of the busiest rank / tokens of a rank on average; 1 if there are none."""
     loads = (counts / np.bincount(held, minlength=len(counts)))[held].reshape(ranks, -1).sum(1)
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
-def physical_for(rank: int, ranks: int, held: Held) -> Held:
+def physical_for(rank: int, ranks: int, held: Placement) -> Placement:
     """The physical expert that rank `rank` sends its rows of each expert to: of n copies in order of ranks, the
     first serves the first n-th of the ranks and so on, so that rows seldom leave their neighbourhood."""
     copies = np.bincount(held)
@@ -44,7 +44,7 @@ def physical_for(rank: int, ranks: int, held: Held) -> Held:
     return ordered[np.cumsum(copies) - copies + rank * copies // ranks]
 
 
-def moves(before: Held, after: Held, ranks: int) -> list[tuple[int, int]]:
+def moves(before: Placement, after: Placement, ranks: int) -> list[tuple[int, int]]:
     """Returns (from, to), two physical experts, of every copy from one placement to another; experts come from near
     ranks."""
     own = len(before) // ranks
@@ -64,7 +64,7 @@ def _copies(counts: Counts, ranks: int, own: int) -> NDArray[np.int64]:
     return copies
 
 
-def _packed(counts: Counts, ranks: int, own: int, before: Held | None) -> Held:
+def _packed(counts: Counts, ranks: int, own: int, before: Placement | None) -> Placement:
     """Copies with the most tokens first, each to the rank with the least to do that has room and no copy of it yet."""
     copies = _copies(counts, ranks, own)
     per_copy = counts / copies  # tokens of a copy
@@ -94,7 +94,7 @@ def _packed(counts: Counts, ranks: int, own: int, before: Held | None) -> Held:
     return _numbered(has, own, before)
 
 
-def _numbered(has: NDArray[np.bool_], own: int, before: Held | None) -> Held:
+def _numbered(has: NDArray[np.bool_], own: int, before: Placement | None) -> Placement:
     """The placement of the experts that each rank `has` (ranks, experts). Those that a rank had already keep their
     numbers."""
     held = np.full((len(has), own), -1) if before is None else before.reshape(-1, own).copy()

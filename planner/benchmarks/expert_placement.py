@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_case
 from umbra.executor.config.units import GB
-from umbra.ops.counted import Done, Message
-from umbra.ops.parallel.placement import Held, next_placement, physical_for
+from umbra.ops.counted import Collective, Done
+from umbra.ops.parallel.placement import Placement, next_placement, physical_for
 from umbra.planner.layouts import spans_of
 from umbra.planner.machine import Hardware, read_hardware
 from umbra.planner.simulation.experts import uses_of
@@ -58,15 +58,17 @@ COLUMNS: Columns = (
     ("gain", "gain", 7, ".2f"),
     ("gb", "GB", 7, ".1f"),
 )
-Rows = NDArray[np.int64]  # (layers, steps, physical experts): rows that come to each of them in a step
+PairCounts = NDArray[np.int64]  # (layers, steps, physical experts): rows that come to each of them in a step
 
 
-def in_order(experts: int, ranks: int, own: int) -> Held:
+def in_order(experts: int, ranks: int, own: int) -> Placement:
     """Experts one after another; where there is room for more, all of them again."""
     return np.arange(ranks * own) % experts
 
 
-def drawn(uses: NDArray[np.float64], held: list[Held], ranks: int, pairs: float, steps: int, seed: int) -> Rows:
+def drawn(
+    uses: NDArray[np.float64], held: list[Placement], ranks: int, pairs: float, steps: int, seed: int
+) -> PairCounts:
     """The rows of `steps` steps with `pairs` pairs of a token and an expert; uses[l] and held[l] are of layer l."""
     choose, pair_counts = np.random.default_rng([seed, 7]), []
     for use, here in zip(uses, held, strict=True):
@@ -77,13 +79,13 @@ def drawn(uses: NDArray[np.float64], held: list[Held], ranks: int, pairs: float,
     return np.array(pair_counts)
 
 
-def placed(uses: NDArray[np.float64], ranks: int, own: int, pairs: float) -> list[Held]:
+def placed(uses: NDArray[np.float64], ranks: int, own: int, pairs: float) -> list[Placement]:
     """The placement of each layer by the tokens of SEEN steps, from experts in order."""
     counts = np.random.default_rng(8).poisson(SEEN * pairs * uses)
     return [next_placement(one, ranks, in_order(len(one), ranks, own)) for one in counts]
 
 
-def unevenness(rows: Rows, ranks: int) -> float:
+def unevenness(rows: PairCounts, ranks: int) -> float:
     """Tokens of the busiest rank / of a rank on average, in the mean of layers and steps."""
     loads = rows.reshape(*rows.shape[:2], ranks, -1).sum(3)
     return float((loads.max(2) / loads.mean(2)).mean())
@@ -126,7 +128,7 @@ class PlacedStep:
                 done, weights=used * self.expert_bytes, macs=load * done.macs, rows=load * done.rows
             )
 
-        def message(one: Message) -> Message:
+        def message(one: Collective) -> Collective:
             exchanged = one.kind in ("dispatch", "combine")
             return dataclasses.replace(one, nbytes=round(most * one.nbytes)) if exchanged else one
 

@@ -56,7 +56,7 @@ def kind_of(step: Step) -> Kind:
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class StepFigures:
     """Seconds. `decode` and `prefill` are (number, seconds) in rising order; a step between two is interpolated."""
 
     pages: int  # of the cache
@@ -78,7 +78,7 @@ class Figures:
         return seconds + kind.rows * self.mixed_row + line(self.decode_cached, 1) * kind.cached
 
 
-def mean_of(all_figures: ListOf[Figures]) -> Figures:
+def mean_of(all_figures: ListOf[StepFigures]) -> StepFigures:
     """The mean of each number."""
 
     def mean(values: tuple[Any, ...]) -> Any:
@@ -87,7 +87,7 @@ def mean_of(all_figures: ListOf[Figures]) -> Figures:
         return statistics.fmean(values)
 
     fields = [mean(values) for values in zip(*map(dataclasses.astuple, all_figures), strict=True)]
-    return dataclasses.replace(Figures(*fields), pages=all_figures[0].pages)
+    return dataclasses.replace(StepFigures(*fields), pages=all_figures[0].pages)
 
 
 def line(points: ListOf[tuple[float, float]], x: float) -> float:
@@ -102,7 +102,7 @@ def line(points: ListOf[tuple[float, float]], x: float) -> float:
 class MeasuredTimes(StepTimes):
     """Times of the steps of a simulated server, interpolated between measured ones."""
 
-    def __init__(self, layout: Layout, longest: int, figures: Figures):
+    def __init__(self, layout: Layout, longest: int, figures: StepFigures):
         super().__init__(layout, longest)
         self.figures, self.since = figures, 0  # decode steps since the last prompt
 
@@ -184,7 +184,7 @@ class Measured:
         return turns
 
 
-def measure(measured: Measured) -> Figures:
+def measure(measured: Measured) -> StepFigures:
     scheduler = measured.worker.loop.scheduler
     pages, size = scheduler.pools[0].pages, scheduler.limits.page_size
     many = min(measured.prompt // 2, pages * size // measured.most - DECODE_STEPS - size)
@@ -203,7 +203,7 @@ def measure(measured: Measured) -> Figures:
         later += measured.alone(measured.prompt // measured.chunk * measured.chunk)[1:]
     prefill = [(float(tokens), statistics.fmean(times[tokens])) for tokens in lengths]
     pairs = [(s - line(prefill, kind.tokens)) / (kind.pairs - kind.tokens**2 / 2) for kind, s in later]
-    figures = Figures(pages, decode, of_cached, prefill, max(statistics.fmean(pairs or [0.0]), 0.0), 0.0, [])
+    figures = StepFigures(pages, decode, of_cached, prefill, max(statistics.fmean(pairs or [0.0]), 0.0), 0.0, [])
     rows = max(1, measured.most // 2)
     excess, cold = [], []
     for _ in range(REPEATS):
@@ -218,9 +218,9 @@ def measure(measured: Measured) -> Figures:
     return dataclasses.replace(figures, mixed_row=statistics.fmean(excess), cold=means)
 
 
-def measured_for(worker: Worker, least_s: float) -> Figures:
+def measured_for(worker: Worker, least_s: float) -> StepFigures:
     """The means of as many measurements as take so long, of two at least: they tell how much equal steps differ."""
-    all_figures: list[Figures] = []
+    all_figures: list[StepFigures] = []
     measured, start = Measured(worker), time.perf_counter()
     while len(all_figures) < 2 or time.perf_counter() - start < least_s:
         all_figures.append(measure(measured))

@@ -49,7 +49,7 @@ from umbra.executor.config.load import CASES, load_case, load_model_config, mode
 from umbra.executor.config.units import GB, MB
 from umbra.executor.plan.arena_sizes import expert_frames
 from umbra.executor.plan.shadows import sizes_of
-from umbra.planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
+from umbra.planner.benchmarks.server_steps import Kind, MeasuredTimes, StepFigures, mean_of
 from umbra.planner.cluster import Cluster, Load, Search, SimulationSettings
 from umbra.planner.layouts import Layout, Sizes, case_of
 from umbra.planner.machine import DeviceRates, Hardware
@@ -158,7 +158,7 @@ def sink(folder: Path) -> Iterator[Path]:
     path.unlink()
 
 
-def measured_figures(case: Path, folder: Path) -> Figures:
+def measured_figures(case: Path, folder: Path) -> StepFigures:
     """The times of a rank's steps, measured in a process of its own."""
     file = folder / "figures.json"
     with sink(folder) as path:
@@ -166,16 +166,16 @@ def measured_figures(case: Path, folder: Path) -> Figures:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"steps could not be measured: {' '.join(done.stderr[-500:].split())}")
-    return Figures(**json.loads(file.read_text()))
+    return StepFigures(**json.loads(file.read_text()))
 
 
-def most_requests(figures: Figures) -> float:
+def most_requests(figures: StepFigures) -> float:
     """The requests of average lengths that a full batch answers in a second."""
     step = figures.seconds(Kind(ROWS, ROWS * (PROMPT + ANSWER // 2), 0, 0.0))
     return 1 / (figures.seconds(Kind(0, 0, PROMPT, PROMPT**2 / 2)) + ANSWER * step / ROWS)
 
 
-def layout_of(case: Path, figures: Figures) -> Layout:
+def layout_of(case: Path, figures: StepFigures) -> Layout:
     """One rank with as much memory as makes the pages that the server has."""
     read = load_case(str(case))
     sizes = Sizes(1, 1, 1, 1, read.quantization.method, 1.0)

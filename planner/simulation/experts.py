@@ -118,7 +118,7 @@ class SimulatedLayer:
         """Residency learns from decode steps alone here: the routing of prompts is not simulated."""
 
 
-class Steps:
+class StepCounter:
     """Stands for the shadow pool, of which a simulation only needs the count of steps."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class SimulatedExperts:
         self.sizes, self.clock, self.elastic = sizes, SimulatedClock(), slots is None
         settings = ShadowSettings("elastic" if self.elastic else "fixed", 0, slots or 0, INTERVAL, sizes.most_swaps)
         device = Copies(self.clock, sizes.copy_s)
-        self.shadows = ShadowExperts(settings, device, cast(ShadowPool, Steps()))
+        self.shadows = ShadowExperts(settings, device, cast(ShadowPool, StepCounter()))
         layers = [SimulatedLayer(sizes.experts, sizes.slot_bytes) for _ in range(sizes.layers)]
         self.shadows.layers = cast(list[ShadowedExperts], layers)
         pinned = 0 if slots is None else expert_frames(sizes.frame_bytes, sizes.slot_bytes, slots, sizes.states)

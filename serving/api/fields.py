@@ -112,7 +112,7 @@ INSTEAD = {
 
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
-Request = TypeVar("Request", bound="Fields")
+AnyFields = TypeVar("AnyFields", bound="Fields")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -202,7 +202,7 @@ def typed(kind: type[Struct], data: Any) -> Struct:
         raise of_validation(error) from None
 
 
-def read(kind: type[Request], data: Any) -> Request:
+def read(kind: type[AnyFields], data: Any) -> AnyFields:
     """The chat or completion that `data` asks for, as `converted`, with its counts checked."""
     request = converted(kind, data, UNSUPPORTED)
     if not 1 <= request.choices <= MOST_CHOICES:

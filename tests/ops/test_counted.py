@@ -10,7 +10,7 @@ from torch import Tensor
 
 from umbra.ops.ascend.counted import AscendCosts
 from umbra.ops.ascend.layout import AscendLayout
-from umbra.ops.counted import CountedExchange, CountedOps, Done, Message, OpCosts
+from umbra.ops.counted import Collective, CountedExchange, CountedOps, Done, OpCosts
 from umbra.ops.cpu.layout import CpuLayout
 from umbra.ops.formats import FORMATS, Format
 from umbra.ops.interface import Heads, Ops, Paged, Recurrent, Rounded
@@ -161,7 +161,7 @@ def test_rows_are_exchanged_with_all_ranks(physical: Any, kernels: int) -> None:
     assert not exchange.uneven
     x = zeros(3, 64)
     assert exchange.mixture(x, x, zeros(3, 2, dtype=torch.int32), experts, physical).shape == x.shape
-    assert ops.notes.messages == [Message(kind, "world", 4, 2 * 3 * 64 * 2, 7) for kind in ("dispatch", "combine")]
+    assert ops.notes.messages == [Collective(kind, "world", 4, 2 * 3 * 64 * 2, 7) for kind in ("dispatch", "combine")]
     [done] = ops.notes.done
     assert (done.name, done.kernels, done.times) == ("exchanged moe", kernels, 7)
     assert done.weights == pytest.approx(experts.nbytes * (1 - (1 - 2 / 8) ** 12))

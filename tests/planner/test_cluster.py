@@ -15,7 +15,7 @@ from umbra.base.errors import UserError
 from umbra.executor.config.load import load_case
 from umbra.executor.plan.sketch import cache_of, sketch_of, weights_of
 from umbra.executor.platform.ascend.plan.memory import make_plan
-from umbra.ops.counted import Done, Message
+from umbra.ops.counted import Collective, Done
 from umbra.planner.cluster import Cluster, Guesses, Load, Search, Targets, read_cluster
 from umbra.planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of, tokens_by_guesses
 from umbra.planner.machine import DeviceRates, Hardware, HostRates, Links, read_hardware
@@ -118,7 +118,7 @@ def spans(span: int) -> dict[str, int]:
 
 def test_the_formulas_of_collectives() -> None:
     def seconds(kind: str, nbytes: int, ranks: int = 8, span: int = 8) -> tuple[object, str]:
-        return collective_seconds(Message(kind, "world", ranks, nbytes, 1), span, HARDWARE)
+        return collective_seconds(Collective(kind, "world", ranks, nbytes, 1), span, HARDWARE)
 
     fixed = 16e-6  # 10 + 6 peers more
     assert seconds("all_reduce", 1000) == (pytest.approx(fixed + 7 * 1000 / 100e9), "one shot")

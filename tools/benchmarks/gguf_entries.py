@@ -205,8 +205,8 @@ def delta_net(layer: Any, names: Names, config: Any) -> Iterator[Entry]:
 
     def in_file(rows: Tensor, size: int = 1, first: int = 0) -> Tensor:
         """The rows with value heads of so many, behind `first` others, in llama.cpp's order."""
-        places = Tiled(key_heads, heads, size, first).places()
-        return rows[torch.tensor(places).argsort()] if names.tiled else rows
+        order = Tiled(key_heads, heads, size, first).order()
+        return rows[torch.tensor(order).argsort()] if names.tiled else rows
 
     def in_groups(rows: Tensor) -> Tensor:
         """The rows b and a of each key head's value heads."""

@@ -140,7 +140,7 @@ def of_heads(heads: Tiled, name: str, kind: str, fetch: Fetch, *part: slice) -> 
     """A part of a matrix whose value heads are columns and end within blocks."""
     rows, columns = part
     unit = gcd(heads.size, columns.start, columns.stop)
-    numbers = heads.places(unit)[columns.start // unit : columns.stop // unit]
+    numbers = heads.order(unit)[columns.start // unit : columns.stop // unit]
     values = values_of(kind, fetch(name, rows, columns))
     if isinstance(values, Nested) and unit % BLOCK == 0:
         return values.units(numbers, unit)

@@ -79,10 +79,10 @@ class DecodeCost(NamedTuple):
     guessed: Guessed = Guessed()
 
 
-Running = TypeVar("Running", bound=Drafted)
+AnyDrafted = TypeVar("AnyDrafted", bound=Drafted)
 
 
-class Drafts(Generic[Running]):
+class Drafts(Generic[AnyDrafted]):
     """`most` is the largest number of drafted tokens of a sequence in a step."""
 
     def __init__(self, most: int):
@@ -106,7 +106,7 @@ class Drafts(Generic[Running]):
         self.measures = self._steps % MEASURED == 0
         return self.guesses or self._steps >= self._next_look
 
-    def propose(self, sequences: ListOf[Running], room: Callable[[Running], int]) -> None:
+    def propose(self, sequences: ListOf[AnyDrafted], room: Callable[[AnyDrafted], int]) -> None:
         """Appends drafts to `sequences`, which take one token each in the next step; `room` is the largest number of
         drafted tokens of each."""
         if self._rows:
@@ -116,7 +116,7 @@ class Drafts(Generic[Running]):
             self.measures = True
             return None
         looking = self._steps >= self._next_look
-        drafted: list[tuple[Running, int]] = []
+        drafted: list[tuple[AnyDrafted, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence in sequences:
             draft = array("q")
@@ -149,7 +149,7 @@ class Drafts(Generic[Running]):
         """Makes the next step have `rows` rows of dummy drafts, to capture a graph of that size."""
         self._rows, self._next_look = rows, 0
 
-    def _fill(self, sequences: ListOf[Running], room: Callable[[Running], int]) -> None:
+    def _fill(self, sequences: ListOf[AnyDrafted], room: Callable[[AnyDrafted], int]) -> None:
         wanted, self._rows = self._rows - len(sequences), 0
         for number in range(self.most):
             for sequence in sequences:
@@ -200,7 +200,7 @@ class Drafts(Generic[Running]):
         if guessed.depth and not self._new(rows, guessed.sequences, guessed.depth):
             _learn(self._guessing, guessed.sequences, guessed.seconds / guessed.depth)
 
-    def accept(self, sequence: Running, chosen: ListOf[int]) -> ListOf[int]:
+    def accept(self, sequence: AnyDrafted, chosen: ListOf[int]) -> ListOf[int]:
         """`chosen` has the tokens chosen after the newest token and after each drafted one. Removes the draft from
         the sequence; -> the tokens that are its next ones."""
         ids, drafted = sequence.ids, sequence.drafted
@@ -211,7 +211,7 @@ class Drafts(Generic[Running]):
         sequence.drafted = 0
         return chosen[: kept + 1]
 
-    def check(self, sequence: Running, tokens: ListOf[int]) -> None:
+    def check(self, sequence: AnyDrafted, tokens: ListOf[int]) -> None:
         """Learns from the guesses of a sequence, tried or not, whose next tokens are `tokens`."""
         own = sequence.rates = self._rates_of(sequence)
         newest = max(LEARNING, 1 / (FIRST_WEIGHT + sequence.checked))
@@ -227,7 +227,7 @@ class Drafts(Generic[Running]):
         """Lets tokens be guessed again in the next step, of `count` sequences, of which some begin."""
         self.guesses |= count <= MOST_DRAFTING and self._left >= 1
 
-    def depth(self, sequences: ListOf[Running], count: int) -> int:
+    def depth(self, sequences: ListOf[AnyDrafted], count: int) -> int:
         """Returns the number of tokens to guess for each of `sequences` after a step of `count` sequences, among which
         may be others whose tokens the draft model lacks. 0: nothing is guessed any more."""
         self.guesses = bool(sequences) and count <= MOST_DRAFTING
@@ -245,12 +245,12 @@ class Drafts(Generic[Running]):
             self.guesses = self._left > 0
         return best_depth if self.guesses else 0
 
-    def _rates_of(self, sequence: Running) -> list[float]:
+    def _rates_of(self, sequence: AnyDrafted) -> list[float]:
         """Returns the share of guesses for a sequence that come true, by position; before its first guess, the shares
         for all sequences."""
         return sequence.rates or self._rates.copy()
 
-    def _chances(self, sequences: ListOf[Running]) -> Iterator[float]:
+    def _chances(self, sequences: ListOf[AnyDrafted]) -> Iterator[float]:
         """For each position of a draft, how many guesses for `sequences` can be expected to come true."""
         running, rates = [1.0] * len(sequences), [self._rates_of(s) for s in sequences]
         for position in range(self.most):

@@ -139,7 +139,7 @@ class Scheduler:
             cache.hold(hits)
             sequence.group, sequence.held, sequence.promised, sequence.covered = group, held, promised, covered
             sequence.published, sequence.num_computed = held[0].end, held[0].end * self.limits.page_size
-            sequence.states, sequence.states_at = prefix.states, sequence.num_computed
+            sequence.recurrent.states, sequence.recurrent.at = prefix.states, sequence.num_computed
             sequence.taken = sequence.num_computed
             if self.limits.set_pages and self.limits.prefixes:
                 want_checkpoints(sequence, prefix.pages * self.limits.page_size, self.limits.page_size)
@@ -321,11 +321,11 @@ class Scheduler:
 
     def take_stored_states(self, sequence: Sequence) -> None:
         """Give a sequence the set of states that is read from disk."""
-        before, sequence.states = sequence.states, None
+        before, sequence.recurrent.states = sequence.recurrent.states, None
         if before:
             self.caches[sequence.group].release([before])
             self._trim(sequence.group)
-        sequence.states = self.caches[sequence.group].take_states()
+        sequence.recurrent.states = self.caches[sequence.group].take_states()
 
     def restored(self, sequence: Sequence, pages: int) -> None:
         """Record that the first `pages` pages of a sequence were read from disk, as far as they were not there, and its
@@ -334,9 +334,9 @@ class Scheduler:
         sequence.stored, sequence.num_computed = 0, max(pages * size, before)
         sequence.taken = sequence.num_computed
         self._publish(sequence)
-        if sequence.states and sequence.num_computed > before:
-            self.caches[sequence.group].keep(sequence.states, sequence.keys[pages - 1])
-            sequence.states_at = sequence.num_computed
+        if sequence.recurrent.states and sequence.num_computed > before:
+            self.caches[sequence.group].keep(sequence.recurrent.states, sequence.keys[pages - 1])
+            sequence.recurrent.at = sequence.num_computed
         cut(sequence)
         if not sequence.preemptions:
             self._count_cached(sequence)
@@ -439,7 +439,7 @@ class Scheduler:
         if self.limits.set_pages:
             leave(cache, sequence, self.limits.page_size)
         cache.release(sequence.blocks)
-        sequence.held, sequence.states, sequence.at_page = [], None, None
+        sequence.held, sequence.recurrent.states, sequence.recurrent.at_page = [], None, None
 
     def digest(self, step: Step | None = None) -> int:
         """A number of 64 bits that differs, with near certainty, between ranks whose sequences differ, or whose next

@@ -16,6 +16,27 @@ FAILED = -1  # in place of a token: the one that was chosen does not follow the 
 
 
 @dataclass(eq=False, slots=True)
+class SequenceStates:
+    """The recurrent states of a sequence, while it runs (states.py)."""
+
+    states: States | None = None  # those after its computed tokens; None: those before any token
+    at: int = 0  # number of tokens that they have taken: all computed ones, but for drafts that came true
+    written: States | None = None  # where its next step writes those after its first `written_at` tokens
+    written_at: int = 0
+    at_page: States | None = None  # those after its first `full` tokens, whole pages, which may become a checkpoint
+    full: int = 0
+    marked: States | None = None  # a checkpoint that its next step makes, after its first `mark` tokens
+    mark: int = 0
+    wanted: list[int] = field(default_factory=list)  # numbers of tokens after which checkpoints are wanted, ascending
+    checkpoints: list[States] = field(default_factory=list)  # that it has made
+
+    @property
+    def held(self) -> list[States]:
+        """The sets that the sequence holds, each once."""
+        return [states for states in dict.fromkeys((self.states, self.written, self.at_page)) if states]
+
+
+@dataclass(eq=False, slots=True)
 class Sequence:
     id: int
     request: Request
@@ -26,17 +47,7 @@ class Sequence:
     num_computed: int = 0  # number of `ids` that are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not computed yet
     held: list[Holding] = field(default_factory=list)  # its pages for each set of layers, while it runs
-    # Recurrent states (states.py), while it runs:
-    states: States | None = None  # those after its computed tokens; None: those before any token
-    states_at: int = 0  # number of tokens that they have taken: all computed ones, but for drafts that came true
-    written: States | None = None  # where its next step writes those after its first `written_at` tokens
-    written_at: int = 0
-    at_page: States | None = None  # those after its first `full` tokens, whole pages, which may become a checkpoint
-    full: int = 0
-    marked: States | None = None  # a checkpoint that its next step makes, after its first `mark` tokens
-    mark: int = 0
-    wanted: list[int] = field(default_factory=list)  # numbers of tokens after which checkpoints are wanted, ascending
-    checkpoints: list[States] = field(default_factory=list)  # that it has made
+    recurrent: SequenceStates = field(default_factory=SequenceStates)
     promised: int = 0  # number of pages that it may have at least, those that it holds included
     covered: int = 0  # number of tokens that these suffice for
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
@@ -89,19 +100,17 @@ class Sequence:
     @property
     def blocks(self) -> list[Block]:
         """All pages and sets of states that it holds."""
-        sets = dict.fromkeys((self.states, self.written, self.at_page))
-        return [block for held in self.held for block in held.blocks] + [states for states in sets if states]
+        return [block for held in self.held for block in held.blocks] + self.recurrent.held
 
     @property
     def pages(self) -> int:
         """Number of pages that all of these take."""
-        sets = {self.states, self.written, self.at_page}
-        return sum(len(held.blocks) for held in self.held) + sum(states.pages for states in sets if states)
+        return sum(len(held.blocks) for held in self.held) + sum(states.pages for states in self.recurrent.held)
 
     @property
     def pending(self) -> int:
         """Number of computed tokens of which its states have only kept the inputs."""
-        return self.num_computed - self.states_at
+        return self.num_computed - self.recurrent.at
 
     @property
     def logit_rows(self) -> int:

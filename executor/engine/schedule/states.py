@@ -32,12 +32,12 @@ def want_checkpoints(sequence: Sequence, kept: int, size: int) -> None:
     every = -(-max(INTERVAL, -(-prompt // MOST_INSIDE)) // size) * size
     branches = sequence.request.branches or (prompt - 1,)
     wanted = {kept, *(tokens // size * size for tokens in branches), *range(every, prompt, every)}
-    sequence.wanted = sorted(tokens for tokens in wanted if sequence.num_computed < tokens < prompt)
+    sequence.recurrent.wanted = sorted(tokens for tokens in wanted if sequence.num_computed < tokens < prompt)
 
 
 def cut(sequence: Sequence) -> None:
     """Lets the next step of a prompt end where the second checkpoint is wanted: within a step, there can be one."""
-    inside = [tokens for tokens in sequence.wanted if sequence.num_computed < tokens < sequence.end]
+    inside = [tokens for tokens in sequence.recurrent.wanted if sequence.num_computed < tokens < sequence.end]
     if len(inside) > 1:
         sequence.limit = inside[1] - sequence.num_computed
 
@@ -45,59 +45,62 @@ def cut(sequence: Sequence) -> None:
 def prepare(cache: PageCache, sequence: Sequence, prefixes: bool, most_kept: Callable[[], int]) -> None:
     """Gives a sequence the sets that its next step writes. A checkpoint takes some of the pages, at most `most_kept()`,
     that are kept for later prompts."""
-    states, sequence.written_at = sequence.states, sequence.num_computed + 1 if sequence.drafted else sequence.end
-    kept = states is None or states.key or states is sequence.at_page
-    sequence.written = cache.take_states() if kept else states
+    own = sequence.recurrent
+    states, own.written_at = own.states, sequence.num_computed + 1 if sequence.drafted else sequence.end
+    kept = states is None or states.key or states is own.at_page
+    own.written = cache.take_states() if kept else states
     if prefixes and (passed := passes_page(sequence, cache.pool.page_size)):
         if not kept:  # in place of those at the page before
-            if sequence.at_page:
-                cache.release([sequence.at_page])
-                sequence.at_page = None
-            sequence.marked, sequence.mark = cache.take_states(), passed
+            if own.at_page:
+                cache.release([own.at_page])
+                own.at_page = None
+            own.marked, own.mark = cache.take_states(), passed
         return
-    mark = next((tokens for tokens in sequence.wanted if sequence.num_computed < tokens < sequence.end), 0)
+    mark = next((tokens for tokens in own.wanted if sequence.num_computed < tokens < sequence.end), 0)
     if mark and (room := most_kept() - cache.pool.set_pages) >= 0:
         cache.trim(room)
-        sequence.marked, sequence.mark = cache.take_states(), mark
+        own.marked, own.mark = cache.take_states(), mark
 
 
 def passes_page(sequence: Sequence, size: int) -> int:
     """The end of the last full page, in tokens, that the pending tokens of a sequence pass; 0: they pass none."""
     last = sequence.num_computed // size * size
-    return last if last > sequence.states_at else 0
+    return last if last > sequence.recurrent.at else 0
 
 
 def advance(cache: PageCache, sequence: Sequence, size: int, prefixes: bool) -> None:
     """Records that a step has written the states of a sequence, whose tokens, pages and keys are those after it."""
-    before, sequence.states, sequence.written = sequence.states, sequence.written, None
-    sequence.states_at = sequence.written_at
+    own = sequence.recurrent
+    before, own.states, own.written = own.states, own.written, None
+    own.at = own.written_at
     if before and before.key:
-        sequence.at_page = None  # a checkpoint, which is left to the cache
-    if before and before not in (sequence.states, sequence.at_page):
+        own.at_page = None  # a checkpoint, which is left to the cache
+    if before and before not in (own.states, own.at_page):
         cache.release([before])
-    if sequence.marked and sequence.mark in sequence.wanted:
-        _keep(cache, sequence, sequence.marked, sequence.mark, size)
-        cache.release([sequence.marked])
-    elif sequence.marked:
-        sequence.at_page, sequence.full = sequence.marked, sequence.mark
-    sequence.marked = None
-    if prefixes and sequence.states_at % size == 0:
-        before, sequence.at_page, sequence.full = sequence.at_page, sequence.states, sequence.states_at
+    if own.marked and own.mark in own.wanted:
+        _keep(cache, sequence, own.marked, own.mark, size)
+        cache.release([own.marked])
+    elif own.marked:
+        own.at_page, own.full = own.marked, own.mark
+    own.marked = None
+    if prefixes and own.at % size == 0:
+        before, own.at_page, own.full = own.at_page, own.states, own.at
         if before:
             cache.release([before])
-        if sequence.at_page and sequence.full in sequence.wanted:
-            _keep(cache, sequence, sequence.at_page, sequence.full, size)
+        if own.at_page and own.full in own.wanted:
+            _keep(cache, sequence, own.at_page, own.full, size)
 
 
 def leave(cache: PageCache, sequence: Sequence, size: int) -> None:
     """Keeps what later prompts may go on from, of a sequence that gives its pages and states back."""
-    for states in sequence.checkpoints:
+    own = sequence.recurrent
+    for states in own.checkpoints:
         cache.touch(states)
-    if sequence.at_page and sequence.full <= sequence.published * size:
-        _keep(cache, sequence, sequence.at_page, sequence.full, size)
-    sequence.checkpoints.clear()
+    if own.at_page and own.full <= sequence.published * size:
+        _keep(cache, sequence, own.at_page, own.full, size)
+    own.checkpoints.clear()
 
 
 def _keep(cache: PageCache, sequence: Sequence, states: States, tokens: int, size: int) -> None:
     cache.keep(states, sequence.keys[tokens // size - 1])
-    sequence.checkpoints.append(states)
+    sequence.recurrent.checkpoints.append(states)

@@ -219,10 +219,11 @@ class StateRows:
     def add(self, sequence: Sequence, end: int) -> None:
         """Adds a sequence whose rows end before `end`."""
         self.starts.append(end)
-        written, marked, mark = sequence.written, sequence.marked, sequence.mark if sequence.marked else 0
+        own = sequence.recurrent
+        written, marked, mark = own.written, own.marked, own.mark if own.marked else 0
         if sequence.drafted:  # all that is written are the states after the last row that is certain
-            written, marked, mark = None, sequence.written, sequence.written_at
-        self._extend(sequence.states, written, mark and mark - sequence.states_at, marked, sequence.pending)
+            written, marked, mark = None, own.written, own.written_at
+        self._extend(own.states, written, mark and mark - own.at, marked, sequence.pending)
 
     def recurrent(self, count: int) -> Recurrent:
         """Returns the places of `count` sequences, of which the last ones may have no rows."""

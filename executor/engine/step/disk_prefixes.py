@@ -176,7 +176,7 @@ class DiskPrefixes:
         for count, (page, name) in enumerate(records):
             number = number_of(name)
             held, data = sequence.held[number], self._buffer[: self._bytes_of(name)]
-            block = sequence.states if name.endswith(CHECKPOINT) else held.blocks[page - held.first]
+            block = sequence.recurrent.states if name.endswith(CHECKPOINT) else held.blocks[page - held.first]
             if not (block and self.store and self.store.read(name, data)):
                 return count
             self.memory.load(block, number, data)

@@ -44,7 +44,7 @@ class ForcedRun:
     def assume(self, prompts: ListOf[ListOf[int]], room: int) -> None:
         """Takes `prompts` for computed, whatever their pages hold: for measurements with long contexts."""
         for sequence in self._admit(prompts, room):
-            sequence.num_computed = sequence.states_at = len(sequence.ids)
+            sequence.num_computed = sequence.recurrent.at = len(sequence.ids)
             self.scheduler.slide(sequence)
 
     def extend(self, tokens: ListOf[int]) -> None:
@@ -57,7 +57,7 @@ class ForcedRun:
         from recurrent states that have taken the token before."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.ids[-1] = token
-            sequence.num_computed = sequence.states_at = len(sequence.ids) - 1
+            sequence.num_computed = sequence.recurrent.at = len(sequence.ids) - 1
 
     def decode(self) -> list[Tensor]:
         """One decode step of all sequences. -> the logits (1, vocabulary) of each; every rank gets all of them."""

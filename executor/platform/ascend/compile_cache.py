@@ -42,8 +42,8 @@ MANIFEST, GRAPH = "manifest.json", "graph"
 LAYOUT = 1  # raised whenever the manifest or the folder changes its meaning
 LIMIT = 4 << 20  # bytes of a manifest
 
-Json: TypeAlias = Any
-Facts: TypeAlias = dict[str, Json]
+JsonValue: TypeAlias = Any
+Facts: TypeAlias = dict[str, JsonValue]
 
 
 def compile_facts(
@@ -75,7 +75,7 @@ class CompileCache:
         self.facts = dict(layout=LAYOUT) | facts | dict(rank=rank, world_size=world_size)
         self.patience_s = patience_s  # bounded, since ranks of two jobs could wait for each other for ever
 
-    def open(self, step: str, shapes: Json) -> "CacheEntry":
+    def open(self, step: str, shapes: JsonValue) -> "CacheEntry":
         """The entry for a step, whose name has its size, and inputs of these shapes and types. The caller seals it once
         the graph is compiled, and closes it in any case. Waits while another process has the entry open."""
         parent = self.root
@@ -198,7 +198,7 @@ def _reason_to_compile(home: Path, facts: Facts) -> str:
     return ""
 
 
-def first_difference(old: Json, new: Json, name: str = "") -> str:
+def first_difference(old: JsonValue, new: JsonValue, name: str = "") -> str:
     """`torch_npu was "2.8.0", is "2.13.0"`: the first fact that differs, in the order of `new`; empty: none."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
@@ -211,7 +211,7 @@ def first_difference(old: Json, new: Json, name: str = "") -> str:
     return "" if old == new else f"{name} was {_short(old)}, is {_short(new)}"
 
 
-def _short(value: Json) -> str:
+def _short(value: JsonValue) -> str:
     text = json.dumps(value)
     return text if len(text) <= 48 else f"{text[:45]}..."
 

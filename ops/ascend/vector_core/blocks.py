@@ -29,7 +29,7 @@ PLACE = 512  # bytes of a place
 WORD = 8  # number of nibbles in an int32
 LARGEST_BANK = 2 << 30  # bytes of experts that are gathered at once, of which products may unpack four times as many
 
-Plane = tuple[tuple[int, ...], torch.dtype]
+PlaneShape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BlockLayout:
         return cls(inner, hidden, dtype, group, group, format.zeros, in_planes, biased, int8)
 
     @cached_property
-    def planes(self) -> dict[str, Plane]:
+    def planes(self) -> dict[str, PlaneShape]:
         """Shape and type of each plane, in the order of the block."""
         first = self._matrix("13", self.hidden, 2 * self.inner, self.group)
         planes = first | self._matrix("2", self.inner, self.hidden, self.group2)
@@ -82,14 +82,14 @@ class BlockLayout:
             for name, plane in self.planes.items()
         }
 
-    def _matrix(self, name: str, rows: int, columns: int, group: int) -> dict[str, Plane]:
+    def _matrix(self, name: str, rows: int, columns: int, group: int) -> dict[str, PlaneShape]:
         if self.int8:
             dtype = int8_scales(self.dtype, down=name == "2")
             return {f"w{name}": ((rows, columns), torch.int8), f"s{name}": ((columns,), dtype)}
         if not group:
             return {f"w{name}": ((rows, columns), self.dtype)}
-        words: Plane = (rows, columns // WORD), torch.int32
-        scales: Plane = (rows // group, columns), self.dtype
+        words: PlaneShape = (rows, columns // WORD), torch.int32
+        scales: PlaneShape = (rows // group, columns), self.dtype
         if self.in_planes:
             planes = planes_of(rows, group, ordered=name == "2")
             words = planes.words_shape(columns), torch.uint8
@@ -120,6 +120,6 @@ def parts_of(count: int, block_bytes: int) -> list[slice]:
     return list(map(slice, ends[:-1], ends[1:]))
 
 
-def _bytes(plane: Plane) -> int:
+def _bytes(plane: PlaneShape) -> int:
     shape, dtype = plane
     return prod(shape) * dtype.itemsize

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from umbra.ops.parallel.placement import Held, first_placement, imbalance, moves, next_placement, physical_for
+from umbra.ops.parallel.placement import Placement, first_placement, imbalance, moves, next_placement, physical_for
 
 
 @st.composite
@@ -20,7 +20,7 @@ def routed(experts: int, seed: int, skew: float = 1.0) -> np.ndarray:
     return choose.poisson(20 * np.exp(choose.normal(0, skew, experts)))
 
 
-def check(held: Held, experts: int, ranks: int, per_rank: int) -> None:
+def check(held: Placement, experts: int, ranks: int, per_rank: int) -> None:
     own = held.reshape(ranks, per_rank)
     assert set(held.tolist()) == set(range(experts))
     assert all(len(set(row)) == per_rank for row in own.tolist())  # no rank has two copies of an expert

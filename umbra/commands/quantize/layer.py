@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from umbra.commands.quantize.source import PLAIN, CheckpointSource
 from umbra.commands.quantize.workers import ParallelMap
 from umbra.models.batch import Batch
-from umbra.models.build import Build, Formats
+from umbra.models.build import Build, Formats, StoredModules
 from umbra.models.layers.attention import PagedCache
 from umbra.models.layers.base import Piece, layers_of
 from umbra.models.layers.decoder_layer import DecoderLayer
@@ -162,7 +162,7 @@ class CalibratedLayer:
             torch.float32,
             torch.device("meta"),
             max_positions=1,
-            holds=source.scheme.holds,
+            stored=StoredModules(holds=source.scheme.holds),
             shadows=UnreadExperts(self.ops),
             layer=path,
         )

@@ -16,7 +16,7 @@ from umbra.executor.checkpoint.files import CheckpointFiles
 from umbra.executor.checkpoint.formats.detect import read_scheme
 from umbra.executor.checkpoint.formats.fp8 import Fp8Matrix
 from umbra.executor.checkpoint.load import problems_of, stored_as, wanted_by
-from umbra.models.build import Build, Formats
+from umbra.models.build import Build, DraftParts, Formats, StoredModules
 from umbra.models.family import QuantisedFiles
 from umbra.models.layers.attention import AttentionConfig
 from umbra.models.registry import families, family, family_in, model_class, read_config
@@ -72,12 +72,12 @@ class CheckpointSource:
             torch.float32,
             torch.device("meta"),
             max_positions=1,
-            holds=scheme.holds,
+            stored=StoredModules(holds=scheme.holds),
         )
         model = model_class(name)(config, build)
         if model.mtp_sign and scheme.holds(model.mtp_sign):
-            model = model_class(name)(config, dataclasses.replace(build, mtp=True))
-        self.mtp = model.mtp_at  # the path of a layer that predicts further tokens; empty: the files hold none
+            model = model_class(name)(config, dataclasses.replace(build, drafts=DraftParts(mtp=True)))
+        self.mtp = model.mtp_at  # the path of a layer for multi-token prediction; empty: the files hold none
         # The paths of what is written one after another.
         self.parts = [*(f"model.layers.{i}" for i in range(self.config.num_hidden_layers)), *filter(None, [self.mtp])]
         wanted = wanted_by(model)

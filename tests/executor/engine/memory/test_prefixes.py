@@ -78,16 +78,17 @@ class Rank:
 
     def check_states(self, s: Sequence) -> None:
         """Reads and writes the states of one sequence's next step."""
-        assert (s.states is None) == (s.num_computed == 0)
-        assert s.written
-        contents = {s.states: s.states_at, s.at_page: s.full}
+        own = s.recurrent
+        assert (own.states is None) == (s.num_computed == 0)
+        assert own.written
+        contents = {own.states: own.at, own.at_page: own.full}
         for states, tokens in contents.items():
             if states:
                 content = s.request.salt, tuple(s.ids[:tokens])
                 assert all(self.states[s.group, unit] == content for unit in states.places)
-        assert not s.written.key
-        assert s.written.holders == 1
-        for states, tokens in ((s.marked, s.mark), (s.written, s.written_at)):
+        assert not own.written.key
+        assert own.written.holders == 1
+        for states, tokens in ((own.marked, own.mark), (own.written, own.written_at)):
             if states:
                 content = s.request.salt, tuple(s.ids[:tokens])
                 self.states |= {(s.group, unit): content for unit in states.places}
