@@ -152,13 +152,13 @@ def cluster(count: int, folder: Path) -> Iterator[Cluster]:
     (ROOT / "results").mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
-            nodes = Cluster(folder, stack, hold(stack, ["unshare", "--net"]).pid)
-            nodes.switch("ip", "link", "add", "bridge", "type", "bridge")
-            nodes.switch("ip", "link", "set", "bridge", "up")
-            nodes.nodes += [nodes.new_node(rank) for rank in range(count)]
+            machines = Cluster(folder, stack, hold(stack, ["unshare", "--net"]).pid)
+            machines.switch("ip", "link", "add", "bridge", "type", "bridge")
+            machines.switch("ip", "link", "set", "bridge", "up")
+            machines.nodes += [machines.new_node(rank) for rank in range(count)]
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"nodes in namespaces are not permitted here: {getattr(error, 'stderr', '') or error}".strip())
-        yield nodes
+        yield machines
 
 
 def hold(stack: contextlib.ExitStack, namespaces: list[str]) -> "subprocess.Popen[str]":

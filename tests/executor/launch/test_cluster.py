@@ -47,13 +47,13 @@ def write_job(folder: Path, name: str, ranks: int, tokens: int, **parallel: Any)
     return str(path)
 
 
-def started(nodes: Cluster, *command: str) -> list[Job]:
-    return [node.start("bash", *command) for node in nodes.nodes]
+def started(machines: Cluster, *command: str) -> list[Job]:
+    return [node.start("bash", *command) for node in machines.nodes]
 
 
-def decoding(nodes: Cluster, case: str, ranks: int) -> None:
+def decoding(machines: Cluster, case: str, ranks: int) -> None:
     """Waits until all ranks have loaded and some steps must have run."""
-    until(lambda: sum(node.logs(case).count("model ready") for node in nodes.nodes) == ranks)
+    until(lambda: sum(node.logs(case).count("model ready") for node in machines.nodes) == ranks)
     time.sleep(2)
 
 
@@ -62,71 +62,71 @@ def test_a_job_answers_and_every_node_says_why_it_ended(tmp_path: Path) -> None:
     """Folders of results have one name on all nodes. Then, in jobs that would take minutes, a rank is killed; one of
     the launchers; and node 0."""
     case = write_job(tmp_path, "short", 4, 3, **SPLIT)
-    with cluster(2, tmp_path) as nodes:
-        jobs = started(nodes, "infer.sh", case)
+    with cluster(2, tmp_path) as machines:
+        jobs = started(machines, "infer.sh", case)
         assert [job.end() for job in jobs] == [0, 0], [job.output for job in jobs]
         assert "4 rank(s)" in jobs[0].output
         assert "rank(s)" not in jobs[1].output
-        folders = [next((node.results / "short").iterdir()) for node in nodes.nodes]
+        folders = [next((node.results / "short").iterdir()) for node in machines.nodes]
         assert folders[0].name == folders[1].name
         files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
         first = ["case.json", "rank0.log", "rank1.log", "report.json"]
         assert files == [first, ["case1.json", "rank2.log", "rank3.log"]]
 
-        killed = endless(tmp_path, nodes, "rank")
-        os.kill(nodes.nodes[1].ranks()[1], signal.SIGKILL)
+        killed = endless(tmp_path, machines, "rank")
+        os.kill(machines.nodes[1].ranks()[1], signal.SIGKILL)
         assert [job.end() for job in killed] == [1, 1]
         (line,) = {line for job in killed for line in job.said()}
         assert re.match(r"error: rank 1 \(pid \d+\) on node 1 \(host-b\) failed: killed by SIGKILL; logs on each", line)
 
-        jobs, node = endless(tmp_path, nodes, "launcher"), nodes.nodes[1]
+        jobs, node = endless(tmp_path, machines, "launcher"), machines.nodes[1]
         os.kill(parent(max(node.ranks().values())), signal.SIGKILL)
         assert jobs[0].end() == 1
         (line,) = jobs[0].said()
         assert re.fullmatch(r"error: node 1 \(host-b\) has not answered node 0 \(host-a\) for (5|15) s: .*", line)
         until(lambda: not node.processes())
-        assert not nodes.nodes[0].processes()
+        assert not machines.nodes[0].processes()
 
-        jobs = endless(tmp_path, nodes, "first")
-        nodes.nodes[0].die()
+        jobs = endless(tmp_path, machines, "first")
+        machines.nodes[0].die()
         assert jobs[1].end() == 1
         assert jobs[1].said()[0].startswith("error: node 0 (host-a) is gone: ")
 
 
-def endless(folder: Path, nodes: Cluster, name: str) -> list[Job]:
+def endless(folder: Path, machines: Cluster, name: str) -> list[Job]:
     """A job that decodes on both nodes."""
-    jobs = started(nodes, "infer.sh", write_job(folder, name, 2, ENDLESS))
-    decoding(nodes, name, 2)
+    jobs = started(machines, "infer.sh", write_job(folder, name, 2, ENDLESS))
+    decoding(machines, name, 2)
     return jobs
 
 
 def test_a_server_goes_on_when_a_node_is_replaced_and_ends_when_it_is_cut_off(tmp_path: Path) -> None:
     case = write_job(tmp_path, "served", 2, 8, node_timeout_s=8, join_timeout_s=60)
-    with cluster(2, tmp_path) as nodes:
-        front, other = started(nodes, "serve.sh", case, "--restarts", "1")
+    with cluster(2, tmp_path) as machines:
+        front, other = started(machines, "serve.sh", case, "--restarts", "1")
 
         def ready() -> int:
             return front.output.count("\nready: ")
 
         until(ready)
-        whole = ask(nodes.nodes[0], "/v1/completions", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
+        whole = ask(machines.nodes[0], "/v1/completions", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
         assert whole["usage"]["completion_tokens"] == 5
-        nodes.nodes[1].die()
+        machines.nodes[1].die()
         lost = "node 1 (host-b) has not answered node 0 (host-a) for 5 s: dead, halted or cut off"
         until(lambda: f"{lost}; starting the ranks again (1 of 1)" in front.output)
-        assert ask(nodes.nodes[0], "/health/ready")["reason"] == lost
+        assert ask(machines.nodes[0], "/health/ready")["reason"] == lost
         assert other.process.wait()
-        other = nodes.replace(1).start("bash", "serve.sh", case)
+        other = machines.replace(1).start("bash", "serve.sh", case)
         until(lambda: ready() == 2)
-        again = ask(nodes.nodes[0], "/v1/completions", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
+        again = ask(machines.nodes[0], "/v1/completions", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
         assert again["choices"] == whole["choices"]
-        nodes.nodes[1].cut()
+        machines.nodes[1].cut()
         assert (front.end(), other.end()) == (1, 1)
         assert front.said() == [f"error: {lost.replace('5 s', '8 s')}"]
         assert other.said() == [
             "error: node 0 (host-a) has not answered node 1 (host-b) for 8 s: dead, halted or cut off"
         ]
-        assert not any(node.processes() for node in nodes.nodes)
+        assert not any(node.processes() for node in machines.nodes)
 
 
 def ask(node: Node, path: str, **body: Any) -> Any:
