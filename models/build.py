@@ -61,7 +61,7 @@ class DraftParts:
 
 @dataclass(frozen=True)
 class StoredModules:
-    """The checkpoint tells of the module at a path. The defaults are for where there is no checkpoint."""
+    """Answers questions about the checkpoint's module at a path: no to all, where there is no checkpoint."""
 
     biased: Callable[[str], bool] = lambda path: False  # whether it has a bias, even if its family has none
     holds: Callable[[str], bool] = lambda path: False  # whether it is there, where files of a family differ

@@ -11,7 +11,7 @@ from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 CLIPPED = ExpertKind(limit=0.8, alpha=1.702, biased=True)
 
 
-class Place(Protocol):
+class FillTarget(Protocol):
     def fill(self, expert: int, which: str, part: Tensor, /) -> object: ...
 
     def fill_bias(self, expert: int, which: str, part: Tensor, /) -> None: ...
@@ -22,7 +22,7 @@ def kind_of(format: Format) -> ExpertKind:
     return CLIPPED if format.kind in ("bfloat16", "mxfp4") else SILU_EXPERTS
 
 
-def fill_experts(count: int, inner: int, hidden: int, kind: ExpertKind, *places: Place) -> None:
+def fill_experts(count: int, inner: int, hidden: int, kind: ExpertKind, *places: FillTarget) -> None:
     """Fills `count` experts in all `places`."""
     for expert in range(count):
         for which, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):

@@ -211,13 +211,13 @@ EMPTY_NAMES = {"found", "each", "made", "place"}
 
 
 def names_bound(tree: ast.Module) -> Iterator[str]:
-    """The names that the file gives: to variables, fields, attributes, parameters, functions and in imports."""
+    """The names that the file gives: to variables, fields, attributes, parameters, functions and classes."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
                 yield name
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name.lower()
             case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.ExceptHandler(name=str(name)):
                 yield name
             case ast.alias(asname=str(name)):

@@ -64,7 +64,7 @@ def counted(parallel: Parallel) -> Parallel:
 
 
 @dataclass
-class Made:
+class AllocatedTensor:
     """A tensor with memory of its own, and the module and op that made it."""
 
     module: str  # path of the innermost module that was running
@@ -103,9 +103,9 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._modules: list[str] = []
-        self._live: dict[int, Made] = {}
+        self._live: dict[int, AllocatedTensor] = {}
         self._total = self._most = 0
-        self._fullest: list[Made] = []
+        self._fullest: list[AllocatedTensor] = []
 
     def note(self, tensor: Tensor, what: str) -> None:
         """Records `what` as the meaning of `tensor`, which was just made."""
@@ -125,7 +125,7 @@ class Ledger(TorchDispatchMode):
         if storage._cdata in self._live:
             return
         path = self._modules[-1] if self._modules else ""
-        allocated = Made(path, what, tuple(tensor.shape), tensor.itemsize, storage.nbytes())
+        allocated = AllocatedTensor(path, what, tuple(tensor.shape), tensor.itemsize, storage.nbytes())
         self._live[storage._cdata] = allocated
         self._total += allocated.nbytes
         weakref.finalize(storage, self._end, storage._cdata).atexit = False
@@ -187,15 +187,15 @@ def _kind_of(module: nn.Module) -> object:
     return tuple(shapes), tuple(type(child) for child in module.modules())
 
 
-def parts_of(tensors: Sequence[Made]) -> list[PlanLine]:
+def parts_of(tensors: Sequence[AllocatedTensor]) -> list[PlanLine]:
     """A part for each name, with the arithmetic of the shapes of all tensors that have it."""
-    parts: dict[str, list[Made]] = {}
+    parts: dict[str, list[AllocatedTensor]] = {}
     for tensor in tensors:
         parts.setdefault(tensor.name, []).append(tensor)
     return [PlanLine(name, sum(tensor.nbytes for tensor in group), _arithmetic(group)) for name, group in parts.items()]
 
 
-def _arithmetic(group: Sequence[Made]) -> str:
+def _arithmetic(group: Sequence[AllocatedTensor]) -> str:
     shapes = Counter((*tensor.shape, tensor.itemsize) for tensor in group)
     terms = []
     for (*shape, itemsize), count in shapes.items():

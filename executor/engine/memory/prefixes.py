@@ -48,7 +48,7 @@ def key_of(key: bytes, number: int) -> bytes:
     return key + number.to_bytes(2, "little") if number else key
 
 
-class Found(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The part of a prompt's beginning that is kept."""
 
     held: list[Holding]  # of each set of layers
@@ -128,7 +128,7 @@ class PageCache:
         """Number of checkpoints that no sequence holds."""
         return sum(key.endswith(CHECKPOINT) for key in self.idle) if self.sets else 0
 
-    def find(self, keys: ListOf[bytes], tokens: int, windows: ListOf[int | None] = (None,)) -> Found:
+    def find(self, keys: ListOf[bytes], tokens: int, windows: ListOf[int | None] = (None,)) -> CachedPrefix:
         """Returns what is kept of the beginning of `tokens` tokens, whose full pages have the keys `keys`, for sets of
         layers that see `windows`. The last token is never part of it."""
         size, kept = self.pool.page_size, self.index.__contains__
@@ -139,7 +139,7 @@ class PageCache:
         for number, held in enumerate(holdings):
             held.slide(count * size, size)
             held.blocks = [self.index[key_of(key, number)] for key in keys[held.first : count]]
-        return Found(holdings, states if count and isinstance(states, States) else None, pages)
+        return CachedPrefix(holdings, states if count and isinstance(states, States) else None, pages)
 
     def hold(self, blocks: ListOf[Block]) -> None:
         """Count one more sequence as holder of `blocks`, which `find` found."""

@@ -37,9 +37,8 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
     """The kernels of equal parts of layers, under names such as `mlp.experts of layers 0-47, 1 to 8 tokens`. Left
     out are routers and the output head, which are always floats."""
     tokens = gemv_tokens(settings, built)
-    by_kernels: dict[
-        tuple[str, str, str], dict[str, list[int]]
-    ] = {}  # (few, more, why not) -> part of a layer -> layers
+    # (few, more, why not) -> part of a layer -> layers
+    by_kernels: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     for path, layer in layers_of(model):
         match = re.search(r"(?:model\.|(.*\.)|)layers\.(\d+)\.(.+)", path)
         if match and isinstance(layer, (Experts, MergedLinear, RowLinear)):
