@@ -182,6 +182,12 @@ def test_ascends_libraries_are_imported_in_few_places() -> None:
             assert not {name.split(".")[0] for name in imports(own)} & {"torch_npu", "torchair"}, module
 
 
+def test_triton_is_imported_by_kernels_alone() -> None:
+    for module, path in SOURCES.items():
+        if not is_in(module, "umbra.ops.cuda.kernels"):
+            assert "triton" not in {name.split(".")[0] for name in imports(path)}, module
+
+
 def test_environment_is_read_in_one_file_and_that_of_a_device_in_its_folder() -> None:
     for module, path in SOURCES.items():
         text = path.read_text()

@@ -28,6 +28,9 @@ STAGES = (
     GpuStage("latency", "time of a job of the host in a captured step: host functions against the doorbell", 80),
     GpuStage("moves", "experts that become resident within replays", 55),
     GpuStage("watchdog", "a context that dies under a waiting step; the next process works", 55),
+    GpuStage("demos", "demo models, all experts resident: the tokens of the same ops on the CPU", 150, default=False),
+    GpuStage("kernels", "Triton's kernels: the reference, and the share of the GPU's read rate", 150, default=False),
+    GpuStage("graphs", "a captured decode step: 2,000 replays with changed inputs", 60, default=False),
     GpuStage("cpu_tests", "tests/ops/cpu: kernels of the instruction sets that this processor has", 300, default=False),
 )
 

@@ -1,2 +1,8 @@
 """Triton's kernels, each with the name and the meaning of an op of ops/reference.py. Each file begins with what a
 program of its kernel computes."""
+
+from umbra.ops.cuda.kernels.experts import mixture
+from umbra.ops.cuda.kernels.paged import attention, latent_attention
+from umbra.ops.cuda.kernels.recurrent import causal_conv, gated_delta_rule
+
+__all__ = ["attention", "causal_conv", "gated_delta_rule", "latent_attention", "mixture"]

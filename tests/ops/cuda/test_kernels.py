@@ -1,0 +1,107 @@
+"""Triton's kernels in its interpreter, on CPU tensors, against what the ops mean."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tests.ops.cuda.interpreter
+from tests.ops.cuda.blocks import FORMATS, random_blocks
+from tests.ops.test_delta_net import Layer
+from umbra.ops import reference
+from umbra.ops.cuda import kernels
+from umbra.ops.cuda.ops import grouped
+from umbra.ops.cuda.weights import BlockExperts
+from umbra.ops.formats import Format
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Paged
+
+assert tests.ops.cuda.interpreter
+CLIPPED = ExpertKind(7.0, 1.7, True)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_mixtures_are_the_reference(format: Format) -> None:
+    """Also with an expert of another rank, one that is not there, and one that no row has."""
+    torch.manual_seed(1)
+    inner, hidden = (32, 96) if format.group in (0, 32) else (format.group, format.group)
+    kind = CLIPPED if format.kind in ("mxfp4", "bfloat16") else SILU_EXPERTS
+    shape, blocks = random_blocks(4, inner, hidden, format, kind)
+    experts = BlockExperts(4, inner, hidden, format, torch.device("cpu"), kind)
+    experts.data.copy_(blocks)
+    x, weights, ids = torch.randn(2, hidden), torch.rand(2, 2), torch.tensor([[5, 7], [8, 11]])
+    there = torch.where(ids == 7, -1, ids)
+    places = torch.where(torch.arange(4) == 2, -1, experts.places)
+    found = kernels.mixture(x, weights, ids, shape, blocks, places, 5)
+    wanted = grouped(x, weights, there, experts, 5)
+    torch.testing.assert_close(found, wanted, atol=3e-6 * float(wanted.abs().max()), rtol=0)
+    assert found.abs().max() > 0
+
+
+def test_eight_rows_share_experts() -> None:
+    torch.manual_seed(2)
+    shape, blocks = random_blocks(3, 32, 64, Format("q4", 32))
+    experts = BlockExperts(3, 32, 64, Format("q4", 32), torch.device("cpu"), SILU_EXPERTS)
+    experts.data.copy_(blocks)
+    x, weights, ids = torch.randn(8, 64), torch.rand(8, 1), torch.tensor([[0], [1], [0], [2], [2], [2], [1], [0]])
+    found = kernels.mixture(x, weights, ids, shape, blocks, experts.places, 0)
+    torch.testing.assert_close(found, grouped(x, weights, ids, experts, 0), atol=1e-5, rtol=1e-5)
+
+
+CASES: list[dict[str, Any]] = [
+    dict(page=4, width=24, heads=(2, 6), starts=[0, 3, 4, 4, 9], lengths=[7, 1, 5, 21]),
+    dict(page=4, width=16, heads=(1, 2), starts=[0, 1, 2, 3], lengths=[40, 1, 9], window=5, sinks=True),
+    dict(page=64, width=64, heads=(2, 8), starts=[0, 1, 2], lengths=[1300, 530], window=600, sinks=True),
+]
+
+
+def cached(cache: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+    """`cache` (pages, page size, ...) of NaN with random numbers where the sequences have tokens."""
+    for table, length in zip(tables, lengths, strict=True):
+        for token in range(length):
+            cache[table[token // cache.shape[1]], token % cache.shape[1]] = torch.randn(cache.shape[2:])
+    return cache
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_the_reference(case: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    page, width, (kv_heads, heads), lengths = (case[name] for name in ("page", "width", "heads", "lengths"))
+    pages = -(-max(lengths) // page) + 1
+    tables = torch.randperm(len(lengths) * pages).view(len(lengths), pages)
+    paged = Paged(torch.zeros(0), tables, torch.tensor(case["starts"]), torch.tensor(lengths))
+    empty = torch.full((tables.numel(), page, kv_heads, width), torch.nan, dtype=dtype)
+    k, v = (cached(empty.clone(), tables, lengths) for _ in range(2))
+    q = torch.randn(case["starts"][-1], heads, width).to(dtype)
+    sinks = torch.randn(heads) if case.get("sinks") else None
+    given = q, k, v, paged, width**-0.5, case.get("window"), sinks
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(kernels.attention(*given), reference.attention(*given), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("heads", [3, 20])
+def test_attention_over_latents_is_the_reference(heads: int) -> None:
+    torch.manual_seed(4)
+    lengths, tables = [9, 30], torch.randperm(16).view(2, 8)
+    cache = cached(torch.full((16, 4, 1, 40 + 8), torch.nan), tables, lengths)
+    paged = Paged(torch.zeros(0), tables, torch.tensor([0, 3, 4]), torch.tensor(lengths))
+    given = torch.randn(4, heads, 40), torch.randn(4, heads, 8), (cache,), paged, 0.2
+    torch.testing.assert_close(kernels.latent_attention(*given), reference.latent_attention(*given))
+
+
+@pytest.mark.parametrize(("heads", "depth", "width"), [((2, 4), 16, 16), ((1, 3), 24, 48)])
+def test_states_are_those_of_the_reference(heads: tuple[int, int], depth: int, width: int) -> None:
+    """Also where a step marks the place that it reads, keeps rows that may come to nothing, and takes some of them."""
+    ours, wanted = Layer(kernels, heads, depth, width), Layer(reference, heads, depth, width)
+    steps: list[list[tuple[int, ...]]] = [
+        [(5, -1, 0, 0, 0), (4, -1, 1, 2, 3), (0, 2, 2, 0, 0)],
+        [(1, 0, 0, 0, 0), (2, 1, -1, 1, 1)],
+        [(1, 0, 0, 0, 0), (1, 1, 1, 0, 0, 1), (1, 3, -1, 1, 4)],
+    ]
+    for step in steps:
+        rows = ours.rows(sum(n for n, *_ in step) + 1)
+        rows[-1] = torch.nan  # padding
+        torch.testing.assert_close(ours.run(rows, *step), wanted.run(rows, *step), atol=1e-6, rtol=1e-5)
+    assert torch.equal(ours.arena.isnan(), wanted.arena.isnan())
+    torch.testing.assert_close(ours.arena.nan_to_num(), wanted.arena.nan_to_num(), atol=1e-6, rtol=1e-5)

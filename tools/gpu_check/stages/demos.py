@@ -1,0 +1,66 @@
+"""Demo models, all experts resident: the tokens that the same ops compute on the CPU, op by op and in graphs."""
+
+import functools
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from umbra.executor.config.env import RankEnv
+from umbra.executor.config.load import load_case
+from umbra.executor.model_runner import make_runner
+from umbra.executor.plan.resolve import resolve
+from umbra.executor.platform.cuda.device import CudaPlatform
+from umbra.executor.run.prompts import encode_prompts
+from umbra.models.tokenizers import open_tokenizer
+from umbra.tools.npu_check.outcome import Check, Passed
+
+CASES = {
+    "demo": ("demo", {}),
+    "demo, drafts": ("demo", {"draft_config.method": "ngram"}),
+    "demo_awq": ("demo_awq", {}),
+    "demo_hybrid": ("demo_hybrid", {}),
+    "demo_minimax": ("demo_minimax", {}),
+    "demo_minimax_fp8": ("demo_minimax_fp8", {}),
+}
+ONE_RANK = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_new_tokens": 24, "batch_size": 4}
+
+
+def checks() -> list[Check]:
+    return [
+        Check(f"{name}, {mode}", partial(same_tokens, *case, mode))
+        for name, case in CASES.items()
+        if (Path(load_case(case[0], []).model_path)).exists()
+        for mode in ("eager", "graph")
+    ]
+
+
+def same_tokens(case: str, settings: dict[str, Any], mode: str) -> Passed:
+    """Compares whole completions. Dense products are float32, and GPUs use no TF32 unless they are told to."""
+    wanted, _ = completions(case, "cpu", "eager", tuple(settings.items()))
+    found, times = completions(case, "cuda", mode, tuple(settings.items()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        if ours != theirs:
+            same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+            raise AssertionError(f"token {same} of {len(theirs)} differs: {ours[same:][:4]} for {theirs[same:][:4]}")
+    return Passed(f"{sum(map(len, found))} tokens", times)
+
+
+@functools.cache
+def completions(
+    name: str, device: str, mode: str, settings: tuple[tuple[str, Any], ...]
+) -> tuple[list[list[int]], dict[str, float]]:
+    """The tokens of all prompts, from ops on `device`, and what they took."""
+    overrides = SETTINGS | dict(settings) | {"exe_mode": mode}
+    case = load_case(name, ['platform="cuda"', *(f"{key}={value}" for key, value in overrides.items())])
+    runner = make_runner(resolve(case, silent=True), Path("results/gpu_check"), ONE_RANK)
+    runner.setup(partial(CudaPlatform, device="cpu", kernels=False) if device == "cpu" else CudaPlatform)
+    vocabulary, template = runner.config.vocab_size, case.model_config.chat_template
+    tokenizer = open_tokenizer(runner.folder, True, vocabulary, template)
+    if tokenizer is None:
+        raise AssertionError(f"{name} has no tokenizer")
+    prompts = list(zip(case.data_config.prompts, encode_prompts(case, tokenizer), strict=True))
+    start = time.perf_counter()
+    found = [list(sequence.generated) for sequence in runner.model_generate(prompts)]
+    return found, {"s": round(time.perf_counter() - start, 2)}

@@ -1,0 +1,197 @@
+"""Triton's kernels on the card against what the ops mean on the CPU, and the share of the card's read rate at which
+they read weights and caches."""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from umbra.ops import reference
+from umbra.ops.cpu.shadow import ExpertBlocks
+from umbra.ops.cuda import kernels
+from umbra.ops.cuda.ops import grouped
+from umbra.ops.cuda.weights import BlockExperts
+from umbra.ops.formats import SPECS, Format
+from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Paged, Recurrent
+from umbra.tools.npu_check.outcome import Check, Passed, Skipped
+
+HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # of Qwen3-30B-A3B
+ROUNDS = 20
+BOUND = 2e-2  # of bfloat16 results, of the largest
+
+
+def checks() -> list[Check]:
+    formats = [Format(name, 32 if spec.zero_points else spec.group) for name, spec in SPECS.items()]
+    return [
+        *(Check(f"mixture {format.kind}", partial(mixture, format)) for format in formats),
+        Check("mixture q4 biased", partial(mixture, Format("q4", 32, True), ExpertKind(7.0, 1.7, True))),
+        *(Check(f"attention {length}, {rows} rows", partial(attention, length, rows)) for length, rows in LENGTHS),
+        Check("attention with a window and sinks", partial(attention, 3000, 4, 128)),
+        *(Check(f"latents {length}, {rows} rows", partial(latents, length, rows)) for length, rows in LENGTHS),
+        Check("delta rule", delta),
+    ]
+
+
+LENGTHS = ((500, 1), (8000, 1), (8000, 8))
+
+
+@functools.cache
+def read_rate() -> float:
+    """GB/s at which the card sums a tensor that no cache holds."""
+    big = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    return big.nbytes / 1e6 / time_ms([partial(torch.sum, big)])
+
+
+def time_ms(works: Sequence[Callable[[], Any]]) -> float:
+    """The median time of a call, of calls that take turns, captured in one graph so that launches cost nothing."""
+    for work in works:
+        work()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for i in range(ROUNDS):
+            works[i % len(works)]()
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / ROUNDS)
+    return sorted(times)[2]
+
+
+def differs(found: Tensor, wanted: Tensor, bound: float) -> float:
+    """The largest difference as a share of the largest element; raises if it is above `bound`."""
+    error = float((found.cpu().float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    if not error <= bound:
+        raise AssertionError(f"off by {error:.2e} of the largest, more than {bound:.0e}")
+    return error
+
+
+def needs_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise Skipped("torch sees no GPU")
+
+
+def mixture(format: Format, kind: ExpertKind = SILU_EXPERTS) -> Passed:
+    needs_gpu()
+    torch.manual_seed(0)
+    hidden, inner = (HIDDEN, INNER)
+    shape = ExpertBlocks(inner, hidden, format, kind)
+    few = random_blocks(shape, 4)
+    experts = BlockExperts(4, inner, hidden, format, torch.device("cpu"), kind)
+    experts.data.copy_(few)
+    x, weights = torch.randn(3, hidden), torch.rand(3, 2)
+    ids = torch.tensor([[0, 1], [3, 9], [1, 0]])
+    found = kernels.mixture(x.cuda(), weights.cuda(), ids.cuda(), shape, few.cuda(), experts.places.cuda(), 0)
+    error = differs(found, grouped(x, weights, ids, experts, 0), 1e-4)
+    measured: dict[str, Any] = {"error": error}
+    many = few.cuda().repeat(EXPERTS // 4, 1)
+    places = torch.arange(EXPERTS, device="cuda") * shape.block_bytes
+    for rows in (1, 2, 4, 8):
+        rows_of = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+        chosen = [torch.rand(rows, EXPERTS, device="cuda").topk(TOP_K).indices for _ in range(8)]
+        of = torch.rand(rows, TOP_K, device="cuda")
+        works = [partial(kernels.mixture, rows_of, of, one, shape, many, places, 0) for one in chosen]
+        ms = time_ms(works)
+        used = sum(len(one.unique()) for one in chosen) / len(chosen)
+        measured[f"us, {rows} rows"] = round(1e3 * ms, 1)
+        measured[f"share of HBM, {rows} rows"] = round(used * shape.block_bytes / 1e6 / ms / read_rate(), 3)
+    return Passed(f"{measured['share of HBM, 1 rows']:.0%} of {read_rate():.0f} GB/s at one row", measured)
+
+
+def random_blocks(shape: ExpertBlocks, count: int) -> Tensor:
+    """Blocks (count, bytes) of random experts, filled as a checkpoint's are where the format rounds floats; else with
+    random levels."""
+    blocks = torch.zeros(count, shape.block_bytes, dtype=torch.uint8)
+    for block in blocks:
+        for which, (rows, columns) in dict(
+            gate=(shape.inner, shape.hidden), up=(shape.inner, shape.hidden), down=(shape.hidden, shape.inner)
+        ).items():
+            if not shape.formats["w13"].spec.nesting:
+                shape.fill(block.data_ptr(), which, torch.randn(rows, columns) / columns**0.5)
+    if not shape.formats["w13"].spec.nesting:
+        return blocks
+    for name, (rows, columns) in shape.shapes.items():
+        format, (quants, scales, _, _) = shape.formats[name], shape.offsets[name]
+        nesting = format.spec.nesting
+        if nesting is None:
+            continue
+        sizes = shape.planes(name, rows)
+        blocks[:, quants : quants + sizes[0]] = torch.randint(256, (count, sizes[0]), dtype=torch.uint8)
+        groups = rows * columns // format.group // 16
+        halves = (torch.rand(count, groups, 8 * nesting.group_bytes) * 1e-4).half().view(torch.uint8)
+        bytes_ = torch.randint(64, (count, groups, format.group // 32 * 16 * nesting.block_bytes), dtype=torch.uint8)
+        blocks[:, scales : scales + sizes[1]] = torch.cat((halves, bytes_), 2).view(count, -1)
+    return blocks
+
+
+def paged(length: int, rows: int, page: int) -> Paged:
+    pages = -(-length // page)
+    tables = torch.randperm(rows * pages, device="cuda").view(rows, pages)
+    starts = torch.arange(rows + 1, device="cuda")
+    return Paged(starts, tables, starts, torch.full((rows,), length, device="cuda"))
+
+
+def on_host(of: Paged) -> Paged:
+    return Paged(*(torch.as_tensor(each).cpu() for each in of))
+
+
+def attention(length: int, rows: int, window: int | None = None) -> Passed:
+    needs_gpu()
+    torch.manual_seed(0)
+    of, width, kv_heads, heads = paged(length, rows, 64), 128, 4, 32
+    k, v = (torch.randn(of.block_tables.numel(), 64, kv_heads, width, device="cuda").bfloat16() for _ in range(2))
+    q, sinks = torch.randn(rows, heads, width, device="cuda").bfloat16(), torch.randn(heads, device="cuda")
+    given = q, k, v, of, width**-0.5, window, sinks if window else None
+    host = q.cpu(), k.cpu(), v.cpu(), on_host(of), width**-0.5, window, sinks.cpu() if window else None
+    error = differs(kernels.attention(*given), reference.attention(*host), BOUND)
+    ms = time_ms([partial(kernels.attention, *given)])
+    share = rows * min(length, window or length) * kv_heads * width * 4 / 1e6 / ms / read_rate()
+    return Passed(f"{share:.0%} of HBM", {"error": error, "us": round(1e3 * ms, 1), "share of HBM": round(share, 3)})
+
+
+def latents(length: int, rows: int) -> Passed:
+    needs_gpu()
+    torch.manual_seed(0)
+    of, width, rotary, heads = paged(length, rows, 64), 512, 64, 128
+    cache = torch.randn(of.block_tables.numel(), 64, 1, width + rotary, device="cuda").bfloat16()
+    q, turned = (torch.randn(rows, heads, n, device="cuda").bfloat16() for n in (width, rotary))
+    found = kernels.latent_attention(q, turned, (cache,), of, 0.07)
+    error = differs(found, reference.latent_attention(q.cpu(), turned.cpu(), (cache.cpu(),), on_host(of), 0.07), BOUND)
+    ms = time_ms([partial(kernels.latent_attention, q, turned, (cache,), of, 0.07)])
+    share = rows * length * (width + rotary) * 2 / 1e6 / ms / read_rate()
+    return Passed(f"{share:.0%} of HBM", {"error": error, "us": round(1e3 * ms, 1), "share of HBM": round(share, 3)})
+
+
+def delta() -> Passed:
+    """One row of each of eight sequences, with the sizes of Qwen3-Next."""
+    needs_gpu()
+    torch.manual_seed(0)
+    rows, key_heads, heads, width = 8, 16, 32, 128
+    channels = (2 * key_heads + heads) * width
+    places = torch.arange(rows, dtype=torch.int32)
+    none = torch.zeros(rows, dtype=torch.int32)
+    tables = Recurrent(torch.arange(rows + 1), places, places, none, none, none)
+    x, weight = torch.randn(rows, channels), torch.randn(4, channels) / 2
+    a, b, rates, bias = torch.randn(rows, heads), torch.randn(rows, heads), torch.rand(heads), torch.randn(heads)
+    conv, states = torch.randn(rows, 3, channels), torch.randn(rows, heads, width, width) * 0.1
+    inputs = torch.zeros(rows, 0, key_heads * width + heads * width + 2 * heads)
+    on_card = [each.cuda() for each in (x, weight, conv, a, b, rates, bias, states, inputs)]
+    there = Recurrent(*(each.cuda() for each in tables))
+
+    def run(ops: Any, of: Recurrent, *given: Tensor) -> Tensor:
+        x, weight, conv, a, b, rates, bias, states, inputs = given
+        out: Tensor = ops.gated_delta_rule(ops.causal_conv(x, weight, conv, of), a, b, rates, bias, states, inputs, of)
+        return out
+
+    found = run(kernels, there, *on_card)
+    error = differs(found, run(reference, tables, x, weight, conv, a, b, rates, bias, states, inputs), 1e-4)
+    differs(on_card[7], states, 1e-4)
+    ms = time_ms([partial(run, kernels, there, *on_card)])
+    share = 2 * states.nbytes / 1e6 / ms / read_rate()
+    return Passed(f"{share:.0%} of HBM", {"error": error, "us": round(1e3 * ms, 1), "share of HBM": round(share, 3)})
