@@ -39,12 +39,12 @@ def checks() -> list[Check]:
 def same_tokens(case: str, settings: dict[str, Any], mode: str) -> Passed:
     """Compares whole completions. Dense products are float32, and GPUs use no TF32 unless they are told to."""
     wanted, _ = completions(case, "cpu", "eager", tuple(settings.items()))
-    found, times = completions(case, "cuda", mode, tuple(settings.items()))
-    for ours, theirs in zip(found, wanted, strict=True):
+    generated, times = completions(case, "cuda", mode, tuple(settings.items()))
+    for ours, theirs in zip(generated, wanted, strict=True):
         if ours != theirs:
             same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
             raise AssertionError(f"token {same} of {len(theirs)} differs: {ours[same:][:4]} for {theirs[same:][:4]}")
-    return Passed(f"{sum(map(len, found))} tokens", times)
+    return Passed(f"{sum(map(len, generated))} tokens", times)
 
 
 @functools.cache
@@ -62,5 +62,5 @@ def completions(
         raise AssertionError(f"{name} has no tokenizer")
     prompts = list(zip(case.data_config.prompts, encode_prompts(case, tokenizer), strict=True))
     start = time.perf_counter()
-    found = [list(sequence.generated) for sequence in runner.model_generate(prompts)]
-    return found, {"s": round(time.perf_counter() - start, 2)}
+    generated = [list(sequence.generated) for sequence in runner.model_generate(prompts)]
+    return generated, {"s": round(time.perf_counter() - start, 2)}

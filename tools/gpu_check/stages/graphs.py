@@ -50,13 +50,13 @@ def replays(name: str, rows: int) -> Passed:
     with torch.inference_mode():
         for number in range(REPLAYS):
             one = batch(number)
-            found: Any = step(one)
+            ours: Any = step(one)
             if number == 1:
                 torch.cuda.synchronize()
                 memory, begun = torch.cuda.memory_reserved(), time.perf_counter()
             if number % EVERY == 0:
                 wanted = engine.eager_step(one)
-                worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+                worst = max(worst, float((ours - wanted).abs().max() / wanted.abs().max()))
                 if not worst < 2e-2:
                     raise AssertionError(f"replay {number} is off by {worst:.1e}")
     torch.cuda.synchronize()

@@ -64,9 +64,9 @@ def time_ms(works: Sequence[Callable[[], Any]]) -> float:
     return sorted(times)[2]
 
 
-def differs(found: Tensor, wanted: Tensor, bound: float) -> float:
+def differs(ours: Tensor, wanted: Tensor, bound: float) -> float:
     """The largest difference as a share of the largest element; raises if it is above `bound`."""
-    error = float((found.cpu().float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    error = float((ours.cpu().float() - wanted.float()).abs().max() / wanted.float().abs().max())
     if not error <= bound:
         raise AssertionError(f"off by {error:.2e} of the largest, more than {bound:.0e}")
     return error
@@ -87,8 +87,8 @@ def mixture(format: Format, kind: ExpertKind = SILU_EXPERTS) -> Passed:
     experts.data.copy_(few)
     x, weights = torch.randn(3, hidden), torch.rand(3, 2)
     ids = torch.tensor([[0, 1], [3, 9], [1, 0]])
-    found = kernels.mixture(x.cuda(), weights.cuda(), ids.cuda(), shape, few.cuda(), experts.places.cuda(), 0)
-    error = differs(found, grouped(x, weights, ids, experts, 0), 1e-4)
+    ours = kernels.mixture(x.cuda(), weights.cuda(), ids.cuda(), shape, few.cuda(), experts.places.cuda(), 0)
+    error = differs(ours, grouped(x, weights, ids, experts, 0), 1e-4)
     measured: dict[str, Any] = {"error": error}
     many = few.cuda().repeat(EXPERTS // 4, 1)
     places = torch.arange(EXPERTS, device="cuda") * shape.block_bytes
@@ -138,7 +138,7 @@ def paged(length: int, rows: int, page: int) -> Paged:
 
 
 def on_host(of: Paged) -> Paged:
-    return Paged(*(torch.as_tensor(each).cpu() for each in of))
+    return Paged(*(torch.as_tensor(tensor).cpu() for tensor in of))
 
 
 def attention(length: int, rows: int, window: int | None = None) -> Passed:
@@ -161,15 +161,15 @@ def latents(length: int, rows: int) -> Passed:
     of, width, rotary, heads = paged(length, rows, 64), 512, 64, 128
     cache = torch.randn(of.block_tables.numel(), 64, 1, width + rotary, device="cuda").bfloat16()
     q, turned = (torch.randn(rows, heads, n, device="cuda").bfloat16() for n in (width, rotary))
-    found = kernels.latent_attention(q, turned, (cache,), of, 0.07)
-    error = differs(found, reference.latent_attention(q.cpu(), turned.cpu(), (cache.cpu(),), on_host(of), 0.07), BOUND)
+    ours = kernels.latent_attention(q, turned, (cache,), of, 0.07)
+    error = differs(ours, reference.latent_attention(q.cpu(), turned.cpu(), (cache.cpu(),), on_host(of), 0.07), BOUND)
     ms = time_ms([partial(kernels.latent_attention, q, turned, (cache,), of, 0.07)])
     share = rows * length * (width + rotary) * 2 / 1e6 / ms / read_rate()
     return Passed(f"{share:.0%} of HBM", {"error": error, "us": round(1e3 * ms, 1), "share of HBM": round(share, 3)})
 
 
 def delta() -> Passed:
-    """One row of each of eight sequences, with the sizes of Qwen3-Next."""
+    """One row of tensor of eight sequences, with the sizes of Qwen3-Next."""
     needs_gpu()
     torch.manual_seed(0)
     rows, key_heads, heads, width = 8, 16, 32, 128
@@ -181,16 +181,16 @@ def delta() -> Passed:
     a, b, rates, bias = torch.randn(rows, heads), torch.randn(rows, heads), torch.rand(heads), torch.randn(heads)
     conv, states = torch.randn(rows, 3, channels), torch.randn(rows, heads, width, width) * 0.1
     inputs = torch.zeros(rows, 0, key_heads * width + heads * width + 2 * heads)
-    on_card = [each.cuda() for each in (x, weight, conv, a, b, rates, bias, states, inputs)]
-    there = Recurrent(*(each.cuda() for each in tables))
+    on_card = [tensor.cuda() for tensor in (x, weight, conv, a, b, rates, bias, states, inputs)]
+    there = Recurrent(*(tensor.cuda() for tensor in tables))
 
     def run(ops: Any, of: Recurrent, *given: Tensor) -> Tensor:
         x, weight, conv, a, b, rates, bias, states, inputs = given
         out: Tensor = ops.gated_delta_rule(ops.causal_conv(x, weight, conv, of), a, b, rates, bias, states, inputs, of)
         return out
 
-    found = run(kernels, there, *on_card)
-    error = differs(found, run(reference, tables, x, weight, conv, a, b, rates, bias, states, inputs), 1e-4)
+    ours = run(kernels, there, *on_card)
+    error = differs(ours, run(reference, tables, x, weight, conv, a, b, rates, bias, states, inputs), 1e-4)
     differs(on_card[7], states, 1e-4)
     ms = time_ms([partial(run, kernels, there, *on_card)])
     share = 2 * states.nbytes / 1e6 / ms / read_rate()
