@@ -28,8 +28,7 @@ namespace umbra {
 namespace {
 
 constexpr int kSteps = 4;    // blocks of 32 columns in a chunk
-constexpr int kTokens = 16;  // activation rows of a tile
-constexpr int kFewest = 8;   // of them that are worth a tile: by the static models from 7 on
+constexpr int kTokens = 16;  // activation rows of a tile: fewer are faster in avx512.cpp
 constexpr int kBlocks = 4;   // row blocks at once
 
 // Of products. Tiles 0 .. 3: activations of each step. 4, 5: sums. 6, 7: weights.
@@ -173,24 +172,22 @@ INLINE void add(std::integer_sequence<int, Step...>, const Sums& dots, const Wei
     ((next ? multiply<Step>(*next, next_dots) : void(), add<F>(dots.of[Step], weights, activations, Step, sums)), ...);
 }
 
-// Up to kBlocks row blocks, all activation rows.
+// Up to kBlocks row blocks, `count` activation rows, which fill whole tiles.
 template <Format F>
 TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
                        float* y, size_t stride) {
     constexpr auto steps = std::make_integer_sequence<int, kSteps>{};
     const Tiles configured(kProducts);
-    const int columns = w.k / kBlock, full = count / kTokens, rest = count % kTokens, tiles = full + (rest > 0);
+    const int columns = w.k / kBlock, tiles = count / kTokens;
     Weights weights[kBlocks];
     Activations activations[2];
     Sums dots[2];
-    constexpr int kWidth = kBlocks * kRows;
-    alignas(64) float last[kTokens * kWidth];  // results of a last tile that copies of the last row fill
     for (int first = 0; first < columns; first += kSteps) {
         const int filled = std::min(kSteps, columns - first);
         const auto take = [&](int tile) {
             const Block* from[kTokens];
             for (int t = 0; t < kTokens; t++) {
-                const int at = std::min(tile * kTokens + t, count - 1);
+                const int at = tile * kTokens + t;
                 from[t] = rows.blocks + static_cast<size_t>(index ? index[at] : at) * columns + first;
             }
             gather(from, filled, activations[tile % 2]);
@@ -201,8 +198,7 @@ TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows,
         multiply(steps, weights[0], dots[0]);
         for (int tile = 0, unit = 0; tile < tiles; tile++) {
             if (tile + 1 < tiles) take(tile + 1);
-            float* out = tile < full ? y + tile * kTokens * stride : last;
-            const size_t step = tile < full ? stride : kWidth;
+            float* out = y + tile * kTokens * stride;
             for (int b = 0; b < blocks; b++, unit++) {
                 const Weights* next = weights + b + 1;
                 if (b + 1 == blocks) {
@@ -212,21 +208,19 @@ TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows,
                 __m512 sums[kTokens];
 #pragma GCC unroll 16
                 for (int t = 0; t < kTokens; t++)
-                    sums[t] = first ? _mm512_loadu_ps(out + t * step + b * kRows) : _mm512_setzero_ps();
+                    sums[t] = first ? _mm512_loadu_ps(out + t * stride + b * kRows) : _mm512_setzero_ps();
                 add<F>(steps, dots[unit % 2], weights[b], activations[tile % 2], next, dots[(unit + 1) % 2], sums);
 #pragma GCC unroll 16
-                for (int t = 0; t < kTokens; t++) _mm512_storeu_ps(out + t * step + b * kRows, sums[t]);
+                for (int t = 0; t < kTokens; t++) _mm512_storeu_ps(out + t * stride + b * kRows, sums[t]);
             }
         }
     }
-    for (int t = 0; t < rest; t++)
-        std::memcpy(y + (full * kTokens + t) * stride, last + t * kWidth, blocks * kRows * sizeof(float));
 }
 
 template <Format F>
 void several(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count, float* y,
              size_t stride) {
-    const int rest = !any_zeros(F) && w.zeros ? count : count % kTokens < kFewest ? count % kTokens : 0;
+    const int rest = !any_zeros(F) && w.zeros ? count : count % kTokens;
     const int tiled = count - rest;
     for (int b = 0; tiled && b < blocks; b += kBlocks)
         tiles_pass<F>(w, block + b, std::min(kBlocks, blocks - b), rows, index, tiled, y + b * kRows, stride);
