@@ -17,7 +17,7 @@ from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig
 from umbra.ops.interface import Exchange, Ops
 
-Step = Callable[[Batch], Any]  # -> logits, or several tensors
+ModelStep = Callable[[Batch], Any]  # -> logits, or several tensors
 
 
 class Platform(ABC):
@@ -38,7 +38,7 @@ class Platform(ABC):
         """Take this rank's device for the whole process."""
 
     @abstractmethod
-    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+    def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         """`step`, a method of a model, run through graphs as `exe_mode` says. The result takes batches on the host, of
         which some tensors may be on the device. The host reads something of the device after at most `calls` calls."""
 

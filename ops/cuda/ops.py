@@ -151,8 +151,8 @@ def grouped(x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts, firs
     shape, first = experts.shape, first_expert or 0
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     here = [i - first for i in ids.unique().tolist() if first <= i < first + experts.count]
-    each = max(1, UNPACKED // (3 * shape.inner * shape.hidden))
-    for some in (here[at : at + each] for at in range(0, len(here), each)):
+    per_part = max(1, UNPACKED // (3 * shape.inner * shape.hidden))
+    for some in (here[at : at + per_part] for at in range(0, len(here), per_part)):
         blocks = experts.data[some]
         w13, w2 = (unpacked(blocks, shape, name).to(x.dtype) for name in shape.shapes)
         b13, b2 = (biases(blocks, shape, name) for name in shape.shapes)

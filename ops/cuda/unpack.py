@@ -38,15 +38,15 @@ def _levels(quants: Tensor, format: Format, shape: tuple[int, ...]) -> Tensor:
     spec, (count, blocks, columns) = format.spec, shape
     if spec.float_levels:
         return quants.view(torch.float8_e4m3fn).view(*shape, ROWS).transpose(-1, -2).float()
-    each = quants.view(count, blocks, columns // BLOCK, -1)
+    by_block = quants.view(count, blocks, columns // BLOCK, -1)
     if spec.bits == 8:
-        bytes_ = each.view(*each.shape[:3], BLOCK // WORD, ROWS, WORD)
+        bytes_ = by_block.view(*by_block.shape[:3], BLOCK // WORD, ROWS, WORD)
         return bytes_.permute(0, 1, 4, 2, 3, 5).reshape(count, blocks, ROWS, columns).float()
-    nibbles = each[..., : BLOCK * ROWS // 2].unflatten(-1, (HALF // WORD, ROWS, WORD))
+    nibbles = by_block[..., : BLOCK * ROWS // 2].unflatten(-1, (HALF // WORD, ROWS, WORD))
     halves = torch.stack((nibbles & 15, nibbles >> 4), 3)  # (count, blocks, k / 32, 2, 4, ROWS, 4)
     levels = halves.permute(0, 1, 5, 2, 3, 4, 6).reshape(count, blocks, ROWS, columns)
     if bits := spec.bits - 4:
-        words = each[..., BLOCK * ROWS // 2 :].unflatten(-1, (bits, ROWS, 1, WORD))
+        words = by_block[..., BLOCK * ROWS // 2 :].unflatten(-1, (bits, ROWS, 1, WORD))
         shifts = torch.arange(0, 8, bits, device=quants.device, dtype=torch.uint8)[:, None]
         high = (words >> shifts) & ((1 << bits) - 1)  # (count, blocks, k / 32, bits, ROWS, 8 / bits, 4)
         levels = levels | high.permute(0, 1, 4, 2, 3, 5, 6).reshape(levels.shape) << 4
@@ -60,10 +60,10 @@ def _scaled(values: Tensor, scales: Tensor, zeros: Tensor, format: Format) -> Te
     spec, lead, groups = format.spec, values.shape[:2], values.shape[-1] // format.group
     if nesting := spec.nesting:
         halves = nesting.group_bytes // 2
-        each = scales.reshape(*lead, groups, -1)
-        of_scales = each[..., : 2 * ROWS * halves].reshape(-1).view(torch.float16).float()
+        by_group = scales.reshape(*lead, groups, -1)
+        of_scales = by_group[..., : 2 * ROWS * halves].reshape(-1).view(torch.float16).float()
         of_scales = of_scales.view(*lead, groups, 1, halves, ROWS)
-        bytes_ = each[..., 2 * ROWS * halves :].unflatten(-1, (-1, nesting.block_bytes, ROWS))
+        bytes_ = by_group[..., 2 * ROWS * halves :].unflatten(-1, (-1, nesting.block_bytes, ROWS))
         if nesting.minimums:
             scale, minimum = ((of_scales * bytes_.float())[..., i, :].flatten(2, 3) for i in range(2))
             return _by_column(scale, values) * values - _by_column(minimum, values)

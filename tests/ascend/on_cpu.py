@@ -11,7 +11,7 @@ from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.ascend.exchange import most_rows
 from umbra.executor.platform.ascend.shadow_device import AscendDevice
-from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.base import ModelStep, Platform
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.config import ModelConfig
 from umbra.ops import load_ops
@@ -29,7 +29,7 @@ class OnCpu(Platform):
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         self.device = torch.device("cpu")
 
-    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+    def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         raise NotImplementedError
 
     def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:

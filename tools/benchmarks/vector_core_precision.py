@@ -31,7 +31,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
 from umbra.executor.config.load import load_case, model_folder
 from umbra.executor.model_runner import make_runner
-from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.base import ModelStep, Platform
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.config import ModelConfig
 from umbra.models.tokenizers import tokenizer_in
@@ -185,7 +185,7 @@ class OnCpu(Platform):
     def __init__(self, ops: Emulated):
         self.device, self.ops = torch.device("cpu"), cast(Any, ops)
 
-    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+    def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         raise NotImplementedError
 
     def shadow_device(self, top_k: int, choices: Any) -> Any:

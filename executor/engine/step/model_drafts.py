@@ -18,7 +18,7 @@ import torch
 
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.engine import Engine
-from umbra.executor.platform.base import Step
+from umbra.executor.platform.base import ModelStep
 from umbra.models.batch import Batch
 from umbra.ops.interface import tensor_of
 
@@ -30,7 +30,7 @@ class ModelDrafter:
     def __init__(self, engine: Engine):
         self.engine = engine
         model, platform = engine.model, engine.platform
-        self.run: Step = lambda batch: model.guess(batch.to(platform.device))
+        self.run: ModelStep = lambda batch: model.guess(batch.to(platform.device))
         eager, most = engine.case.exe_mode == "eager", engine.case.draft_config.most
         self.captured = self.run if eager else platform.compile(model.guess, engine.config, most)
 

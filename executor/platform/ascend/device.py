@@ -31,7 +31,7 @@ from umbra.executor.platform.ascend.kernels import (
 )
 from umbra.executor.platform.ascend.settings import AscendSettings, HcclSettings
 from umbra.executor.platform.ascend.versions import check_versions, read_versions
-from umbra.executor.platform.base import Platform, Step, graph_rows
+from umbra.executor.platform.base import ModelStep, Platform, graph_rows
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig
@@ -82,7 +82,7 @@ class AscendPlatform(Platform):
         self.ops = cast(Ops, self.own)
         self.communicator = self.rows = ""  # the name of that of `exchange`, and what is printed about it
 
-    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+    def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         if self.settings.of_device(AscendSettings).prefetch and self.ranks.world_size > 1:
             prefetch_attention(cast(CausalLM, cast(MethodType, step).__self__))
         return AscendGraphs(step, self.settings, self.ranks, self.device, model_config, self.communicator, calls)

@@ -31,7 +31,7 @@ from umbra.executor.platform.ascend.fallbacks import report
 from umbra.executor.platform.ascend.settings import AscendSettings
 from umbra.executor.platform.ascend.trusted_files import source_digest
 from umbra.executor.platform.ascend.versions import read_versions
-from umbra.executor.platform.base import Step
+from umbra.executor.platform.base import ModelStep
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig
@@ -68,7 +68,9 @@ class AscendGraph:
     """A step of one size: a compiled function and its inputs at fixed addresses. Of the inputs on the host there are
     `calls` pinned copies, which calls use in turn."""
 
-    def __init__(self, compiled: Step, batch: Batch, device: torch.device, calls: int, lengths_on_device: bool = False):
+    def __init__(
+        self, compiled: ModelStep, batch: Batch, device: torch.device, calls: int, lengths_on_device: bool = False
+    ):
         self.compiled, self.lengths_on_device, self.turn = compiled, lengths_on_device, 0
         tensors, what = self.prepared(batch).tensors(), f"graph of {len(batch.token_ids)} tokens"
         on_host = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
@@ -104,7 +106,7 @@ class AscendGraphs:
 
     def __init__(
         self,
-        step: Step,
+        step: ModelStep,
         settings: PlatformSettings,
         ranks: RankEnv,
         device: torch.device,

@@ -15,7 +15,7 @@ from umbra.base.errors import UserError
 from umbra.cpu_offload.device import ShadowDevice
 from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
-from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.base import ModelStep, Platform
 from umbra.executor.platform.cpu.shadow_device import CpuDevice
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.batch import Batch
@@ -65,7 +65,7 @@ class CpuPlatform(Platform):
         )
         print(f"native CPU kernels: {chosen}, {placement()}")
 
-    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+    def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         return GraphStep(step)
 
     def exchange(self, config: ModelConfig) -> Exchange | None:
@@ -81,7 +81,7 @@ class CpuPlatform(Platform):
 class DecodeGraph:
     """One captured step. Its inputs and its outputs have fixed addresses; `replay` overwrites both in place."""
 
-    def __init__(self, step: Step, batch: Batch):
+    def __init__(self, step: ModelStep, batch: Batch):
         self.inputs = {name: t.clone() for name, t in batch.tensors().items()}
         fixed = batch.having(self.inputs)
         self.tape = Tape()
@@ -104,7 +104,7 @@ class GraphStep:
     next call of the same size.
     """
 
-    def __init__(self, step: Step):
+    def __init__(self, step: ModelStep):
         self.step = step
         self.graphs: dict[tuple[int, ...], DecodeGraph] = {}
 

@@ -7,7 +7,7 @@ import torch
 
 from umbra.base.errors import REFUSALS, UserError
 from umbra.executor.config.env import RankEnv
-from umbra.executor.platform.base import Platform, Step, graph_rows
+from umbra.executor.platform.base import ModelStep, Platform, graph_rows
 from umbra.executor.platform.cuda.errors import refusal
 from umbra.executor.platform.cuda.graphs import CudaGraphs
 from umbra.executor.platform.settings import PlatformSettings
@@ -37,7 +37,7 @@ class CudaPlatform(Platform):
         dtype: torch.dtype = getattr(torch, settings.dtype)
         self.ops = cast(Ops, CudaOps(dtype, kernels, settings.decode_rows))
 
-    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+    def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         return CudaGraphs(step, self.device, calls)
 
     def padded_rows(self, rows: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from umbra.executor.platform.base import Step
+from umbra.executor.platform.base import ModelStep
 from umbra.models.batch import Batch
 
 ALIGNMENT = 64
@@ -49,11 +49,11 @@ class Inputs:
 class CudaGraph:
     """A step of one size. What it returns is overwritten by the next call of the same size."""
 
-    def __init__(self, step: Step, batch: Batch, device: torch.device, calls: int, pool: Any):
+    def __init__(self, step: ModelStep, batch: Batch, device: torch.device, calls: int, pool: Any):
         self.inputs, self.step, self.device = Inputs(batch, device, calls), step, device
         # All data-parallel groups are padded to one size, which the step takes from the shapes of the tensors.
         self.batch = batch.having(self.inputs.tensors)
-        self.pool, self.found = pool, None
+        self.pool, self.output = pool, None
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def first(self, batch: Batch) -> Any:
@@ -64,28 +64,28 @@ class CudaGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            found = self.step(self.batch)
+            output = self.step(self.batch)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self.found = self.step(self.batch)
+            self.output = self.step(self.batch)
         self.graph = graph
-        return found
+        return output
 
     def __call__(self, batch: Batch) -> Any:
         self.inputs.copy(batch)
         if self.graph is None:
             return self.step(self.batch)
         self.graph.replay()
-        return self.found
+        return self.output
 
 
 class CudaGraphs:
     """A step as graphs, one for each number of rows, and of those wanted of them. `calls` is the most calls of one
     before the host reads what they found."""
 
-    def __init__(self, step: Step, device: torch.device, calls: int):
+    def __init__(self, step: ModelStep, device: torch.device, calls: int):
         self.step, self.device, self.calls = step, device, calls
         self.graphs: dict[tuple[int, ...], CudaGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None

@@ -35,9 +35,9 @@ def _publish(
     tl.store(ids_out + i, tl.load(ids + i, i < pairs).to(tl.int32), i < pairs)
     weight = tl.load(weights + i, i < pairs)
     tl.store(weights_out + i, weight.to(weights_out.dtype.element_ty), i < pairs)
-    place = tl.load(places + i, i < experts, other=0, volatile=True)
-    tl.store(here + i, place, i < experts)
-    tl.store(places_out + i, tl.where(place < 0, -1, 0), i < experts)
+    row = tl.load(places + i, i < experts, other=0, volatile=True)
+    tl.store(here + i, row, i < experts)
+    tl.store(places_out + i, tl.where(row < 0, -1, 0), i < experts)
     if RINGS:
         tl.debug_barrier()
         before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")

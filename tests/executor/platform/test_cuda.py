@@ -40,8 +40,8 @@ def test_quantised_logits_stay_close(tmp_path: Path, method: str) -> None:
     sections = {"quantization": {"method": method, "group_size": 32}}
     arrays = logits_of(tmp_path / "model", "qwen3_moe", 0, exe_mode="eager", **sections)
     expected = np.concatenate([oracle_logits(oracle, prompt).numpy() for prompt in PROMPTS])
-    found = np.concatenate([arrays[f"prefill_{i}"] for i in range(len(PROMPTS))])
-    assert 0 < np.abs(found - expected).mean() < {"q8": 0.1, "q4": 0.4}[method] * np.abs(expected).mean()
+    ours = np.concatenate([arrays[f"prefill_{i}"] for i in range(len(PROMPTS))])
+    assert 0 < np.abs(ours - expected).mean() < {"q8": 0.1, "q4": 0.4}[method] * np.abs(expected).mean()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ def test_values_are_those_of_the_cpu(format: Format) -> None:
     w13, w2 = unpacked(blocks, shape, "w13"), unpacked(blocks, shape, "w2")
     gate, up = w13.unflatten(1, (-1, 2, 16)).unbind(2)
     for which, values in (("gate", gate.flatten(1, 2)), ("up", up.flatten(1, 2)), ("down", w2[:, :hidden])):
-        for block, found in zip(blocks, values, strict=True):
-            torch.testing.assert_close(found, shape.dequantised(block.data_ptr(), which), rtol=1e-5, atol=1e-6)
+        for block, ours in zip(blocks, values, strict=True):
+            torch.testing.assert_close(ours, shape.dequantised(block.data_ptr(), which), rtol=1e-5, atol=1e-6)
 
 
 def test_biases_are_read() -> None:
     shape, blocks = random_blocks(2, 64, 96, Format("q4", 32), ExpertKind(biased=True))
     for name, (rows, _) in shape.shapes.items():
-        found, at = biases(blocks, shape, name), shape.offsets[name][3]
-        assert found is not None
-        assert found.shape == (2, rows)
-        assert found[1, 3] == blocks[1, at + 12 : at + 16].view(torch.float32)
+        unpacked, at = biases(blocks, shape, name), shape.offsets[name][3]
+        assert unpacked is not None
+        assert unpacked.shape == (2, rows)
+        assert unpacked[1, 3] == blocks[1, at + 12 : at + 16].view(torch.float32)

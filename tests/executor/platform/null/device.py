@@ -9,7 +9,7 @@ from tests.executor.platform.null.facts import NullSettings
 from umbra.base.errors import UserError
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import RankEnv
-from umbra.executor.platform.base import Platform, Step
+from umbra.executor.platform.base import ModelStep, Platform
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.models.config import ModelConfig
 from umbra.ops import load_ops
@@ -33,7 +33,7 @@ class NullPlatform(Platform):
         self.device, self.ops = torch.device("cpu"), layout(torch.float32)
         print(settings.of_device(NullSettings).greeting)
 
-    def compile(self, step: Step, model_config: ModelConfig, calls: int = 1) -> Step:
+    def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         return step
 
     def peak_memory_bytes(self) -> int:
