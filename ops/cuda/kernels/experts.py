@@ -73,7 +73,7 @@ def _value(level, codes, CODED: tl.constexpr):
 
 @triton.jit
 def _sums(
-    memory, words, halves, floats, typed, codes, x, place, scales_at, zeros_at, row_block, live,
+    memory, words, halves, floats, typed, codes, x, base, scales_at, zeros_at, row_block, live,
     K: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     BITS: tl.constexpr, MIDDLE: tl.constexpr, CODED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -86,11 +86,11 @@ def _sums(
             k = first + column
             inside = (k < K) & live
             if STORED == 0:
-                at = place // (BITS // 8) + (row_block * K + k) * 16 + r
+                at = base // (BITS // 8) + (row_block * K + k) * 16 + r
                 value = tl.load(typed + at, mask=inside, other=0).to(tl.float32)
             else:
                 # The bits of an e4m3 float stand in those of a half with the bias 15 in place of 7.
-                byte = tl.load(typed + place + (row_block * K + k) * 16 + r, mask=inside, other=0).to(tl.uint16)
+                byte = tl.load(typed + base + (row_block * K + k) * 16 + r, mask=inside, other=0).to(tl.uint16)
                 half = ((byte & 128) << 8 | (byte & 127) << 7).to(tl.float16, bitcast=True)
                 value = half.to(tl.float32) * 256.0
                 low, _, _ = _scale(
@@ -109,7 +109,7 @@ def _sums(
             inside = (block < K // 32) & live
             block = tl.minimum(block, K // 32 - 1)
             within = i % IN_BLOCK
-            start = place // 4 + (row_block * (K // 32) + block) * BLOCK_WORDS
+            start = base // 4 + (row_block * (K // 32) + block) * BLOCK_WORDS
             word = tl.load(words + start + within * 16 + r, mask=inside, other=0)
             low, high, minimum = _scale(memory, halves, floats, scales_at, row_block, block, r, K, GROUP, SCALES)
             k = block * 32 + within * 4
@@ -164,23 +164,23 @@ def _up(
     pair, j = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
-    place = tl.load(places + tl.where(here, expert, 0))
-    live = here & (place >= 0)
-    place = tl.multiple_of(tl.where(live, place, 0), 64)
+    base = tl.load(places + tl.where(here, expert, 0))
+    live = here & (base >= 0)
+    base = tl.multiple_of(tl.where(live, base, 0), 64)
     row = x + pair // TOP_K * K
     if live:
         gate = _sums(
-            memory, words, halves, floats, typed, codes, row, place + AT, place + SCALES_AT, place + ZEROS_AT, 2 * j,
+            memory, words, halves, floats, typed, codes, row, base + AT, base + SCALES_AT, base + ZEROS_AT, 2 * j,
             live, K, GROUP, STORED, SCALES, ZEROS, BITS, MIDDLE, CODED, STEP,
         )  # fmt: skip
         up = _sums(
-            memory, words, halves, floats, typed, codes, row, place + AT, place + SCALES_AT, place + ZEROS_AT,
+            memory, words, halves, floats, typed, codes, row, base + AT, base + SCALES_AT, base + ZEROS_AT,
             2 * j + 1, live, K, GROUP, STORED, SCALES, ZEROS, BITS, MIDDLE, CODED, STEP,
         )  # fmt: skip
         n = tl.arange(0, 16)
         if BIASED:
-            gate += tl.load(floats + (place + BIAS_AT) // 4 + j * 32 + n)
-            up += tl.load(floats + (place + BIAS_AT) // 4 + j * 32 + 16 + n)
+            gate += tl.load(floats + (base + BIAS_AT) // 4 + j * 32 + n)
+            up += tl.load(floats + (base + BIAS_AT) // 4 + j * 32 + 16 + n)
         if LIMITED:
             gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
             out = (up + 1) * gate / (1 + tl.exp(-alpha * gate))
@@ -205,16 +205,16 @@ def _down(
         pair = t * TOP_K + choice
         expert = tl.load(ids + pair).to(tl.int64) - first_expert
         here = (expert >= 0) & (expert < EXPERTS)
-        place = tl.load(places + tl.where(here, expert, 0))
-        live = here & (place >= 0)
-        place = tl.multiple_of(tl.where(live, place, 0), 64)
+        base = tl.load(places + tl.where(here, expert, 0))
+        live = here & (base >= 0)
+        base = tl.multiple_of(tl.where(live, base, 0), 64)
         if live:
             y = _sums(
-                memory, words, halves, floats, typed, codes, x + pair * K, place + AT, place + SCALES_AT,
-                place + ZEROS_AT, j, live, K, GROUP, STORED, SCALES, ZEROS, BITS, MIDDLE, CODED, STEP,
+                memory, words, halves, floats, typed, codes, x + pair * K, base + AT, base + SCALES_AT,
+                base + ZEROS_AT, j, live, K, GROUP, STORED, SCALES, ZEROS, BITS, MIDDLE, CODED, STEP,
             )  # fmt: skip
             if BIASED:
-                y += tl.load(floats + (place + BIAS_AT) // 4 + j * 16 + n)
+                y += tl.load(floats + (base + BIAS_AT) // 4 + j * 16 + n)
             total += y * tl.load(weights + pair).to(tl.float32)
     column = j * 16 + n
     tl.store(out + t * columns + column, total.to(out.dtype.element_ty), mask=column < columns)

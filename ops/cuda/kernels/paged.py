@@ -32,8 +32,8 @@ def _attend(
     float32, peaks and weights (spans, T, heads). WIDE: products are of float32."""
     TYPE: tl.constexpr = tl.float32 if WIDE else k_cache.dtype.element_ty
     row, shared, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    each = tl.arange(0, SEQUENCES)
-    firsts = tl.load(starts + each, mask=each < sequences, other=2147483647)
+    numbers = tl.arange(0, SEQUENCES)
+    firsts = tl.load(starts + numbers, mask=numbers < sequences, other=2147483647)
     s = tl.sum((firsts <= row).to(tl.int32)) - 1
     position = tl.load(lengths + s) - tl.load(starts + s + 1) + row
     begin, end = span * SPAN, tl.minimum(span * SPAN + SPAN, position + 1)

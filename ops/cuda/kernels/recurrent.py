@@ -26,7 +26,7 @@ def _convolve(
     inside = c < channels
     start, end = tl.load(starts + s), tl.load(starts + s + 1)
     read, write = tl.load(reads + s), tl.load(writes + s)
-    mark, place, pending = tl.load(marks + s), tl.load(marked + s).to(tl.int64), tl.load(pendings + s)
+    mark, target, pending = tl.load(marks + s), tl.load(marked + s).to(tl.int64), tl.load(pendings + s)
     length = end - start
     known = TAPS - 1 + pending  # rows before the first new one
     own = before + s * before_rows * channels + c
@@ -47,7 +47,7 @@ def _convolve(
                 i = mark + row
                 old = tl.load(own + i * channels, mask=inside & (i < known) & (read >= 0), other=0)
                 new = tl.load(x + (start + i - known) * x_row + c, mask=inside & (i >= known), other=0).to(tl.float32)
-                tl.store(states + place * states_place + row * channels + c, old + new, mask=inside)
+                tl.store(states + target * states_place + row * channels + c, old + new, mask=inside)
         if write >= 0:
             for last in tl.static_range(TAPS - 1):
                 i = pending + length + last
@@ -81,7 +81,7 @@ def _delta(
     s, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end = tl.load(starts + s), tl.load(starts + s + 1)
     read, write = tl.load(reads + s), tl.load(writes + s)
-    mark, place, pending = tl.load(marks + s), tl.load(marked + s).to(tl.int64), tl.load(pendings + s)
+    mark, target, pending = tl.load(marks + s), tl.load(marked + s).to(tl.int64), tl.load(pendings + s)
     length = end - start
     d, v = tl.arange(0, PADDED), part * COLUMNS + tl.arange(0, COLUMNS)
     deep, wide = d < DEPTH, v < WIDTH
@@ -120,9 +120,9 @@ def _delta(
                 result = tl.sum(state * query[:, None], 0)
                 tl.store(out + (t * HEADS + head) * WIDTH + v, result.to(out.dtype.element_ty), mask=wide)
             if number + 1 == mark:
-                tl.store(states + place * states_place + within, state, mask=both)
+                tl.store(states + target * states_place + within, state, mask=both)
             if (mark > 0) & (write < 0) & (number >= mark) & (number - mark < rows_kept):
-                to = inputs + place * inputs_place + (number - mark) * INPUTS
+                to = inputs + target * inputs_place + (number - mark) * INPUTS
                 tl.store(to + KEYS + head * WIDTH + v, value, mask=wide)
                 if part == 0:
                     tl.store(to + KEYS + HEADS * WIDTH + head, decay)

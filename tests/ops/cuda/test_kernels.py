@@ -32,10 +32,10 @@ def test_mixtures_are_the_reference(format: Format) -> None:
     x, weights, ids = torch.randn(2, hidden), torch.rand(2, 2), torch.tensor([[5, 7], [8, 11]])
     there = torch.where(ids == 7, -1, ids)
     places = torch.where(torch.arange(4) == 2, -1, experts.places)
-    found = kernels.mixture(x, weights, ids, shape, blocks, places, 5)
+    sums = kernels.mixture(x, weights, ids, shape, blocks, places, 5)
     wanted = grouped(x, weights, there, experts, 5)
-    torch.testing.assert_close(found, wanted, atol=3e-6 * float(wanted.abs().max()), rtol=0)
-    assert found.abs().max() > 0
+    torch.testing.assert_close(sums, wanted, atol=3e-6 * float(wanted.abs().max()), rtol=0)
+    assert sums.abs().max() > 0
 
 
 def test_eight_rows_share_experts() -> None:
@@ -44,8 +44,8 @@ def test_eight_rows_share_experts() -> None:
     experts = BlockExperts(3, 32, 64, Format("q4", 32), torch.device("cpu"), SILU_EXPERTS)
     experts.data.copy_(blocks)
     x, weights, ids = torch.randn(8, 64), torch.rand(8, 1), torch.tensor([[0], [1], [0], [2], [2], [2], [1], [0]])
-    found = kernels.mixture(x, weights, ids, shape, blocks, experts.places, 0)
-    torch.testing.assert_close(found, grouped(x, weights, ids, experts, 0), atol=1e-5, rtol=1e-5)
+    sums = kernels.mixture(x, weights, ids, shape, blocks, experts.places, 0)
+    torch.testing.assert_close(sums, grouped(x, weights, ids, experts, 0), atol=1e-5, rtol=1e-5)
 
 
 CASES: list[dict[str, Any]] = [
