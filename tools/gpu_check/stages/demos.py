@@ -17,7 +17,7 @@ from umbra.tools.npu_check.outcome import Check, Passed
 
 CASES = {
     "demo": ("demo", {}),
-    "demo, drafts": ("demo", {"draft_config.method": "ngram"}),
+    "demo, drafts": ("demo", {"draft_config.method": "lookup"}),
     "demo_awq": ("demo_awq", {}),
     "demo_hybrid": ("demo_hybrid", {}),
     "demo_minimax": ("demo_minimax", {}),
