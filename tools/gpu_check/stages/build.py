@@ -16,7 +16,7 @@ SOURCES, BUILD, PLACE = ROOT / "ops/cpu/csrc", ROOT / "build/gpu_check", ROOT / 
 
 
 def checks() -> list[Check]:
-    return [Check("bridge", build_bridge), Check("native module", native)]
+    return [Check("bridge", build_bridge), Check("native module", native), Check("imports", imports)]
 
 
 def build_bridge() -> Passed:
@@ -64,3 +64,10 @@ def compile_module() -> None:
         [cmake, "--install", str(BUILD), "--prefix", str(PLACE)],
     ):
         subprocess.run(command, check=True)
+
+
+def imports() -> Passed:
+    """Everything that running a model needs is there."""
+    from umbra import LLM
+
+    return Passed(LLM.__name__)
