@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.experts import fill_experts, kind_of
+from tests.variants import covering
 from umbra.base.errors import UserError
 from umbra.cpu_offload.costs import Costs, Line
 from umbra.cpu_offload.history import History
@@ -79,13 +80,13 @@ def threads(request: pytest.FixtureRequest) -> object:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("copy", [FREE, COSTS.copy, NEVER, None], ids=["all copied", "some", "none", "in place"])
-@pytest.mark.parametrize("formats", KINDS.values(), ids=KINDS)
-def test_any_split_and_any_wrong_guess_give_the_bits_of_moe(formats: tuple[Format, ...], copy: float | None) -> None:
+@pytest.mark.parametrize(("kind", "copy"), covering(list(KINDS), [FREE, COSTS.copy, NEVER, None]))
+def test_any_split_and_any_wrong_guess_give_the_bits_of_moe(kind: str, copy: float | None) -> None:
+    """`copy`: seconds that a byte takes; the values copy all experts, some, none, and use them in place."""
     torch.manual_seed(0)
     random.seed(0)
     whole = Line(0, 1, 1) if copy is None else None
-    model = Model(formats, dataclasses.replace(COSTS, copy=copy or 0.0, whole=whole))
+    model = Model(KINDS[kind], dataclasses.replace(COSTS, copy=copy or 0.0, whole=whole))
     for tokens in (1, DECODE, DECODE + 1, STREAM - 1, STREAM, 60, 150, 40, 150):
         model.step(tokens, random.choice([[0, 1, 2], [0, 2], [0, 1, 1, 2]]))
     streamed = [long.streamed > 0 for long in model.history.long if long.tokens >= STREAM]

@@ -91,7 +91,7 @@ def test_rules_of_every_swap(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
+@pytest.mark.parametrize("chosen", thorough_but([DEFAULT, DEAR], DEFAULT), ids=["default", "dear"])
 def test_at_least_lru(kind: str, chosen: ResidencySettings) -> None:
     trace = small(kind, 1500)
     for budget in (8, 2):
@@ -180,7 +180,7 @@ def test_nine_tenths_of_the_optimum_on_the_demo_model(budget: float) -> None:
     assert ours >= max(others)
 
 
-@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize("sequences", thorough_but([1, 4], 4))
 def test_prompts_place_the_first_experts(sequences: int) -> None:
     trace = demo(8192).requests(sequences)
     slots = trace.size // 4
@@ -189,6 +189,7 @@ def test_prompts_place_the_first_experts(sequences: int) -> None:
     assert warm.hits.sum() > max(0.99 * cold.hits.sum(), rule.hits.sum())
 
 
+@pytest.mark.thorough
 def test_what_is_published_of_v4_flash_holds_and_its_rule_is_beaten() -> None:
     model = MODELS[0]
     trace = trace_of(model)

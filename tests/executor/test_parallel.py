@@ -31,12 +31,6 @@ SPLITS = {model: splits.split() for row in ROWS.values() for model, (_, splits) 
 SPLITS |= {"demo": ["tp2"], "demo_tp8": ["tp8"]}
 PLACED = [split for split in SPLITS["m2"] if "copies" in split]
 STILL = next(split for split in SPLITS["m2"] if "still" in split)
-USUAL_OF_FOUR = {  # the other splits over more than two ranks are thorough ones
-    ("qwen3", "tp4_moe2"),
-    ("qwen3", "tp4_moe2_sp"),
-    ("oss", "dp2_tp2_ep_chunks5"),
-    ("m2", "dp4_ep_copies6"),
-}
 IN_FLOATS = ["dtype=float32", "method=none"]
 
 
@@ -45,7 +39,7 @@ def settings_of(split: str) -> list[str]:
 
 
 def is_thorough(model: str, split: str) -> bool:
-    return overrides_of(split)["world_size"] > 2 and (model, split) not in USUAL_OF_FOUR
+    return overrides_of(split)["world_size"] > 2
 
 
 def splits(*chosen: tuple[str, str]) -> list[Any]:

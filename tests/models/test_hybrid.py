@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tests.families.qwen3_5_moe import save_pictured
 from tests.quantised import is_quantised, quantise_tiny
 from tests.tiny import make_runner, oracle_logits, save_tiny_of, tiny_case
+from tests.variants import covering, thorough_but
 from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits, prefill_logits
 
@@ -24,7 +25,7 @@ MODELS: dict[str, Callable[[Path], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", thorough_but(MODELS, "qwen3_next"))
 def test_logits_do_not_depend_on_steps(tmp_path: Path, family: str) -> None:
     """Cuts are inside of the convolution's window and at lengths that other engines' chunks have."""
 
@@ -55,8 +56,7 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("published", PUBLISHED)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("published", "family"), covering(list(PUBLISHED), list(MODELS)))
 def test_published_quantisations_mean_their_floats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, published: str
 ) -> None:

@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL:
     after = rest[rest.index("};") :]
     write(folder / "kernels" / "formats.h", f"{before}{CODES}\n{TABLE}    {ROW}\n{after}")
     write(folder / "driver.cpp", DRIVER)
-    flags = [f"-iquote{folder}", "-O1", "-w", "-fPIC", "-pthread"]
+    flags = [f"-iquote{folder}", "-O0", "-w", "-fPIC", "-pthread"]
     objects = compile_all("g++", flags, [*core_sources(platform.machine()), folder / "driver.cpp"])
     return ctypes.CDLL(str(made_once("toy.so", ["g++", *objects, "-shared", "-pthread"])))
 

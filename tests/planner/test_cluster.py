@@ -265,6 +265,7 @@ def test_a_file_and_overrides_give_a_cluster(tmp_path: Path) -> None:
         read_cluster(tmp_path / "cluster.yaml", ["nothing=1"])
 
 
+@pytest.mark.thorough
 def test_the_text_is_that_of_the_last_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Traffic that some layouts do not keep up with, and targets that some do not meet."""
     file = write(

@@ -185,6 +185,7 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
         running.check_nothing_is_left()
 
 
+@pytest.mark.thorough
 def test_ranks_are_started_again_once(tmp_path: Path) -> None:
     with server(tmp_path, "--restarts", "1") as running:
         running.wait_until_ready()

@@ -160,6 +160,7 @@ def ended(process: "subprocess.Popen[str]", typed: str = "") -> tuple[int, str, 
     return process.returncode, out, err
 
 
+@pytest.mark.thorough
 def test_a_model_is_fetched_once_for_all_ranks_and_then_runs_offline(hub: Hub, start: Start, tmp_path: Path) -> None:
     keys = ("--set", "keep_packed=false", "max_new_tokens=4")
     drafts = "draft_config.method=eagle3", "draft_config.model_path=org/head"
@@ -215,7 +216,8 @@ print(llm.case.name, len(llm.generate(["Emma"])[0].tokens) > 0)
 """
 
 
-@pytest.mark.parametrize("which", thorough_after(1, ["Q8_0", "Q8_0/demo-Q8_0.gguf"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("which", ["Q8_0", "Q8_0/demo-Q8_0.gguf"])
 def test_a_gguf_file_in_parts_runs_in_a_program(hub: Hub, start: Start, tmp_path: Path, which: str) -> None:
     path = tmp_path / "demo-Q8_0.gguf"
     save_gguf(

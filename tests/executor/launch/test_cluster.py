@@ -100,6 +100,7 @@ def endless(folder: Path, machines: Cluster, name: str) -> list[Job]:
     return jobs
 
 
+@pytest.mark.thorough
 def test_a_server_goes_on_when_a_node_is_replaced_and_ends_when_it_is_cut_off(tmp_path: Path) -> None:
     case = write_job(tmp_path, "served", 2, 8, node_timeout_s=8, join_timeout_s=60)
     with cluster(2, tmp_path) as machines:

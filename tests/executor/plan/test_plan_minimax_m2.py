@@ -51,6 +51,7 @@ def awq(folder: Path, case: str, *excluded: str, **sizes: int) -> Case:
     return load_case(case, [f"model_path={folder}", "quantization.method=auto", *overrides])
 
 
+@pytest.mark.thorough
 def test_groups_follow_the_columns_of_a_rank(tmp_path: Path) -> None:
     """1536 columns of w2 over 8 ranks are 192, over 16 are 96, over 32 are 48. A checkpoint's groups are cut smaller;
     the groups that a case asks for must fit."""

@@ -88,6 +88,7 @@ GROUPS: dict[str, tuple[int, ...]] = {FUSED: (64, 32), SCORES: (3, True, 35, 64,
 GROUPS |= {GEMV: (128,), UNPACK: (32, True, False, True)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 1), (BF16, 2)])
 def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> None:
@@ -117,6 +118,7 @@ def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> Non
         assert (launch.key, launch.blocks, launch.schedule_mode) == (key, 40, mode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 3), (BF16, 4)])
 def test_float_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: int) -> None:
     cases = (FUSED, fused(dtype=dtype)), (SCORES, scored(dtype=dtype)), (GEMV, gemv(dtype=dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.fakes.ascend_c import Library
 from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.weights import Mutation, Weight, distinct, random_weight, unnoticed
-from tests.variants import thorough_but
+from tests.variants import thorough_after, thorough_but
 from umbra.ops.ascend.vector_core import reference
 from umbra.ops.ascend.vector_core.planes import planes_of
 from umbra.ops.ascend.vector_core.signatures import InPlanes
@@ -100,6 +100,7 @@ SHAPES = [  # K, N; also more rows than the buffers hold, and two sections of K
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
@@ -112,8 +113,8 @@ def test_gemv(k: int, n: int, zeros: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("groups", [(32, 32), (64, 32), (128, 64)])
+@pytest.mark.parametrize("zeros", thorough_but([False, True], True))
+@pytest.mark.parametrize("groups", thorough_after(1, [((64, 32),), ((32, 32),), ((128, 64),)]))
 def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None:
     shapes = ((128, 128), (256, 96), (1024, 192), (512, 384))
     for (hidden, inner), (tokens, top_k) in zip(shapes, ((1, 8), (2, 3), (4, 2), (8, 2)), strict=True):
@@ -130,6 +131,7 @@ REAL = [  # hidden, inner, groups: of Qwen3-30B, of MiniMax-M2 over 16, of its A
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("hidden", "inner", "groups"), REAL)
 def test_real_widths(hidden: int, inner: int, groups: tuple[int, int]) -> None:
     """Two tokens that share an expert; zero points in groups of 64 and 128."""
@@ -138,6 +140,7 @@ def test_real_widths(hidden: int, inner: int, groups: tuple[int, int]) -> None:
     assert worst_row(y, expected) < BOUND[BFLOAT]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
     """+1 and -1 in turns, such that the eight products of a run are equal, with noise, against equal weights: why there
@@ -158,6 +161,7 @@ def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
     assert errors[1] < BOUND[dtype] < errors[0]
 
 
+@pytest.mark.thorough
 def test_the_widest_tiles() -> None:
     """With few cores tiles have as many columns as the buffers hold."""
     y, expected = fused(2, 2, 4, 512, 256, (128, 128), BFLOAT, True, cores=2)
@@ -183,6 +187,7 @@ def test_patterns_of_experts(name: str) -> None:
         assert worst_row(*fused(tokens, top_k, 12, 128, 64, (32, 64), BFLOAT, zeros, ids)) < BOUND[BFLOAT]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("scale", [1e-3, 1e4])
 def test_extreme_activations(scale: float, dtype: torch.dtype) -> None:
@@ -195,6 +200,7 @@ def test_extreme_activations(scale: float, dtype: torch.dtype) -> None:
     assert worst_row(y, reference.gemv_w4a16(x, InPlanes(w, scales * 0.1, None, 128), precise=True)) < BOUND[dtype]
 
 
+@pytest.mark.thorough
 def test_any_number_of_cores_gives_the_same_bits() -> None:
     """Each column is summed by one core, in an order that the number of cores does not change."""
     outs = []
@@ -206,6 +212,7 @@ def test_any_number_of_cores_gives_the_same_bits() -> None:
     assert all(torch.equal(y, outs[0]) for y in outs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
@@ -226,6 +233,7 @@ def test_unpack(k: int, n: int, group: int, ordered: bool, zeros: bool, pairs: b
 HIDDEN, INNER, EXPERTS = 2048, 768, 128  # Qwen3-30B-A3B
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, HIDDEN, 2 * INNER), (8, INNER, HIDDEN)])
 def test_gemv_reads_each_byte_of_its_weights_once(rows: int, k: int, n: int) -> None:
     """Up to as many rows as the buffers hold: 8192 values of x."""
@@ -240,6 +248,7 @@ def test_gemv_reads_each_byte_of_its_weights_once(rows: int, k: int, n: int) -> 
     assert counts.waits == 0
 
 
+@pytest.mark.thorough
 def test_little_goes_between_the_fused_products() -> None:
     tokens = 4
     up = random_weight(EXPERTS, HIDDEN, 2 * INNER, 32, BFLOAT, False)
@@ -354,6 +363,7 @@ def right(library: Library) -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_every_mistake_is_noticed(tmp_path: Path) -> None:
     assert unnoticed(tmp_path, "fused_moe", MISTAKES, right) == ["no mistake"]
 
@@ -379,6 +389,7 @@ def unpacks(library: Library) -> bool:
     return torch.equal(rows, expected.flatten()) and torch.equal(tiles, reference.tiles(expected).flatten())
 
 
+@pytest.mark.thorough
 def test_every_mistake_of_unpack_is_noticed(tmp_path: Path) -> None:
     mistakes = {right: (UNPACKER, right, wrong) for right, wrong in UNPACKED_WRONG}
     assert unnoticed(tmp_path, "unpack", mistakes, unpacks) == ["no mistake"]

@@ -13,7 +13,7 @@ from tests.ops.vector_core.weights import random_weight, unnoticed
 from umbra.ops import reference as interface
 from umbra.ops.ascend.vector_core import reference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 HIDDEN, INNER, GROUPS = 64, 32, (32, 32)

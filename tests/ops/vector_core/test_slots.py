@@ -17,6 +17,7 @@ from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_host import FIELDS, laid
 from tests.ops.vector_core.test_kernels import BFLOAT, BOUND, HALF, worst_row
 from tests.ops.vector_core.weights import Mutation, distinct, random_weight, unnoticed
+from tests.variants import thorough_but
 from umbra.ops.ascend.vector_core import reference
 from umbra.ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
 from umbra.ops.ascend.vector_core.planes import planes_of
@@ -177,9 +178,9 @@ def scattered(layout: BlockLayout, experts: int, missing: int = 0, first: int = 
     return [([*places, *[-1] * missing])[i] for i in torch.randperm(experts)]
 
 
-@pytest.mark.parametrize("float_sums", [False, True])
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("float_sums", thorough_but([False, True], False))
+@pytest.mark.parametrize("zeros", thorough_but([False, True], True))
+@pytest.mark.parametrize("dtype", thorough_but([HALF, BFLOAT], BFLOAT))
 def test_numbers(dtype: torch.dtype, zeros: bool, float_sums: bool) -> None:
     shapes = ((128, 128, (32, 32)), (256, 96, (64, 32)), (1024, 192, (128, 64)), (512, 384, (64, 128)))
     for (hidden, inner, groups), (tokens, top_k) in zip(shapes, ((1, 8), (2, 3), (8, 4), (3, 2)), strict=True):
@@ -196,6 +197,7 @@ LAYOUT = BlockLayout(96, 256, BFLOAT, 64, 32, in_planes=True)
 STEP = LAYOUT.block_bytes // PLACE  # one block after the other
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("places", "ids"),
     [
@@ -210,6 +212,7 @@ def test_patterns(places: list[int], ids: list[list[int]]) -> None:
     assert Mixture(places, torch.tensor(ids)).error() < BOUND[BFLOAT]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("float_sums", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_all_resident_gives_the_bits_of_the_other_op_and_reads_as_much(zeros: bool, float_sums: bool) -> None:
@@ -229,6 +232,7 @@ def test_all_resident_gives_the_bits_of_the_other_op_and_reads_as_much(zeros: bo
     assert counts.total["repeats"]["Cast<half,int4b_t>"] == before.total["repeats"]["Cast<half,int4b_t>"]
 
 
+@pytest.mark.thorough
 def test_each_plane_of_a_resident_expert_is_read_once() -> None:
     """Each expert is chosen by several tokens. Experts that are missing, or not chosen, are not read."""
     layout = BlockLayout(96, 512, HALF, 32, 32, True, in_planes=True)
@@ -274,6 +278,7 @@ MISTAKES: dict[str, Mutation] = {  # another answer, or the twin stops
 }
 
 
+@pytest.mark.thorough
 def test_every_mistake_is_noticed(tmp_path: Path) -> None:
     mixture = beyond_4_gb(tmp_path)
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.fakes.ascend_c import LIBRARY_WORKSPACE, Counts, Library, TwinError, build, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 PROBES = Path(__file__).parents[2] / "fakes" / "ascend_c" / "probes"
 TILING = PROBES / "op_host" / "probe_tiling.h"

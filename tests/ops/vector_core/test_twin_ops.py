@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.fakes.ascend_c import run
 from tests.ops.vector_core.test_twin import probes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 TYPES: dict[str, Any] = {"half": torch.half, "bfloat16_t": torch.bfloat16, "float": torch.float32}
 TYPES |= {"int16_t": torch.int16, "int32_t": torch.int32, "uint16_t": torch.uint16}

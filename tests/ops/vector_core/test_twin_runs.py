@@ -15,7 +15,7 @@ from tests.fakes.ascend_c.launch import KERNELS
 from tests.ops.vector_core.test_twin import PROBES, TILING, probes
 from tests.ops.vector_core.test_twin_ops import equal, random
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 needs_clang = pytest.mark.skipif(not clang(), reason="needs clang++, which test.sh installs")
 
 

@@ -189,7 +189,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", thorough_but(FAULTS, "hang"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_cause_is_told(
     tmp_path: Path, case: str, fault: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

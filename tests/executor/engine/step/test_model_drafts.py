@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes.drafts import FreeDrafts
 from tests.tiny import make_runner, tiny_case
+from tests.variants import thorough_after, thorough_but
 from umbra.base.files import ROOT
 from umbra.executor.engine.schedule.request import Grammar, Request, SamplingParams
 from umbra.executor.engine.schedule.sequence import Sequence
@@ -80,7 +81,9 @@ def answers(
     return tokens, loop, preempted
 
 
-@pytest.mark.parametrize(("demo", "exe_mode", "pages"), [(MTP, "graph", 0), (MTP, "eager", 120), (EAGLE3, "graph", 0)])
+@pytest.mark.parametrize(
+    ("demo", "exe_mode", "pages"), thorough_after(2, [(EAGLE3, "graph", 0), (MTP, "graph", 0), (MTP, "eager", 120)])
+)
 def test_tokens_are_those_without_drafts(tmp_path: Path, demo: Demo, exe_mode: str, pages: int) -> None:
     plain, *_ = answers(tmp_path, demo, exe_mode, None)
     tokens, loop, preempted = answers(tmp_path, demo, exe_mode, FreeDrafts(3), pages)
@@ -91,7 +94,7 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, demo: Demo, exe_mode: s
     assert bool(preempted) == bool(pages)
 
 
-@pytest.mark.parametrize("demo", [MTP, EAGLE3])
+@pytest.mark.parametrize("demo", thorough_but([MTP, EAGLE3], MTP))
 def test_steps_without_guesses_lose_those_of_running_sequences_only(tmp_path: Path, demo: Demo) -> None:
     """Sequences that start later get the same guesses as ever."""
 

@@ -13,6 +13,7 @@ from tests.families import ROWS
 from tests.families.row import Row
 from tests.quantised import mxfp4_tiny
 from tests.tiny import make_runner, tiny_case
+from tests.variants import thorough_but
 from umbra.base.errors import UserError
 from umbra.commands.logits import collect_logits
 from umbra.executor.model_runner import ModelRunner
@@ -55,7 +56,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("exe_mode", ["eager", "graph"])
+@pytest.mark.parametrize("exe_mode", thorough_but(["eager", "graph"], "graph"))
 def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mode: str) -> None:
     plain = runner_of(model, tmp_path, exe_mode, mode="none")
     expected = [s.ids for s in plain.model_generate(PROMPTS)]
