@@ -17,7 +17,7 @@ KEYS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 def overrides_of(split: str) -> dict[str, Any]:
     """Returns the keys of a case for a name such as `dp2_tp4_moe2_graph`: two data-parallel groups of four ranks; two
-    ranks divide each expert (`ep`: none do; otherwise all do). `copies5`: each rank has five slots for experts, which
+    ranks divide each expert (`ep`: none do; otherwise all do). `copies5`: each rank has five physical experts, which
     move after each step; `still5`: they do not move."""
     parts = {m[1]: int(m[2] or 1) for part in split.split("_") if (m := re.fullmatch(r"([a-z]+)(\d*)", part))}
     groups, tensor = parts.pop("dp", 1), parts.pop("tp", 1)

@@ -31,7 +31,7 @@ def scores_not_scaled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RopeConfig, "softmax_factor", 1.0)
 
 
-BEST = "min(groups.best, each.shape[-1])"
+BEST = "min(groups.best, by_group.shape[-1])"
 HALVES = rewritten(LatentAttention, "__init__", ("pairs_of(turning)", "tuple(range(turning))"))
 DEEPSEEK_V3: dict[str, Mistake] = {"groups_by_their_best": choice((BEST, "1"))}
 DEEPSEEK_V3 |= {"others_are_zero": choice(('float("-inf")', "0.0")), "not_scaled": choice((") * scale, ids", "), ids"))}
