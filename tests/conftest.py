@@ -2,15 +2,17 @@
 
 import gc
 from importlib.util import find_spec
+from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from umbra.base.errors import collect_seldom
 
 collect_ignore = [] if find_spec("torch_npu") else ["ascend"]
 # Machines are busy: no test fails for the time it took. `bash test.sh thorough` tries more examples, others each time.
-settings.register_profile("umbra", deadline=None, max_examples=20, derandomize=True)
-settings.register_profile("thorough", deadline=None, max_examples=400)
+PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("umbra", **PATIENT, max_examples=20, derandomize=True)
+settings.register_profile("thorough", **PATIENT, max_examples=400)
 settings.load_profile("umbra")
 collect_seldom()
 

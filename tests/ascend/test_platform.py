@@ -44,6 +44,7 @@ def test_only_the_newer_backend_is_told_of_kernels(mode: str) -> None:
         assert bool(graph._aclnn_static_shape_kernel) == (newer and not wanted)
 
 
+@pytest.mark.thorough
 def test_a_graph_that_is_made_again_is_said(tmp_path: Path) -> None:
     """Dynamo guards a compiled step by the number of threads, among others."""
     torch._dynamo.reset()

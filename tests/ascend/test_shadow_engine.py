@@ -257,6 +257,7 @@ def test_a_copy_is_used_by_the_layers_whose_turn_comes_after_its_end(
     assert (step(), said) == ([2, 3], [(0, False), (1, True)])
 
 
+@pytest.mark.thorough
 def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel finds residents through the table: no bank, no routing."""
     monkeypatch.setattr(vector_core, "built", lambda: 1)
@@ -276,6 +277,7 @@ def spread_evenly(monkeypatch: pytest.MonkeyPatch, experts: int = 8) -> None:
     monkeypatch.setattr(AscendOps, "route_softmax", lambda _, x, *__, **___: (weights[: len(x)], ids[: len(x)]))
 
 
+@pytest.mark.thorough
 def test_experts_leave_for_the_cache_and_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena with room for all experts or for all pages, but not for both. No graph is captured again."""
     spread_evenly(monkeypatch)

@@ -14,5 +14,5 @@ FACTS = DeviceFacts(
     mixes=True,
     sections={"cuda_config": CudaSettings},
     rules="umbra.executor.platform.cuda.rules:check",
-    memory_key="cuda_config.memory_gb",
+    memory_key="cuda_config.gpu_memory_gb",
 )

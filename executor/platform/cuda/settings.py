@@ -7,4 +7,4 @@ from umbra.executor.config.schema import key
 
 @dataclass(frozen=True)
 class CudaSettings:
-    memory_gb: int = key(80, "memory of one GPU, for plans", minimum=1, maximum=1024)
+    gpu_memory_gb: int = key(80, "memory of one GPU, for plans", minimum=1, maximum=1024)
