@@ -235,6 +235,7 @@ def test_int8(tmp_path: Path, family: Family, fused: bool, monkeypatch: pytest.M
     check(program, family, fused=of_layer, around=AROUND | norm)
 
 
+@pytest.mark.thorough
 def test_one_graph_serves_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths differ at every step; as sequences end, the batch is padded to a size that has a graph, or gets one."""
     runner = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph", "strict=true"), tmp_path)

@@ -149,6 +149,7 @@ def kernels(lines: list[str]) -> list[str]:
     return [name.removeprefix("aclnn") for name in ops if name.startswith("aclnn")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", thorough_after(1, [GLM, HYBRID, V3]), ids=str)
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_nothing_waits_between_guesses(tmp_path: Path, mode: str, family: Family) -> None:
@@ -188,6 +189,7 @@ def test_nothing_waits_between_guesses(tmp_path: Path, mode: str, family: Family
     assert ["replay" if line.startswith("replay") else line for line in lines] == expected
 
 
+@pytest.mark.thorough
 def test_guesses_in_ge_copy_nothing(tmp_path: Path) -> None:
     more = "exe_mode=ge_graph", "max_new_tokens=8"
     runner = ascend_runner(ascend_case(tmp_path, *more, *MTP, family=with_layer(GLM)), tmp_path)

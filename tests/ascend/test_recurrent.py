@@ -224,6 +224,7 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forget_compiled")
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_kernels_of_a_captured_step(tmp_path: Path, mode: str) -> None:

@@ -156,6 +156,7 @@ def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
     assert 20 < runs[0][1] < runs[0][2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", thorough_after(1, ["acl_graph", "ge_graph"]))
 def test_a_graph_copies_no_states_whole(tmp_path: Path, mode: str) -> None:
     """A step reads and writes each state in strips; how many kernels that takes is in docs/ascend.md."""

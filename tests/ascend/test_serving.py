@@ -62,6 +62,7 @@ def check_answers(script: Script, tokens: int) -> None:
         assert script.ended(id)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("device_that_answers")
 @pytest.mark.parametrize("mode", [*CAPTURE_MODES, *thorough_but(["ge_graph"])])
 def test_graphs_are_made_once_while_requests_come_and_go(tmp_path: Path, mode: str) -> None:
