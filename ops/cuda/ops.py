@@ -15,7 +15,7 @@ from umbra.ops import reference
 from umbra.ops.cpu import ops as cpu
 from umbra.ops.cuda.layout import CudaLayout
 from umbra.ops.cuda.unpack import biases, unpacked
-from umbra.ops.cuda.weights import BlockExperts, FloatHeads, FloatMatrix
+from umbra.ops.cuda.weights import BlockExperts, FloatHeads, FloatMatrix, ResidentExperts
 from umbra.ops.interface import Heads, LatentCache, LatentNorm, Paged, Recurrent
 from umbra.ops.sampling import Choice
 
@@ -138,7 +138,9 @@ class CudaOps(CudaLayout):
         """On the host, whose native kernel needs less time than the launches of a sort and a cumulative sum would."""
         return cpu.sample(logits.float().cpu(), choices).to(logits.device)
 
-    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts, first_expert: int | None) -> Tensor:
+    def moe(
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts | ResidentExperts, first_expert: int | None
+    ) -> Tensor:
         if self.kernels and len(x) <= self.gemv_tokens:
             bank = experts.shape, experts.data, experts.places
             out: Tensor = self.kernels.mixture(x, weights, ids, *bank, first_expert or 0)
@@ -146,14 +148,19 @@ class CudaOps(CudaLayout):
         return grouped(x, weights, ids, experts, first_expert)
 
 
-def grouped(x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts, first_expert: int | None) -> Tensor:
-    """The mixture expert by expert, with matrices that are unpacked to the type of `x`, some experts at a time."""
+def grouped(
+    x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts | ResidentExperts, first_expert: int | None
+) -> Tensor:
+    """The mixture expert by expert, with matrices that are unpacked to the type of `x`, some experts at a time. Experts
+    without a place add nothing."""
     shape, first = experts.shape, first_expert or 0
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    here = [i - first for i in ids.unique().tolist() if first <= i < first + experts.count]
+    starts, memory = experts.places.tolist(), experts.data.view(-1)
+    used = [i - first for i in ids.unique().tolist() if first <= i < first + experts.count]
+    here = [i for i in used if starts[i] >= 0]
     per_part = max(1, UNPACKED // (3 * shape.inner * shape.hidden))
     for some in (here[at : at + per_part] for at in range(0, len(here), per_part)):
-        blocks = experts.data[some]
+        blocks = torch.stack([memory[starts[i] : starts[i] + shape.block_bytes] for i in some])
         w13, w2 = (unpacked(blocks, shape, name).to(x.dtype) for name in shape.shapes)
         b13, b2 = (biases(blocks, shape, name) for name in shape.shapes)
         for i, expert in enumerate(some):

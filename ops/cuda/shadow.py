@@ -1,7 +1,8 @@
 """Shadow experts inside a step on a GPU: a layer's job is published to mapped memory of the host, the shadow pool
-computes it while the GPU computes the resident experts, and the sums are added by a kernel that reads them there. Both
-ways of csrc/bridge.cpp work eagerly and in a captured graph."""
+computes it while the GPU computes the resident experts, and the sums are added by a kernel that reads them there. Jobs
+go by the doorbell of csrc/bridge.cpp, one at a time, eagerly or in a captured graph."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from umbra.base.errors import UserError
 from umbra.ops.bridge.calls import BridgeError, BridgeJob
+from umbra.ops.cpu.shadow import BridgeWorker, Pieces
 from umbra.ops.cuda.bridge import GpuBridge
+from umbra.ops.cuda.driver import Driver
 
 SLICES = 8  # the host divides its wait into this many parts, and checks the calls after each
 LEFT: list["GpuNodes"] = []  # closed with work under way: their buffers stay until the process ends
@@ -48,123 +51,106 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
 
 
 @dataclass
-class GpuNode:
-    """One layer's buffers for one number of tokens. Captured graphs hold their addresses, so they are never freed."""
+class GpuBuffers:
+    """The memory of the jobs of one number of tokens, which use it in turn. Captured graphs hold the addresses."""
 
     host: tuple[Tensor, ...]  # pinned: x (tokens, hidden), ids (tokens, top_k) int32, weights, places (experts) int32
     there: tuple[Tensor, ...]  # the same as the GPU sees them
     sums: Tensor  # as x, pinned
     seen_sums: Tensor  # the same as the GPU sees them
-    payload: int
-    fork: torch.cuda.Event
-    back: torch.cuda.Event
+    payloads: dict[int, int]  # by layer
 
 
 class GpuNodes:
-    """The nodes of the layers with these numbers, which have `experts` experts each."""
+    """The nodes of the layers with these numbers, which have `experts` experts each. Steps of at most `captured` tokens
+    may be captured; longer ones share their buffers."""
 
     def __init__(
         self,
-        submit: int,
-        context: int,
+        worker: BridgeWorker,
         layers: Sequence[int],
         experts: int,
         hidden: int,
         top_k: int,
         dtype: torch.dtype,
+        captured: int,
         timeout_s: float,
-        doorbell: bool = True,
     ):
         torch.cuda.current_stream()  # a context must exist
-        self.bridge = GpuBridge(submit, context, timeout_s, doorbell)
+        self.bridge = GpuBridge(worker.submit, worker.context, timeout_s, True)
         self.layers, self.experts, self.hidden, self.top_k = layers, experts, hidden, top_k
-        self.dtype, self.timeout_s = dtype, timeout_s
-        self.nodes: dict[tuple[int, int], GpuNode] = {}  # (tokens, layer) -> node
-        self.side = torch.cuda.Stream()
+        self.dtype, self.timeout_s, self.captured = dtype, timeout_s, captured
+        self.buffers: dict[int, GpuBuffers] = {}  # by number of tokens
+        self.shared: tuple[Tensor, ...] = ()  # pinned memory of long steps
         self.end = torch.cuda.Event()  # of the last step
-        self.arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
-        self.rings_in_kernel = doorbell  # or by the stream, after the kernel
         self.pending: int | None = None  # the layer between submit and join
         self.step = -1
-        self.expected: dict[int, GpuNode] = {}  # layer -> the node whose call the step waits for
-        self.bell = torch.zeros(1, dtype=torch.int32, device="cuda")
-        if doorbell:
-            self.bell = torch.as_tensor(_Word(self.bridge.bell), device="cuda")
+        self.expected: dict[int, int] = {}  # layer -> the payload whose call the step waits for
 
     def prepare(self, tokens: int) -> None:
         """Allocates the buffers of steps of `tokens` tokens, which cannot be allocated while a graph is captured."""
-        for layer in self.layers:
-            if (tokens, layer) not in self.nodes:
-                self.nodes[tokens, layer] = self._node(tokens, layer)
+        if tokens in self.buffers:
+            return
+        if tokens <= self.captured:
+            kept = self._pinned(tokens)
+        else:
+            if not self.shared or len(self.shared[0]) < tokens:
+                self.shared = self._pinned(1 << (tokens - 1).bit_length())
+            kept = self.shared
+        x, sums, ids, weights = (part[:tokens] for part in kept[:4])
+        host = x, ids, weights, kept[4]
+        addresses = [tensor.data_ptr() for tensor in (*host, sums)]
+        payloads = {
+            layer: self.bridge.payload(
+                BridgeJob(*addresses, tokens, self.top_k, self.hidden, layer, -1, None), sums.nbytes
+            )
+            for layer in self.layers
+        }
+        self.buffers[tokens] = GpuBuffers(host, tuple(map(mapped, host)), sums, mapped(sums), payloads)
 
-    def _node(self, tokens: int, layer: int) -> GpuNode:
-        what, pairs = f"layer {layer}", (tokens, self.top_k)
-        x, sums = (pinned((tokens, self.hidden), self.dtype, what) for _ in range(2))
-        host = (
-            x,
-            pinned(pairs, torch.int32, what),
-            pinned(pairs, self.dtype, what),
-            pinned((self.experts,), torch.int32, what),
+    def _pinned(self, tokens: int) -> tuple[Tensor, ...]:
+        """x, sums, ids, weights and places."""
+        rows, pairs = (tokens, self.hidden), (tokens, self.top_k)
+        sizes = (rows, self.dtype), (rows, self.dtype), (pairs, torch.int32), (pairs, self.dtype)
+        return tuple(
+            pinned(shape, dtype, f"{tokens} tokens") for shape, dtype in (*sizes, ((self.experts,), torch.int32))
         )
-        addresses = (t.data_ptr() for t in (*host, sums))
-        job = BridgeJob(*addresses, tokens, self.top_k, self.hidden, layer, -1, None)
-        payload = self.bridge.payload(job, sums.nbytes)
-        there = tuple(map(mapped, host))
-        return GpuNode(host, there, sums, mapped(sums), payload, torch.cuda.Event(), torch.cuda.Event())
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, layer: int) -> Tensor:
         """x (tokens, hidden), ids, weights (tokens, top_k), places (experts); below 0: not resident -> the snapshot of
         the places by which the host decides which experts are missing. The stream does not wait for the host."""
-        if self.pending is not None:
-            raise RuntimeError(f"layer {layer} is submitted before layer {self.pending} has joined")
-        node = self._of(len(x), layer)
-        for name, given, wanted in zip(
-            ("x", "ids", "weights", "places"), (x, ids, weights, places), node.host, strict=True
-        ):
-            if given.shape != wanted.shape or not given.is_contiguous():
-                raise ValueError(f"layer {layer}: {name} is {given.dtype} {tuple(given.shape)}, or not contiguous")
-        here = torch.empty_like(places)
-        rings = self.bridge.numbers[node.payload] if self.rings_in_kernel else 0
-        self._publish(node, x, ids, weights, places, here, rings)
-        if self.bridge.doorbell and not rings:
-            self.bridge.launch(torch.cuda.current_stream().cuda_stream, node.payload)
-        elif not rings:
-            node.fork.record()
-            with torch.cuda.stream(self.side):
-                node.fork.wait()
-                self.bridge.launch(self.side.cuda_stream, node.payload)
-                node.back.record()
-        self.pending = layer
-        return here
-
-    def _publish(
-        self, node: GpuNode, x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, here: Tensor, number: int
-    ) -> None:
         from umbra.ops.cuda.kernels.publish import publish
 
-        out = node.there
-        publish(x, ids, weights, places, (out[0], out[1], out[2], out[3], here), self.arrived, self.bell, number)
+        if self.pending is not None:
+            raise RuntimeError(f"layer {layer} is submitted before layer {self.pending} has joined")
+        buffers = self._of(len(x), layer)
+        given = [tensor.contiguous() for tensor in (x, ids, weights, places)]
+        for name, tensor, wanted in zip(("x", "ids", "weights", "places"), given, buffers.host, strict=True):
+            if tensor.shape != wanted.shape:
+                raise ValueError(f"layer {layer}: {name} is {tensor.dtype} {tuple(tensor.shape)}")
+        here = torch.empty_like(places)
+        publish(given, (*buffers.there, here))
+        self.bridge.launch(torch.cuda.current_stream().cuda_stream, buffers.payloads[layer])
+        self.pending = layer
+        return here
 
     def join(self, own: Tensor, layer: int) -> Tensor:
         """own (tokens, hidden), the resident experts' weighted sums in the model's type -> own + the host's sums."""
         if self.pending != layer:
             raise RuntimeError(f"layer {layer} joins, but was not submitted")
-        self.pending, node = None, self._of(len(own), layer)
-        if self.bridge.doorbell:
-            self.bridge.wait_for_answer(torch.cuda.current_stream().cuda_stream)
-        else:
-            node.back.wait()
-        return own + node.seen_sums
+        self.pending = None
+        self.bridge.wait_for_answer(torch.cuda.current_stream().cuda_stream)
+        return own + self._of(len(own), layer).seen_sums
 
-    def _of(self, tokens: int, layer: int) -> GpuNode:
-        if (tokens, layer) not in self.nodes:
+    def _of(self, tokens: int, layer: int) -> GpuBuffers:
+        if tokens not in self.buffers:
             raise KeyError(f"layer {layer} was not prepared for {tokens} tokens")
-        return self.nodes[tokens, layer]
+        return self.buffers[tokens]
 
     def begin(self, step: int, tokens: int) -> None:
         """Must be called before the launches of a step and after `finish` of the step before."""
         self.step, self.pending = step, None
-        self.expected = {layer: node for (of, layer), node in self.nodes.items() if of == tokens}
+        self.expected = self.buffers[tokens].payloads if tokens in self.buffers else {}
         self.bridge.begin(step)
 
     def finish(self) -> None:
@@ -190,7 +176,7 @@ class GpuNodes:
 
     def _missing(self) -> str | None:
         """Names the first layer whose call of this step has not returned."""
-        late = [layer for layer, node in self.expected.items() if self.bridge.seen(node.payload) != self.step]
+        late = [layer for layer, payload in self.expected.items() if self.bridge.seen(payload) != self.step]
         return f"layer {min(late)}, step {self.step}: its job has not come, or not returned," if late else None
 
     def close(self) -> None:
@@ -201,8 +187,30 @@ class GpuNodes:
             print("WARNING: experts on the CPU: closed with work under way; its buffers stay until the process ends")
 
 
-class _Word:
-    """A word of mapped memory, by its address."""
+class GpuCopies:
+    """Copies of experts from registered memory to slots, on a stream of their own, each of which then writes a place.
+    A place is written after all bytes of its expert, so a kernel that reads the place may read the slot."""
 
-    def __init__(self, address: int):
-        self.__cuda_array_interface__ = {"shape": (1,), "typestr": "<i4", "data": (address, False), "version": 3}
+    def __init__(self, bridge: GpuBridge):
+        self.bridge, self.driver, self.stream = bridge, Driver(), torch.cuda.Stream()
+        self.tickets = itertools.count()
+        self.under_way: dict[int, torch.cuda.Event] = {}
+
+    def begin(self, to: int, source: Pieces, entry: int, value: int) -> int:
+        """Copies a block to the address `to`, then writes `value` to the 64 bits at `entry`. -> a ticket"""
+        ticket, event, stream = next(self.tickets), torch.cuda.Event(), self.stream.cuda_stream
+        for offset, start, nbytes in source.pieces:
+            self.driver.cuMemcpyAsync(to + offset, source.address + start, nbytes, stream)
+        self.bridge.write(stream, entry, value)
+        event.record(self.stream)
+        self.under_way[ticket] = event
+        return ticket
+
+    def done(self, ticket: int) -> bool:
+        """Raises an error if the copy has failed."""
+        if done := self.under_way[ticket].query():
+            del self.under_way[ticket]
+        return bool(done)
+
+    def wait(self, ticket: int) -> None:
+        self.under_way.pop(ticket).synchronize()

@@ -4,6 +4,7 @@ without a conversion; all other matrices as floats, whatever the checkpoint's fo
 Experts are filled on the host, one block at a time, and copied once all of the block is written."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,6 +90,23 @@ class BlockExperts:
         if len(written) == len(PARTS) * (1 + self.kind.biased):
             self.data[expert] = block.to(self.data.device)
             del self._begun[expert]
+
+
+@dataclass(frozen=True)
+class ResidentExperts:
+    """The experts that are in slots: blocks of `shape` in `data` (bytes) at `places` (experts) int64, below 0: none."""
+
+    shape: ExpertBlocks
+    data: Tensor
+    places: Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    @property
+    def kind(self) -> ExpertKind:
+        return self.shape.kind
 
 
 def float_type(format: Format, dtype: torch.dtype) -> torch.dtype:

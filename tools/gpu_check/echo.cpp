@@ -43,6 +43,7 @@ void umbra_echo_begin(long ns) {
 void umbra_echo_end() {
     stop = true;
     thread.join();
+    busy_ns = 0;
 }
 
 }  // extern "C"

@@ -31,6 +31,8 @@ STAGES = (
     GpuStage("demos", "demo models, all experts resident: the tokens of the same ops on the CPU", 150, default=False),
     GpuStage("kernels", "Triton's kernels: the reference, and the share of the GPU's read rate", 150, default=False),
     GpuStage("graphs", "a captured decode step: 2,000 replays with changed inputs", 60, default=False),
+    GpuStage("offload", "the demo and exact experts with experts on the host, moved at random", 150, default=False),
+    GpuStage("shares", "8 layers of a 30B model's shapes at shares of residents; what is hidden", 240, default=False),
     GpuStage("cpu_tests", "tests/ops/cpu: kernels of the instruction sets that this processor has", 300, default=False),
 )
 

@@ -6,6 +6,8 @@ from typing import ClassVar, cast
 import torch
 
 from umbra.base.errors import REFUSALS, UserError
+from umbra.cpu_offload.device import ShadowDevice
+from umbra.cpu_offload.planner.choices import Choices
 from umbra.executor.config.env import RankEnv
 from umbra.executor.platform.base import ModelStep, Platform, graph_rows
 from umbra.executor.platform.cuda.errors import refusal
@@ -35,7 +37,8 @@ class CudaPlatform(Platform):
         else:
             self.device = torch.device(device)
         dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.ops = cast(Ops, CudaOps(dtype, kernels, settings.decode_rows))
+        self.own = CudaOps(dtype, kernels, settings.decode_rows)
+        self.ops = cast(Ops, self.own)
 
     def compile(self, step: ModelStep, model_config: ModelConfig, calls: int = 1) -> ModelStep:
         return CudaGraphs(step, self.device, calls)
@@ -54,6 +57,12 @@ class CudaPlatform(Platform):
             end.synchronize()
             times.append(begin.elapsed_time(end))
         return min(times)
+
+    def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
+        from umbra.executor.platform.cuda.shadow_device import CudaDevice
+
+        settings = self.settings
+        return CudaDevice(self.own, self.device, top_k, settings.decode_rows, settings.shadow_timeout_s)
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -87,6 +87,7 @@ struct Bridge : umbra::Calls {
     std::vector<Payload*> numbered;
     std::atomic<bool> stop{false};
     bool stopped = true;
+    bool failed = false;  // the context, as far as its owner has seen
     std::thread coordinator;
 };
 
@@ -218,7 +219,10 @@ int umbra_bridge_wait(Bridge* b, Event event, int32_t ms) {
     for (;;) {
         const int status = b->cu.query_event(event);
         if (!status) return 0;
-        if (status != kNotReady) return fail("the GPU's context failed: " + named(*b, "cuEventQuery", status)), -1;
+        if (status != kNotReady) {
+            b->failed = true;
+            return fail("the GPU's context failed: " + named(*b, "cuEventQuery", status)), -1;
+        }
         const auto past = Clock::now() - begun;
         if (past >= milliseconds(ms)) return 1;
         if (past < kSpinning)
@@ -237,7 +241,7 @@ int umbra_bridge_close(Bridge* b, int64_t ms) {
     b->closing = true;
     b->moved.notify_all();
     lock.unlock();
-    bool busy = false;
+    bool busy = b->failed;
     for (Stream stream : b->streams) {
         int status;
         while ((status = b->cu.query_stream(stream)) == kNotReady && Clock::now() < deadline)

@@ -6,10 +6,13 @@ import statistics
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from umbra.base.files import ROOT
 from umbra.ops.bridge import calls
 from umbra.ops.bridge.calls import BridgeJob
+from umbra.ops.cpu.shadow import BridgeWorker
 from umbra.ops.cuda.bridge import GpuBridge
 from umbra.tools.gpu_check.device import is_fake, opened, torch_gpu
 from umbra.tools.npu_check.outcome import Check, Passed
@@ -21,13 +24,12 @@ SOURCE, BUILT = ROOT / "tools/gpu_check/echo.cpp", ROOT / "build/gpu_check_echo.
 
 
 def checks() -> list[Check]:
-    ways = ("host function", "doorbell rung by a kernel", "doorbell rung by the stream")
     by_driver = [
         Check(f"{way} and copies, {rows} rows", partial(copied, doorbell, rows))
         for rows in (1, 8)
         for doorbell, way in ((False, "host function"), (True, "doorbell"))
     ]
-    return by_driver + [Check(f"{way}, {rows} rows", partial(measure, way, rows)) for rows in (1, 8) for way in ways]
+    return by_driver + [Check(f"a layer's job, {rows} rows", partial(measure, rows)) for rows in (1, 8)]
 
 
 @functools.cache
@@ -79,15 +81,15 @@ def copied(doorbell: bool, rows: int) -> Passed:
     return Passed(f"{us} us a layer", {"us a layer": us, "least": round(min(times), 2), "most": round(max(times), 2)})
 
 
-def measure(way: str, rows: int) -> Passed:
+def measure(rows: int) -> Passed:
     torch_gpu()
     measured: dict[str, float] = {}
-    base, _ = replay_us(None, way, rows)
+    base, _ = replay_us(None, rows)
     measured["us a layer without jobs"] = round(base / LAYERS, 2)
     for name, function, busy in (("at once", "now", 0), ("by a thread", "later", 0), ("busy", "later", BUSY_US)):
         if function == "later":
             echo().umbra_echo_begin(1000 * busy)
-        on_gpu, wall = replay_us(f"umbra_echo_{function}", way, rows)
+        on_gpu, wall = replay_us(f"umbra_echo_{function}", rows)
         if function == "later":
             echo().umbra_echo_end()
         measured[f"us a layer, worker {name}"] = round((on_gpu - base) / LAYERS - busy, 2)
@@ -95,7 +97,7 @@ def measure(way: str, rows: int) -> Passed:
     return Passed(f"{measured['us a layer, worker by a thread']} us a layer", measured)
 
 
-def replay_us(function: str | None, way: str, rows: int) -> tuple[float, float]:
+def replay_us(function: str | None, rows: int) -> tuple[float, float]:
     """Times of a replay by the GPU's events and by the host's clock; checks the values of each replay."""
     import torch
 
@@ -110,8 +112,8 @@ def replay_us(function: str | None, way: str, rows: int) -> tuple[float, float]:
     nodes = None
     if function:
         submit = ctypes.cast(getattr(echo(), function), ctypes.c_void_p).value or 0
-        nodes = GpuNodes(submit, 0, range(LAYERS), EXPERTS, HIDDEN, TOP_K, x.dtype, LIMIT_S, way != "host function")
-        nodes.rings_in_kernel = way == "doorbell rung by a kernel"
+        worker = cast(BridgeWorker, SimpleNamespace(submit=submit, context=0))
+        nodes = GpuNodes(worker, range(LAYERS), EXPERTS, HIDDEN, TOP_K, x.dtype, rows, LIMIT_S)
         nodes.prepare(rows)
 
     def step() -> torch.Tensor:

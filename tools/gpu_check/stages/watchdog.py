@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 from umbra.ops.bridge.calls import BridgeError
 from umbra.tools.gpu_check.device import is_fake, opened, torch_gpu
@@ -19,27 +21,28 @@ def checks() -> list[Check]:
     return [Check("dead context", dead), Check("next process", next_process)]
 
 
-def kill() -> None:
-    """Ends the context: by a kernel that reads where it must not."""
+def killer() -> Callable[[], object]:
+    """A function that ends the context, by a kernel that reads where it must not. Its kernels are loaded: loading one
+    would wait for the work under way."""
     if is_fake():
-        opened().library.fake_cuda_kill(700)
-        return
+        return partial(opened().library.fake_cuda_kill, 700)
+    torch_gpu()
     import torch
 
-    torch.zeros(8, device="cuda")[torch.full((1,), 1 << 40, device="cuda")]
+    rows, index = torch.zeros(8, device="cuda"), torch.full((1,), 1 << 40, device="cuda")
+    rows[torch.zeros_like(index)].cpu()
+    return lambda: rows[index]
 
 
 def dead() -> Passed:
-    if not is_fake():
-        torch_gpu()
-    chain = Chain(False, LIMIT_S)
+    kill, chain = killer(), Chain(True, LIMIT_S)
     chain.worker.gate.clear()
     chain.bridge.begin(3)
     chain.enqueue()
+    chain.driver.cuEventRecord(chain.end, chain.main)
     kill()
     begun = time.monotonic()
     try:
-        chain.driver.cuEventRecord(chain.end, chain.main)
         chain.bridge.happened(chain.end, int(2000 * LIMIT_S))
     except (BridgeError, RuntimeError) as error:
         text = str(error)
