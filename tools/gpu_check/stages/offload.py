@@ -146,17 +146,17 @@ def bits(within: bool) -> Passed:
         coming = dict(zip(draw.sample([id for id in everyone if id not in resident], AT_ONCE), free, strict=False))
         starts = {id: slot * layers[0].slot_bytes for id, slot in coming.items()}
         if not within:
-            for ticket in [device.copy(id, start) for id, start in starts.items()]:
+            for ticket in [device.copy(id, offset) for id, offset in starts.items()]:
                 device.wait(ticket)
-            for id, start in starts.items():
-                device.publish(id, start)
+            for id, offset in starts.items():
+                device.publish(id, offset)
         begin(steps)
         settled = torch.cuda.Event()
         settled.record()
         graph.replay()
         if within:
             device.copies.stream.wait_event(settled)  # the table precedes the places that are written to it
-            tickets = [device.copy(id, start) for id, start in starts.items()]
+            tickets = [device.copy(id, offset) for id, offset in starts.items()]
         device.finish()
         if not torch.equal(captured, wanted[steps % INPUTS]):
             difference = (captured - wanted[steps % INPUTS]).abs().flatten(1).amax(1).tolist()
@@ -164,8 +164,8 @@ def bits(within: bool) -> Passed:
         if within:
             for ticket in tickets:
                 device.wait(ticket)
-            for id, start in starts.items():
-                device.publish(id, start)
+            for id, offset in starts.items():
+                device.publish(id, offset)
         resident |= coming
         moves, steps = moves + len(coming), steps + 1
     hits, routed_count = sum(int(layer.layer.hits) for layer in layers), steps * LAYERS * ROWS * TOP_K
