@@ -88,7 +88,7 @@ def test_files_that_are_too_short_or_absent_are_errors(tmp_path: Path, how: obje
 )
 def test_memory_that_is_refused_where_nothing_can_catch_it_is_one_line(thrown: str, status: int, said: str) -> None:
     """Python's own code, which is C, lets no exception through."""
-    program = "import ctypes; from ops.cpu.engine import module; module.instruction_sets()"
+    program = "import ctypes; from umbra.ops.cpu.engine import module; module.instruction_sets()"
     program += f"; ctypes.CDLL('libstdc++.so.6')['{thrown}']()"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (status, "")
