@@ -33,6 +33,7 @@ STAGES = (
     GpuStage("graphs", "a captured decode step: 2,000 replays with changed inputs", 60, default=False),
     GpuStage("offload", "the demo and exact experts with experts on the host, moved at random", 150, default=False),
     GpuStage("shares", "8 layers of a 30B model's shapes at shares of residents; what is hidden", 240, default=False),
+    GpuStage("steps", "decode of 8 layers of Qwen3-30B-A3B, random weights: tokens/s, launches", 150, default=False),
     GpuStage("cpu_tests", "tests/ops/cpu: kernels of the instruction sets that this processor has", 300, default=False),
 )
 
