@@ -172,6 +172,7 @@ def _attention(
         HEADS=max(LEAST, triton.next_power_of_2(group)), SEQUENCES=triton.next_power_of_2(len(lengths)), SPAN=SPAN,
         KEYS=KEYS, WINDOW=window, LATENTS=latents,
         WIDE=k_cache.dtype == torch.float32 or k_cache.device.type == "cpu",  # Triton's interpreter has no others
+        num_warps=8 if padded_out > 256 else 4,  # means stay in registers
     )  # fmt: skip
     _join[(rows, heads)](
         means, peaks, weights, out if sinks is None else sinks, out, spans,
