@@ -5,6 +5,7 @@ from pathlib import Path
 from umbra.models.registry import conventions
 from umbra.text.tokenizer import Tokenizer
 from umbra.text.tokenizer_file import has_tokenizer
+from umbra.text.tokenizer_record import TokenizerRecord, read_record
 
 
 def tokenizer_in(folder: Path, vocabulary: int | None = None, template: str = "") -> Tokenizer:
@@ -17,3 +18,8 @@ def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None, te
     if needed or has_tokenizer(folder):
         return tokenizer_in(folder, vocabulary, template)
     return None
+
+
+def record_in(folder: Path) -> TokenizerRecord:
+    """Returns what there is to know of the tokenizer in `folder`, without making one of it."""
+    return read_record(folder, conventions())

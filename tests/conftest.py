@@ -1,12 +1,15 @@
 """tests/ascend is collected only by a Python that has torch_npu (see test.sh)."""
 
 import gc
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from umbra.base.errors import collect_seldom
+from umbra.text import tokenizer_record
 
 collect_ignore = [] if find_spec("torch_npu") else ["ascend"]
 # Machines are busy: no test fails for the time it took. `bash test.sh thorough` tries more examples, others each time.
@@ -20,3 +23,11 @@ collect_seldom()
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what all tests import, which would be looked through again and again
+
+
+@pytest.fixture(autouse=True, scope="session")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests' tokenizers do not replace those that this machine's user has read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_record, "RECORDS", tmp_path_factory.mktemp("tokenizers"))
+        yield

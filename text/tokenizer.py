@@ -13,8 +13,9 @@ from umbra.text.chat import CallShape, Chat, for_harmony, numbered
 from umbra.text.conventions import Conventions
 from umbra.text.formats import THINK, Mark, OutputMarks
 from umbra.text.template import TOO_MUCH, Renderer, failed, variables_of
-from umbra.text.tiktoken_file import converted
-from umbra.text.tokenizer_file import adds_bos, check_tokenizer, no_template, read_template
+from umbra.text.token_bytes import bytes_of_tokens
+from umbra.text.tokenizer_file import no_template, read_template
+from umbra.text.tokenizer_record import read_record
 from umbra.text.tokenizer_sandbox import Encoder, is_linear
 
 CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
@@ -44,30 +45,22 @@ class Tokenizer:
         # One text at a time is encoded, for which the library would start a thread for each core. If the system refuses
         # one, it panics.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from transformers import AutoTokenizer  # a second to import: only where text is used
-        from transformers.utils import logging
+        from tokenizers import Tokenizer as Backend  # imported only where text is used
 
-        logging.set_verbosity_error()
-        check_tokenizer(folder)
-        given = read_template(template) if template else ""
-        with converted(folder, conventions.classes) as read, self._failures("not readable"):
-            self.hf = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False)
-            self.backend = self.hf.backend_tokenizer
-            if adds_bos(folder) and self.hf.bos_token_id not in self.backend.encode("").ids:
-                self.hf.add_bos_token = True  # which transformers 5 looks for in tokenizer.json alone
-            if template:
-                self.hf.chat_template = given
+        with self._failures("not readable"):
+            self.record = read_record(folder, conventions)
+            self.backend = Backend.from_str(self.record.backend)
             added = self.backend.get_added_tokens_decoder().items()
-            templates = self.hf.chat_template
-            if not all(
-                isinstance(t, str) for t in (templates.values() if isinstance(templates, dict) else [templates or ""])
-            ):
-                raise ValueError("chat_template: must be text, or texts with names")
-            self._encoder = None if is_linear(self.backend, conventions.expressions) else Encoder(self.backend)
+            self._encoder = None if is_linear(self.backend, conventions.expressions) else Encoder(self.record.backend)
+        self._templates = read_template(template) if template else self.record.chat_template
         self.longest_token = max(map(len, self.backend.get_vocab()), default=0)
         if self.longest_token > LONGEST_TOKEN:
             raise UserError(f"{folder}: a token has {self.longest_token} characters, more than {LONGEST_TOKEN}")
         special = {token.content: id for id, token in added if token.special}
+        # Tokens that a grammar (executor/engine/schedule/grammar.py) takes for more than their letters.
+        self.atoms = {t.content: id for id, t in added if t.special or (t.content[:1] == "<" and t.content[-1:] == ">")}
+        self._added = frozenset(id for id, _ in added)
+        self._bytes_of = bytes_of_tokens(self.backend)
         self._by_tokens = conventions.format_of_tokens(special)
         self.marks = {special[token]: Mark(token) for token in (self._by_tokens.tokens if self._by_tokens else ())}
         # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
@@ -81,7 +74,7 @@ class Tokenizer:
     @property
     def template(self) -> str:
         """The text of the chat template; of several that have names, all. Empty: there is none."""
-        templates = self.hf.chat_template or ""
+        templates = self._templates
         return "\n".join(templates.values()) if isinstance(templates, dict) else templates
 
     def format(self, setting: str) -> OutputMarks | None:
@@ -121,16 +114,13 @@ class Tokenizer:
 
     def chat_prompt(self, chat: Chat) -> ChatPrompt:
         """The same, with the end of the system prompt and of the last message."""
-        if not self.hf.chat_template:
+        if not self._templates:
             raise no_template(self.folder)
         if not chat.messages:
             raise failed("there are no messages")
         tools = list(chat.tools) or None
-        settings = {**self.hf.special_tokens_map, **chat.settings, "tools": tools}
-        try:
-            template = self.hf.get_chat_template(tools=tools)
-        except ValueError as error:  # several, none of which is for such a conversation
-            raise failed(str(error)) from None
+        settings = {**self.record.special_tokens, **chat.settings, "tools": tools}
+        template = self._template_for(tools is not None)
         called = not self._by_tokens and any(message.get("tool_calls") for message in chat.messages)
         messages = chat.for_template(self._shape(template) if called else CallShape())
         format = self.format("auto")
@@ -141,6 +131,16 @@ class Tokenizer:
         ids = self._ids(text, special=False)
         first, end = self._first_ids(ids, text[:beginning]), len(ids) - self._last_ids(ids, text[len(text) - added :])
         return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
+
+    def _template_for(self, tools: bool) -> str:
+        """Returns the template of conversations with or without `tools`, by the names that transformers knows."""
+        templates = self._templates
+        if isinstance(templates, str):
+            return templates
+        name = "tool_use" if tools and "tool_use" in templates else "default"
+        if name not in templates:
+            raise failed(f"of several templates ({', '.join(templates)}) none is called default: give one by its file")
+        return templates[name]
 
     def _shape(self, template: str) -> CallShape:
         """Returns the form in which `template` takes tool calls. It is found once, by rendering small conversations."""
@@ -164,7 +164,7 @@ class Tokenizer:
             [{"role": "user", "content": "x"}, answer, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
         )
         try:
-            variables = variables_of(chat.for_template(shape), {**self.hf.special_tokens_map, "tools": None})
+            variables = variables_of(chat.for_template(shape), {**self.record.special_tokens, "tools": None})
             text = self._renderer.render(template, variables).text
         except UserError as error:
             if TOO_MUCH in str(error):
@@ -197,7 +197,7 @@ class Tokenizer:
             if self._encoder:
                 ids = self._encoder.ids(text, special)
             else:
-                ids = list(self.hf(text, add_special_tokens=special)["input_ids"])
+                ids = list(self.backend.encode(text, add_special_tokens=special).ids)
         if self.vocabulary is not None and ids and max(ids) >= self.vocabulary:
             raise UserError(
                 f"{self.folder}: its tokenizer gives {max(ids)}, outside vocab_size {self.vocabulary}: tokenizer and "
@@ -214,6 +214,13 @@ class Tokenizer:
         """The text of `ids`, with all special tokens."""
         with self._failures():
             return str(self.backend.decode(ids, skip_special_tokens=False))
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes of one token; the name of a special token; none of an id that is no token."""
+        token = self.backend.id_to_token(id)
+        if token is None:
+            return b""
+        return token.encode() if id in self._added else self._bytes_of(token)
 
     def detokenizer(self, prompt: Sequence[int] = (), whole: bool = False) -> "Detokenizer":
         """For the tokens that follow `prompt`. `whole`: special tokens are text."""

@@ -32,10 +32,10 @@ def is_linear(backend: Any, known: frozenset[str]) -> bool:
 
 
 class Encoder:
-    """Encodes with `backend` in another process, one text at a time."""
+    """Encodes with `backend`, a tokenizer in the library's JSON, in another process, one text at a time."""
 
-    def __init__(self, backend: Any):
-        self._sandbox = Sandbox("umbra.text.tokenizer_sandbox", backend.to_str().encode())
+    def __init__(self, backend: str):
+        self._sandbox = Sandbox("umbra.text.tokenizer_sandbox", backend.encode())
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Raises ValueError with the reason if the tokenizer fails, or takes too much time or memory."""
@@ -51,8 +51,6 @@ def main() -> None:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(read(sys.stdin.buffer).decode())
-    backend.no_padding()
-    backend.no_truncation()
     with contextlib.suppress(EOFError):
         while True:
             text, special = msgspec.msgpack.decode(read(sys.stdin.buffer))

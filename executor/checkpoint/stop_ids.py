@@ -25,5 +25,5 @@ def _named(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
     if from_config:
         return frozenset(from_config)
     tokenizer = open_tokenizer(folder, needed=False)
-    eos = tokenizer.hf.eos_token_id if tokenizer else None
+    eos = tokenizer.record.eos_token_id if tokenizer else None
     return frozenset() if eos is None else frozenset([eos])

@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config, model_folder
 from umbra.executor.engine.schedule.request import Request
@@ -25,9 +26,6 @@ from umbra.serving.ranks.messages import ChannelMessage, Ready, Row, Submit
 from umbra.serving.ranks.supervisor import Supervisor
 from umbra.text.formats import THINK, OutputMarks
 from umbra.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from umbra.executor.engine.schedule.grammar import Grammars  # imports llguidance, for which a port need not wait
 
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
@@ -115,11 +113,17 @@ class Front:
             )
 
     def load_text(self) -> None:
-        """Loads the tokenizer; takes seconds."""
-        vocabulary = load_model_config(self.case).vocab_size
-        self.text = Text(
-            self.case, tokenizer_in(model_folder(self.case), vocabulary, self.case.model_config.chat_template)
-        )
+        """Loads the tokenizer, and has the compiler of grammars load it at the same time; takes seconds."""
+        folder, config = model_folder(self.case), load_model_config(self.case)
+        compiler = Compiler(folder, config.vocab_size, stop_ids(folder, config.eos_token_ids))
+        started = self._threads.submit(compiler.start)
+        try:
+            tokenizer = tokenizer_in(folder, config.vocab_size, self.case.model_config.chat_template)
+            started.result()
+            self.text = Text(self.case, tokenizer, compiler)
+        except BaseException:
+            compiler.close()
+            raise
 
     async def work(self, call: Callable[[], Result]) -> Result:
         """Runs `call` in one of few threads, so that the event loop goes on."""
@@ -218,37 +222,14 @@ def _too_many() -> ApiError:
 class Text:
     """The checkpoint's tokenizer and what depends on it."""
 
-    def __init__(self, case: Case, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, case: Case, tokenizer: Tokenizer, compiler: Compiler):
+        self.tokenizer, self.compiler = tokenizer, compiler
         self.format: OutputMarks | None = tokenizer.format(case.model_config.output_format)
         self.reasons = THINK in tokenizer.template or (self.format is not None and bool(self.format.tokens))
         self.splits = case.model_config.reasoning == "split"
-        self._grammars: Grammars | None = None
-        self._compiler: Compiler | None = None
-
-    def grammars(self, ready: Ready) -> "Grammars":
-        """Takes seconds when it is called first."""
-        from umbra.executor.engine.schedule.grammar import Grammars
-
-        if not self._grammars:
-            self._grammars = Grammars(self.tokenizer, ready.vocabulary, ready.stop_ids)
-        return self._grammars
-
-    def compiler(self, ready: Ready) -> Compiler:
-        if not self._compiler:
-            self._compiler = Compiler(self.tokenizer, ready)
-        return self._compiler
-
-    def mark_ids(self, ready: Ready) -> dict[str, int]:
-        """The ids of those marks of reasoning and tool calls that llguidance takes for special tokens."""
-        tokens, backend = self.grammars(ready).tokens, self.tokenizer.backend
-        marks = (*self.tokenizer.conventions.tags, *self.tokenizer.marks.values())
-        ids = {mark: backend.token_to_id(mark) for mark in marks}
-        return {mark: id for mark, id in ids.items() if id is not None and tokens.is_special_token(id)}
+        marks = (*tokenizer.conventions.tags, *tokenizer.marks.values())
+        # Those marks of reasoning and tool calls that grammars take for special tokens.
+        self.mark_ids = {mark: tokenizer.atoms[mark] for mark in marks if mark in tokenizer.atoms}
 
     def close(self) -> None:
-        if self._compiler:
-            self._compiler.close()
-
-    def token_bytes(self, id: int, ready: Ready) -> bytes:
-        return bytes(self.grammars(ready).tokens.decode_bytes([id]))
+        self.compiler.close()

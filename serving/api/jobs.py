@@ -19,10 +19,10 @@ def check_length(prompt: str, param: str, text: Text, ready: Ready) -> None:
         raise ApiError(400, message, param, "context_length_exceeded")
 
 
-def check_grammar(grammar: Grammar, param: str, text: Text, ready: Ready, wanted: Grammar | None = None) -> None:
+def check_grammar(grammar: Grammar, param: str, text: Text, wanted: Grammar | None = None) -> None:
     """Raises ApiError if the engine could not follow `grammar`, which comes from the field `param`; may take a while.
     `wanted` is the part of it that the request has, if `grammar` was made of it."""
-    compiler = text.compiler(ready)
+    compiler = text.compiler
     if problem := compiler.problem(grammar.kind, grammar.text):
         own = wanted and wanted != grammar and compiler.problem(wanted.kind, wanted.text)
         raise invalid(param, own or problem, "invalid_grammar")

@@ -6,7 +6,6 @@ from typing import Any
 from umbra.executor.engine.schedule.request import TokenLogprob
 from umbra.serving.api.front import Text
 from umbra.serving.api.streams import Token
-from umbra.serving.ranks.messages import Ready
 
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -14,11 +13,8 @@ LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 class TokenTexts:
     """The texts of single tokens."""
 
-    def __init__(self, text: Text, ready: Ready):
-        self._text, self._ready = text, ready
-
-    def bytes_of(self, id: int) -> bytes:
-        return self._text.token_bytes(id, self._ready)
+    def __init__(self, text: Text):
+        self.bytes_of = text.tokenizer.token_bytes
 
     def name(self, id: int) -> str:
         """The token's text; one that is no text by itself is written as its bytes."""

@@ -128,7 +128,7 @@ class ReadChat:
         return {**head, "choices": choices, **more}
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return chat_logprobs(tokens, TokenTexts(self.text, self.ready)) if self.request.logprobs else None
+        return chat_logprobs(tokens, TokenTexts(self.text)) if self.request.logprobs else None
 
 
 async def prepare(front: Front, data: Any, salt: bytes) -> ReadChat:
@@ -169,11 +169,9 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
         ids, branches = text.tokenizer.chat_prompt(conversations.Chat(messages, tools, settings))
     except UserError as error:
         raise of_chat(error) from None
-    wanted, grammar = grammar, _whole_grammar(request, text, ready, grammar, forced, ids)
+    wanted, grammar = grammar, _whole_grammar(request, text, grammar, forced, ids)
     if grammar:
-        check_grammar(grammar, grammar_field(request) if wanted else "tools", text, ready, wanted)
-    if request.logprobs:
-        text.grammars(ready)  # it knows the bytes of tokens
+        check_grammar(grammar, grammar_field(request) if wanted else "tools", text, wanted)
     ids, dropped = truncated(request, ids), len(ids)
     dropped -= len(ids)
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
@@ -407,12 +405,7 @@ def has_variable(template: str, name: str) -> bool:
 
 
 def _whole_grammar(
-    request: ChatRequest,
-    text: Text,
-    ready: Ready,
-    grammar: Grammar | None,
-    forced: list[dict[str, Any]],
-    ids: list[int],
+    request: ChatRequest, text: Text, grammar: Grammar | None, forced: list[dict[str, Any]], ids: list[int]
 ) -> Grammar | None:
     """The grammar of the whole answer, with the reasoning before its content."""
     opened: bool | None = None
@@ -423,9 +416,9 @@ def _whole_grammar(
         opened = False
     if forced:
         several = request.tool_choice == "required" and request.parallel_tool_calls is not False
-        return calls_grammar(forced, text.format, several, opened, GrammarMarks(text.mark_ids(ready)))
+        return calls_grammar(forced, text.format, several, opened, GrammarMarks(text.mark_ids))
     if grammar and text.format and text.format.tokens:
-        return in_final_message(grammar, GrammarMarks(text.mark_ids(ready)))
+        return in_final_message(grammar, GrammarMarks(text.mark_ids))
     if grammar and opened is not None:
-        return after_reasoning(grammar, opened, GrammarMarks(text.mark_ids(ready)))
+        return after_reasoning(grammar, opened, GrammarMarks(text.mark_ids))
     return grammar

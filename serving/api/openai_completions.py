@@ -77,7 +77,7 @@ class ReadCompletion:
         self, prompt: int, index: int, stream: Stream, pieces: AsyncGenerator[StreamPiece, None]
     ) -> AsyncGenerator[CompletionDelta, None]:
         wanted = self.request.logprobs
-        lists = None if wanted is None else CompletionLogprobs(TokenTexts(self.text, self.ready), wanted)
+        lists = None if wanted is None else CompletionLogprobs(TokenTexts(self.text), wanted)
         echoed = self.prompts[prompt] if self.request.echo else ""
         first = True
         async with aclosing(pieces):
@@ -121,9 +121,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
     prompts = prompts_of(request.prompt)
     grammar = wanted_grammar(request)
     if grammar:
-        check_grammar(grammar, grammar_field(request), text, ready)
-    if request.logprobs is not None:
-        text.grammars(ready)  # it knows the bytes of tokens
+        check_grammar(grammar, grammar_field(request), text)
     special, jobs = request.add_special_tokens is not False, []
     for prompt in prompts:
         ids = encode(prompt, special, text, ready) if isinstance(prompt, str) else prompt

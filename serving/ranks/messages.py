@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from umbra.executor.engine.schedule.request import Request, SamplingParams, TokenLogprob
+from umbra.executor.engine.schedule.request import Grammar, Request, SamplingParams, TokenLogprob
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -42,6 +42,13 @@ class Abort(ChannelMessage, frozen=True):
     """Ends a request; it gets no further rows. A request that has ended is left alone."""
 
     id: int
+
+
+class Prepare(ChannelMessage, frozen=True):
+    """From rank 0 to all ranks: the grammar of a request that will be shared when rank 0 has compiled it."""
+
+    id: int
+    grammar: Grammar
 
 
 class Stop(ChannelMessage, frozen=True):
@@ -183,7 +190,7 @@ class Tick(ChannelMessage, frozen=True):
     digest: int  # of what rank 0 runs in this step, and of its scheduler
     mixed_tokens: int | None  # Limits.mixed_tokens for this step
     expert_pages: int
-    events: list[Submit | Abort | Stop]
+    events: list[Submit | Abort | Prepare | Stop]
     restored: int = 0  # DiskPrefixes.most for this step
 
 

@@ -38,6 +38,7 @@ from umbra.executor.model_runner import ModelRunner, make_runner
 from umbra.ops.parallel.connections import readable_connection_errors
 from umbra.serving.ranks.channel import Channel
 from umbra.serving.ranks.expert_news import ExpertNews
+from umbra.serving.ranks.matchers import Matchers
 from umbra.serving.ranks.messages import (
     Abort,
     ChannelMessage,
@@ -46,6 +47,7 @@ from umbra.serving.ranks.messages import (
     Out,
     Ping,
     Pong,
+    Prepare,
     Progress,
     Ready,
     Refused,
@@ -82,13 +84,15 @@ class FrontEnd(Protocol):
 
 
 class Worker:
-    """`channel` is rank 0's connection to the front; the other ranks have None."""
+    """`channel` is rank 0's connection to the front; the other ranks have None. `matchers` are those of the runner, if
+    they were made before its weights were read."""
 
-    def __init__(self, runner: ModelRunner, channel: FrontEnd | None):
+    def __init__(self, runner: ModelRunner, channel: FrontEnd | None, matchers: Matchers | None = None):
         self.runner, self.channel = runner, channel
         case, engine = runner.case, runner.engine
         self.case, self.engine = case, engine
         self.stop_ids = stop_ids(runner.folder, runner.config.eos_token_ids)
+        self.matchers = matchers or matchers_of(runner)
         self.loop = Loop(engine, self.stop_ids, serving=True)
         self.control = TickBroadcast(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
         self.experts = ExpertTotals(engine.shadows) if engine.shadows else None
@@ -107,6 +111,7 @@ class Worker:
         self._shown = 0.0  # time of the last Residency
         self._since = (time.perf_counter(), 0)  # time and tokens at the last State
         self._step_tokens: list[int] = []  # since the last State
+        self._compiling: list[Submit] = []  # requests whose grammars rank 0 compiles
         self._arrived: dict[int, float] = {}  # id -> time, of requests that have not begun
         self._queued_s: dict[int, float] = {}  # id -> how long it waited, of requests without a first row
 
@@ -117,12 +122,17 @@ class Worker:
             self.open_disk()
             gc.collect()
             gc.freeze()  # collections no longer look through what was loaded, which takes as long as many steps
+            self.matchers.wait()
             if self.channel:
                 self.channel.send(self.ready())
             while not self.stopping:
                 self.turn()
             if self.disk:
                 self.disk.finish(FLUSH_S)
+
+    @property
+    def idle(self) -> bool:
+        return self.loop.idle and not self._compiling
 
     def turn(self) -> None:
         """Shares one tick, and runs its step. Rank 0 decides on the step before it shares the tick, and every other
@@ -146,8 +156,8 @@ class Worker:
 
     def next_tick(self, channel: FrontEnd) -> Tick:
         """Rank 0's tick: the messages that have come from the front, and what it has measured."""
-        events: list[Submit | Abort | Stop] = []
-        idle_s = COPY_S if self.disk and self.disk.pending else IDLE_S
+        events: list[Submit | Abort | Prepare | Stop] = []
+        idle_s = COPY_S if self._compiling or (self.disk and self.disk.pending) else IDLE_S
         for message in channel.receive(0 if not self.loop.idle else idle_s):
             if message is None:
                 events.append(Stop())
@@ -157,8 +167,12 @@ class Worker:
                 channel.send(Pong(message.number, self.steps))
             elif isinstance(message, Watch):
                 self.watched = message.residency
+            elif isinstance(message, Submit) and (grammar := message.sampling.grammar):
+                self._compiling.append(message)
+                events.append(Prepare(message.id, grammar))
             elif isinstance(message, Submit | Abort | Stop):
                 events.append(message)
+        events += self.compiled([event.id for event in events if isinstance(event, Abort)])
         self.report(channel)
         if self.memory_split and self.prefill_rate.value:
             self.memory_split.decide(self.case.cache_config.page_size / self.prefill_rate.value)
@@ -171,6 +185,12 @@ class Worker:
             events,
             self.disk.decide(self.prefill_rate.value, pause_s) if self.disk else 0,
         )
+
+    def compiled(self, aborted: ListOf[int]) -> ListOf[Submit]:
+        """The requests whose grammars have been compiled since the last tick, but for those that are `aborted`."""
+        known = [s for s in self._compiling if s.id not in aborted]
+        self._compiling = [s for s in known if not self.matchers.is_ready(s.id)]
+        return [s for s in known if s not in self._compiling]
 
     def check(self, tick: Tick, own: int) -> None:
         """Raises unless this rank, whose digest is `own`, does what rank 0 does."""
@@ -189,13 +209,16 @@ class Worker:
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
-                    self.loop.submit(event.request, event.id)
+                    self.loop.submit(event.request, event.id, self.matchers.take(event.id))
                     if self.channel:
                         self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
                     if self.channel:
                         self.channel.send(Refused(event.id, str(error)))
+            elif isinstance(event, Prepare):
+                self.matchers.start(event.id, event.grammar)
             elif isinstance(event, Abort):
+                self.matchers.drop(event.id)
                 self.loop.abort(event.id)
             else:
                 self.stopping = True
@@ -392,6 +415,11 @@ def running_of(sequence: Sequence) -> Running:
     )
 
 
+def matchers_of(runner: ModelRunner) -> Matchers:
+    ends = stop_ids(runner.folder, runner.config.eos_token_ids)
+    return Matchers(runner.folder, runner.config.vocab_size, ends)
+
+
 def serve(case: Case, results: Path, ranks: env.RankEnv) -> None:
     """The body of one rank: connects, loads, serves."""
     stacks = open(results / f"stacks{ranks.rank}.log", "w")  # noqa: SIM115 (until the end)
@@ -403,8 +431,9 @@ def serve(case: Case, results: Path, ranks: env.RankEnv) -> None:
             channel.send(Progress("loading weights", 0.0))
         runner = make_runner(case, results, ranks)
         with readable_connection_errors():
+            matchers = matchers_of(runner)
             runner.setup()
-            Worker(runner, channel).run()
+            Worker(runner, channel, matchers).run()
     except Exception as error:
         if channel:
             plain = isinstance(error, UserError | ConnectionError)

@@ -1,5 +1,6 @@
 """A worker of one rank in this process, with a script in the front's place."""
 
+import time
 from typing import Any
 
 from umbra.executor.engine.schedule.request import SamplingParams
@@ -44,6 +45,7 @@ class Server:
         self.script = Script()
         self.worker = Worker(runner, self.script)
         self.worker.warm_up()
+        self.worker.matchers.wait()
         self.script.sent.clear()
 
     def submit(self, id: int, ids: list[int], tokens: int, **fields: Any) -> None:
@@ -60,8 +62,10 @@ class Server:
         """Runs until nothing is left to do."""
         self.worker.turn()
         for _ in range(most):
-            if self.worker.loop.idle:
+            if self.worker.idle:
                 return
+            if self.worker.loop.idle:  # a grammar is compiled
+                time.sleep(0.001)
             self.worker.turn()
         raise AssertionError("requests never end")
 

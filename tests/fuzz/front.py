@@ -15,11 +15,12 @@ from uvicorn.server import ServerState
 
 from tests.fakes.serving_engine import logprob
 from tests.fuzz.target import Violation
-from tests.text.checkpoints import write_tokenizer
+from tests.text.checkpoints import eos_of, write_tokenizer
 from umbra.base.errors import LONGEST
 from umbra.executor.config.load import load_case
 from umbra.models.tokenizers import tokenizer_in
 from umbra.serving.api.auth import ApiKeys
+from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.front import Front, Text
 from umbra.serving.api.server import make_server
 from umbra.serving.ranks.channel import framed
@@ -104,9 +105,9 @@ class Api:
         model = folder / "model"
         size = write_tokenizer(model, family)
         tokenizer = tokenizer_in(model, size)
-        case = load_case("demo_chat")
-        self.front = Front(case, ApiKeys(), Engine(folder, size, tokenizer.hf.eos_token_id), threads=AtOnce())
-        self.front.text = Text(case, tokenizer)
+        case, eos = load_case("demo_chat"), eos_of(tokenizer)
+        self.front = Front(case, ApiKeys(), Engine(folder, size, eos), threads=AtOnce())
+        self.front.text = Text(case, tokenizer, Compiler(model, size, [eos]))
         self.config = make_server(self.front).config
         self.config.load()
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from umbra.models.registry import conventions
 from umbra.text.formats import THINK, THINK_END
+from umbra.text.tokenizer import Tokenizer as TextTokenizer
 
 FOLDER = Path(__file__).parent / "templates"  # written in the way that transformers' jinja2 reads
 TEMPLATES: dict[str, str] = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
@@ -58,3 +59,16 @@ def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, *
     settings = {"eos_token": SPECIAL[family][-1], "chat_template": TEMPLATES[family]} | options
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings).save_pretrained(folder)
     return tokenizer.get_vocab_size()
+
+
+def id_of(tokenizer: TextTokenizer, token: str) -> int:
+    """The id of a token that `tokenizer` has."""
+    id: int | None = tokenizer.backend.token_to_id(token)
+    assert id is not None
+    return id
+
+
+def eos_of(tokenizer: TextTokenizer) -> int:
+    """Its end-of-sequence token."""
+    assert tokenizer.record.eos_token_id is not None
+    return tokenizer.record.eos_token_id

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.text.checkpoints import FORMAT_OF, TEMPLATES, write_tokenizer
+from tests.text.checkpoints import FORMAT_OF, TEMPLATES, eos_of, id_of, write_tokenizer
 from umbra.base.errors import UserError
 from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.models.tokenizers import tokenizer_in
@@ -105,7 +105,9 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
         tokenizer = tokenizer_in(tmp_path / family)
         assert tokenizer.opens_reasoning(tokenizer.encode("What does <think> mean?", chat=True)) is opens
         assert tokenizer.opens_reasoning(tokenizer.encode("long " * 40 + "<think>", chat=False))
-        assert tokenizer.opens_reasoning(tokenizer.hf.convert_tokens_to_ids(list("<think>ĊĊ")))  # letter by letter
+        assert tokenizer.opens_reasoning(
+            [tokenizer.backend.token_to_id(token) for token in list("<think>ĊĊ")]
+        )  # letter by letter
         assert not tokenizer.opens_reasoning(tokenizer.encode("<think>\nSo", chat=False))
         assert not tokenizer.opens_reasoning([])
     none = "<think>\n\n</think>\n\n"
@@ -199,7 +201,7 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     write_tokenizer(tmp_path, family, tags_are_special)
     tokenizer = tokenizer_in(tmp_path)
     prompt = tokenizer.encode_chat(Chat([USER], TOOLS))
-    generated = [*tokenizer.encode(OUTPUTS[family], chat=False), tokenizer.hf.eos_token_id]
+    generated = [*tokenizer.encode(OUTPUTS[family], chat=False), eos_of(tokenizer)]
     assert tokenizer.decode(generated) == OUTPUTS[family]
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.push([token]) for token in generated]
@@ -224,7 +226,7 @@ def test_deepseeks_settings_add_bos(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind, "add_bos_token": True}))
     tokenizer = tokenizer_in(tmp_path)
-    bos = tokenizer.hf.bos_token_id
+    bos = id_of(tokenizer, "<｜begin▁of▁sentence｜>")
     assert tokenizer.encode("x", chat=False).count(bos) == (kind == "LlamaTokenizerFast")
     assert tokenizer.encode("x", chat=True).count(bos) == 1
 
@@ -232,7 +234,7 @@ def test_deepseeks_settings_add_bos(tmp_path: Path, kind: str) -> None:
 def test_the_last_source_of_stop_ids_is_the_tokenizer(tmp_path: Path) -> None:
     assert stop_ids(tmp_path, ()) == frozenset()
     write_tokenizer(tmp_path, "minimax_m2")
-    eos = tokenizer_in(tmp_path).hf.convert_tokens_to_ids("[e~[")
+    eos = id_of(tokenizer_in(tmp_path), "[e~[")
     assert stop_ids(tmp_path, ()) == {eos}
     assert stop_ids(tmp_path, (4,)) == {4}
     for text, ids in (('{"eos_token_id": 7}', {7}), ('{"eos_token_id": [7, 8]}', {7, 8}), ("{}", {4})):

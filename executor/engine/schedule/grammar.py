@@ -1,16 +1,14 @@
 """Grammars that an answer must follow: which tokens may come next. Processes that only check grammars import this
-module, so it imports transformers where it is needed."""
+module, so it imports neither torch nor transformers."""
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
 from umbra.base.errors import UserError
 from umbra.executor.engine.schedule.request import Grammar
-
-if TYPE_CHECKING:
-    from umbra.text.tokenizer import Tokenizer
+from umbra.models.tokenizers import record_in
 
 LARGEST = 1 << 16  # characters of a grammar
 
@@ -44,26 +42,36 @@ class Matcher:
 
 
 class Grammars:
-    """Makes matchers for the tokenizer of a checkpoint whose end-of-sequence ids are `stop_ids`."""
+    """Makes matchers for the vocabulary of `tokens`."""
 
-    def __init__(self, tokenizer: "Tokenizer", vocabulary: int, stop_ids: Collection[int]):
-        from llguidance.hf import from_tokenizer
+    def __init__(self, tokens: LLTokenizer):
+        self.tokens = tokens
 
+    @classmethod
+    def read(cls, folder: Path, vocabulary: int, stop_ids: Collection[int]) -> "Grammars":
+        """The grammars of the checkpoint in `folder`, whose end-of-sequence ids are `stop_ids`. It takes seconds for a
+        large vocabulary, in which no other thread of this process runs Python. Raises UserError if it has none."""
         if not stop_ids:
-            raise UserError(f"{tokenizer.folder}: names no end-of-sequence token, which an answer with a grammar needs")
-        self.tokens: LLTokenizer = from_tokenizer(tokenizer.hf, n_vocab=vocabulary, eos_token=sorted(stop_ids))
+            raise UserError(f"{folder}: names no end-of-sequence token, which an answer with a grammar needs")
+        record = record_in(folder)
+        try:
+            return cls(LLTokenizer(record.backend, n_vocab=vocabulary, eos_token=sorted(stop_ids)))
+        except ValueError as error:
+            raise UserError(f"{folder}: grammars cannot use its tokenizer: {str(error)[:200]}") from None
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Raises UserError if `grammar` is invalid or too complex."""
-        return Matcher(LLMatcher(self.tokens, self.checked(grammar), log_level=0))
+        """Compiles `grammar` up to its first token; other threads go on meanwhile. Raises UserError if it is invalid or
+        too complex."""
+        matcher = LLMatcher(self.tokens, compilable(grammar), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise UserError(f"grammar: {' '.join(matcher.get_error().split())[:300]}")
+        return Matcher(matcher)
 
-    def checked(self, grammar: Grammar) -> str:
-        """Checks the grammar as the function `checked` does, and returns it in llguidance's form."""
-        return checked(grammar, self.tokens)
 
-
-def checked(grammar: Grammar, tokens: LLTokenizer) -> str:
-    """The grammar in llguidance's form. Raises UserError if it is invalid or too complex; some grammars take hours."""
+def compilable(grammar: Grammar) -> str:
+    """The grammar in llguidance's form. Raises UserError if it is too long, or no JSON."""
     if len(grammar.text) > LARGEST:
         raise UserError(f"grammar: {len(grammar.text)} characters are more than {LARGEST}")
     make = {
@@ -72,10 +80,6 @@ def checked(grammar: Grammar, tokens: LLTokenizer) -> str:
         "lark": LLMatcher.grammar_from_lark,
     }
     try:
-        text = make[grammar.kind](grammar.text)
+        return make[grammar.kind](grammar.text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"grammar: {' '.join(str(error).split())[:300]}") from None
-    invalid, problems = LLMatcher.validate_grammar_with_warnings(text, tokens)
-    if invalid:
-        raise UserError(f"grammar: {' '.join(problems[0].split())[:300]}")
-    return text

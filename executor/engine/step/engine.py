@@ -34,7 +34,6 @@ from umbra.models.batch import Batch
 from umbra.models.config import ModelConfig
 from umbra.models.layers.base import layers_of
 from umbra.models.registry import model_class
-from umbra.models.tokenizers import tokenizer_in
 from umbra.ops.parallel.groups import Parallel
 
 if TYPE_CHECKING:
@@ -169,12 +168,11 @@ class Engine:
 
     @functools.cached_property
     def grammars(self) -> "Grammars":
-        """Made when the first request has a grammar: it takes about a second for a large vocabulary."""
+        """Made when the first request has a grammar: it takes seconds for a large vocabulary."""
         from umbra.executor.engine.schedule.grammar import Grammars
 
-        folder, vocabulary = model_folder(self.case), self.config.vocab_size
-        tokenizer = tokenizer_in(folder, vocabulary)
-        return Grammars(tokenizer, vocabulary, stop_ids(folder, self.config.eos_token_ids))
+        folder = model_folder(self.case)
+        return Grammars.read(folder, self.config.vocab_size, stop_ids(folder, self.config.eos_token_ids))
 
     @contextmanager
     def step(self, decode: bool) -> Iterator[None]:

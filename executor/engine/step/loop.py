@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from typing import TYPE_CHECKING
 
 from umbra.base.errors import UserError
 from umbra.executor.engine.drafts.drafts import DecodeCost, Guessed
@@ -13,6 +14,9 @@ from umbra.executor.engine.step.logprobs import Logprobs, last_rows
 from umbra.executor.engine.step.speculation import Speculation
 from umbra.executor.engine.step.timings import FirstTokens, Timings
 from umbra.executor.plan.batch_limits import limits_of
+
+if TYPE_CHECKING:
+    from umbra.executor.engine.schedule.grammar import Matcher
 
 
 class Loop:
@@ -33,10 +37,11 @@ class Loop:
         """Says whether no request is left and no event is still to be returned."""
         return self.scheduler.idle and not self._aborted
 
-    def submit(self, request: Request, id: int | None = None) -> Sequence:
+    def submit(self, request: Request, id: int | None = None, matcher: "Matcher | None" = None) -> Sequence:
         """Queue `request` and return its sequence, whose id its events carry: `id`, for a caller that numbers all its
-        requests itself. A request that can never run is refused with an error of one line; other requests are not
-        affected, so whatever a step could fail for is refused here: a step that fails ends all requests."""
+        requests itself. `matcher` is that of its grammar, for a caller that has compiled it. A request that can never
+        run is refused with an error of one line; other requests are not affected, so whatever a step could fail for is
+        refused here: a step that fails ends all requests."""
         sequence = new_sequence(next(self._ids) if id is None else id, request)
         vocabulary = self.engine.config.vocab_size
         if wrong := [token for token in sequence.ids if not 0 <= token < vocabulary]:
@@ -44,7 +49,7 @@ class Loop:
         if wrong := [token for token in sequence.request.sampling.logit_bias if token >= vocabulary]:
             raise UserError(f"logit_bias: token {wrong[0]} is outside the vocabulary of {vocabulary}")
         if grammar := sequence.request.sampling.grammar:
-            sequence.matcher = self.engine.grammars.matcher(grammar)
+            sequence.matcher = matcher or self.engine.grammars.matcher(grammar)
         self.scheduler.add(sequence)
         return sequence
 

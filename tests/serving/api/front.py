@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.fakes.serving_engine import FakeEngine
-from tests.text.checkpoints import write_tokenizer
+from tests.text.checkpoints import eos_of, write_tokenizer
 from umbra.executor.config.load import load_case
 from umbra.models.tokenizers import tokenizer_in
 from umbra.serving.api.auth import ApiKeys
+from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.front import Front, Text
 from umbra.serving.api.server import listening, make_server
 from umbra.serving.ranks.client import EngineClient
@@ -176,12 +177,12 @@ async def serving(
         def ids(submit: Submit) -> Sequence[int] | str:
             return answer(submit) if callable(answer) else tokenizer.encode(answer, chat=False)
 
-        ends = [tokenizer.hf.eos_token_id]
+        ends = [eos_of(tokenizer)]
         size = tokenizer.backend.get_vocab_size()
-        options = {"vocabulary": size, "stop_ids": ends} | (engine or {})
+        options: dict[str, Any] = {"vocabulary": size, "stop_ids": ends} | (engine or {})
         fake = FakeEngine(client.path, ids, **options)
         front = Front(case, keys or ApiKeys(), client)
-        front.text = Text(case, tokenizer)
+        front.text = Text(case, tokenizer, Compiler(tokenizer.folder, options["vocabulary"], options["stop_ids"]))
         client.changed = front.take
         server = make_server(front)
         http = asyncio.create_task(server.serve([listener]))

@@ -6,14 +6,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import pytest
-from llguidance import LLMatcher
 
 from tests.serving.api.front import family_tokenizer
-from tests.text.checkpoints import FORMAT_OF
+from tests.text.checkpoints import FORMAT_OF, eos_of
 from umbra.executor.engine.schedule.grammar import Grammars
 from umbra.executor.engine.schedule.request import Grammar
 from umbra.models.registry import conventions
@@ -21,19 +21,21 @@ from umbra.serving.api import compiling, structured
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError
 from umbra.serving.api.fields import Fields
-from umbra.serving.ranks.messages import Ready
 from umbra.text.formats import Mark
 from umbra.text.parser import reader
 
 
 def follows(grammar: Grammar, text: str, family: str = "qwen3") -> bool:
     """Returns whether `text` is a whole answer that `grammar` allows."""
-    tokenizer = family_tokenizer(family)
-    size, end = tokenizer.backend.get_vocab_size(), tokenizer.hf.eos_token_id
-    grammars = Grammars(tokenizer, size, [end])
-    matcher = LLMatcher(grammars.tokens, grammars.checked(grammar))
-    tokens = tokenizer.encode(text, chat=False)
+    matcher = grammars_of(family).matcher(grammar).matcher
+    tokens = family_tokenizer(family).encode(text, chat=False)
     return matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+@lru_cache
+def grammars_of(family: str) -> Grammars:
+    tokenizer = family_tokenizer(family)
+    return Grammars.read(tokenizer.folder, tokenizer.backend.get_vocab_size(), [eos_of(tokenizer)])
 
 
 def marks(family: str) -> structured.GrammarMarks:
@@ -201,8 +203,7 @@ ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i
 @pytest.fixture
 def compiler() -> Iterator[Compiler]:
     tokenizer = family_tokenizer("qwen3")
-    size, end = tokenizer.backend.get_vocab_size(), tokenizer.hf.eos_token_id
-    compiler = Compiler(tokenizer, Ready(9, 1, size, 16, 1, 1, [end], 1.0))
+    compiler = Compiler(tokenizer.folder, tokenizer.backend.get_vocab_size(), [eos_of(tokenizer)])
     yield compiler
     compiler.close()
 

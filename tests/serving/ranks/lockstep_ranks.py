@@ -26,7 +26,7 @@ from umbra.executor.engine.step.loop import Loop
 from umbra.executor.engine.step.speculation import Speculation
 from umbra.executor.launch.rank import run_rank
 from umbra.executor.model_runner import make_runner
-from umbra.serving.ranks.messages import Abort, ChannelMessage, Out, Refused, Row, Stop, Submit, Tick
+from umbra.serving.ranks.messages import Abort, ChannelMessage, Out, Prepare, Refused, Row, Stop, Submit, Tick
 from umbra.serving.ranks.worker import Worker
 
 VOCABULARY = 96
@@ -190,7 +190,7 @@ def main() -> None:
         counts["held"] = sum(cache.held + cache.kept + cache.sets for cache in worker.loop.scheduler.caches)
         # Rank 0 knows what was asked; the others hear of it as in a tick.
         every = max(1, len(traffic.submitted) // int(alone_most))
-        some: list[Submit | Abort | Stop] = list(traffic.submitted[::every])
+        some: list[Submit | Abort | Prepare | Stop] = list(traffic.submitted[::every])
         tick = worker.control.share(Tick(0, 0, None, 0, some) if ranks.rank == 0 else None)
         alone_answers = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
         if ranks.rank == 0:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
 from umbra.base.errors import UserError
 from umbra.base.files import ROOT
 from umbra.executor.config.load import load_case
-from umbra.executor.engine.schedule.grammar import LARGEST, Grammars, Matcher, checked
+from umbra.executor.engine.schedule.grammar import LARGEST, Grammars, Matcher
 from umbra.executor.engine.schedule.request import LARGEST_SEED, Event, Grammar, Request, SamplingParams
 from umbra.executor.engine.step.loop import Loop
 from umbra.executor.model_runner import ModelRunner
@@ -127,11 +127,11 @@ def test_an_answer_follows_a_json_schema(demo: ModelRunner) -> None:
     assert reason == "stop"
 
 
-BYTES = LLTokenizer("byte")
+BYTES = Grammars(LLTokenizer("byte"))
 
 
 def matcher(kind: str, text: str) -> Matcher:
-    return Matcher(LLMatcher(BYTES, checked(Grammar(kind, text), BYTES), log_level=0))
+    return BYTES.matcher(Grammar(kind, text))
 
 
 def follows(matcher: Matcher, text: str) -> list[bool]:
@@ -151,12 +151,11 @@ def test_json_has_no_spaces_between_its_parts(capfd: pytest.CaptureFixture[str])
 )
 def test_what_is_wrong_is_said_in_one_line(kind: str, text: str) -> None:
     with pytest.raises(UserError, match=r"^grammar: ") as raised:
-        checked(Grammar(kind, text), BYTES)
+        matcher(kind, text)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) <= 300 + len("grammar: ")
 
 
 def test_an_answer_with_a_grammar_needs_an_end() -> None:
-    tokenizer = tokenizer_in(ROOT / "checkpoints" / "austen_moe")
     with pytest.raises(UserError, match="austen_moe: names no end-of-sequence token, which an answer with a grammar"):
-        Grammars(tokenizer, 9, [])
+        Grammars.read(ROOT / "checkpoints" / "austen_moe", 9, [])
