@@ -11,6 +11,7 @@ from typing import Any
 
 DEEPEST = 64  # levels of nested lists and objects
 MOST_PARTS = 1000  # parts of one parameter's schema that are looked at
+MOST_REFERENCES = 16  # from one definition to the next
 INTEGER = re.compile(r"[+-]?[0-9]+")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -21,15 +22,24 @@ class Tool:
 
     def __init__(self, parameters: object):
         """`parameters` is the function's JSON schema; whatever in it is no schema is passed over."""
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        self.properties = properties if isinstance(properties, Mapping) else {}
-        self.types: dict[str, frozenset[str]] = {}
+        self.root = parameters
+        self.schemas: dict[str, list[object]] = {}  # of each parameter, those of which any may apply
+        for part in _parts([parameters], parameters):
+            properties = part.get("properties")
+            for name, schema in properties.items() if isinstance(properties, Mapping) else ():
+                self.schemas.setdefault(name, []).append(schema)
+        self._read: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+
+    def types_of(self, parameter: str) -> frozenset[str]:
+        """The types that the schema names: by `type`, by values, and by all that it is made of."""
+        return self._types_and_strings(parameter)[0]
 
     def value(self, parameter: str, text: str) -> Any:
-        """`text` as the first type that it can be of those that the schema allows, or else as a string."""
-        if parameter not in self.types:
-            self.types[parameter] = _types(self.properties.get(parameter))
-        types, bare = self.types[parameter], text.strip()
+        """`text` if it is a string that the schema names; or else as the first type that it can be of those that the
+        schema allows, or else as a string."""
+        (types, strings), bare = self._types_and_strings(parameter), text.strip()
+        if text in strings:
+            return text
         if "null" in types and bare.lower() == "null":
             return None
         # Digits beyond Python's limit for integers are no integer here.
@@ -41,9 +51,14 @@ class Tool:
             return BOOLEANS[bare.lower()]
         if types & {"object", "array"}:
             parsed = read_json_text(bare)
-            if isinstance(parsed, dict | list) and _type_of(parsed) in types:
+            if isinstance(parsed, dict | list) and type_of(parsed) in types:
                 return parsed
         return text
+
+    def _types_and_strings(self, parameter: str) -> tuple[frozenset[str], frozenset[str]]:
+        if parameter not in self._read:
+            self._read[parameter] = _types_and_strings(_parts(self.schemas.get(parameter, []), self.root))
+        return self._read[parameter]
 
 
 def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
@@ -85,23 +100,49 @@ def to_json(value: Any) -> str:
     return text
 
 
-def _types(schema: object) -> frozenset[str]:
-    """The types that a schema names: `type`, the values of `enum`, and those of its anyOf, oneOf and allOf."""
-    types: set[str] = set()
-    left, seen = [schema], 0
-    while left and seen < MOST_PARTS:
-        part, seen = left.pop(), seen + 1
+def resolved(schema: object, root: object) -> Any:
+    """`schema` with what its `$ref` names within `root` in place of that."""
+    for _ in range(MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not isinstance(schema, Mapping):
+            return schema
+        target: object = root
+        for key in reference.removeprefix("#").split("/")[1:]:
+            target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        named = target if isinstance(target, Mapping) else {}
+        schema = {**named, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
+def _parts(schemas: Sequence[object], root: object) -> list[Mapping[str, Any]]:
+    """The schemas that `schemas` are made of by anyOf, oneOf, allOf and references to `root`, themselves included."""
+    reached: list[Mapping[str, Any]] = []
+    left = [*schemas]
+    while left and len(reached) < MOST_PARTS:
+        part = resolved(left.pop(), root)
         if not isinstance(part, Mapping):
             continue
-        named, values = part.get("type"), part.get("enum")
-        types |= {t for t in (named if isinstance(named, list) else [named])[:MOST_PARTS] if isinstance(t, str)}
-        types |= {_type_of(v) for v in (values if isinstance(values, list) else [])[:MOST_PARTS]}
+        reached.append(part)
         for key in ("anyOf", "oneOf", "allOf"):
             parts = part.get(key)
             left += parts[:MOST_PARTS] if isinstance(parts, list) else []
-    return frozenset(types)
+    return reached
 
 
-def _type_of(value: object) -> str:
+def _types_and_strings(parts: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], frozenset[str]]:
+    """The types that `parts` name, by `type` and by values; and the strings among these values."""
+    types: set[str] = set()
+    strings: set[str] = set()
+    for part in parts:
+        named, values = part.get("type"), [part["const"]] if "const" in part else part.get("enum")
+        values = values[:MOST_PARTS] if isinstance(values, list) else []
+        types |= {t for t in (named if isinstance(named, list) else [named])[:MOST_PARTS] if isinstance(t, str)}
+        types |= set(map(type_of, values))
+        strings |= {value for value in values if isinstance(value, str)}
+    return frozenset(types), frozenset(strings)
+
+
+def type_of(value: object) -> str:
+    """The name that JSON schemas have for the type of a value."""
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
     return kinds.get(type(value), "null")

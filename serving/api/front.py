@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from umbra.base.errors import one_line
 from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config, model_folder
@@ -29,6 +30,7 @@ from umbra.text.tokenizer import Tokenizer
 
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
+MOST_NOTES, LONGEST_NOTE = 256, 400  # of what requests do not get: how many, and characters of each
 LOOK_S = 0.5  # seconds between two looks at whether a request still waits
 
 Result = TypeVar("Result")
@@ -62,6 +64,7 @@ class Front:
         self.draining = False
         self.created = int(time.time())
         self.unread: set[str] = set()  # names of fields that requests had and nothing reads
+        self._noted: set[str] = set()  # what `note` has been told
         self.text: Text | None = None  # when it is loaded
         self.open = 0  # HTTP requests that are answered, other than GET
         self._threads = threads or ThreadPoolExecutor(THREADS, thread_name_prefix="front")
@@ -124,6 +127,12 @@ class Front:
         except BaseException:
             compiler.close()
             raise
+
+    def note(self, text: str) -> None:
+        """Logs once what a request asked for and does not get."""
+        if text not in self._noted and len(self._noted) < MOST_NOTES:
+            self._noted.add(text)
+            print(one_line(text)[:LONGEST_NOTE], flush=True)
 
     async def work(self, call: Callable[[], Result]) -> Result:
         """Runs `call` in one of few threads, so that the event loop goes on."""

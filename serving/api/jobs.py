@@ -1,7 +1,9 @@
 """Makes the engine's requests of an HTTP body, with the checks that completions and chats share."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -9,7 +11,10 @@ from umbra.executor.engine.schedule.request import LARGEST_SEED, Grammar, Reques
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields
 from umbra.serving.api.front import ServedJob, Text
+from umbra.serving.api.schemas import closed, held
 from umbra.serving.ranks.messages import Ready
+
+UNFOLLOWED = "cannot be enforced: it contradicts itself, or has a pattern or a size that no grammar can hold"
 
 
 def check_length(prompt: str, param: str, text: Text, ready: Ready) -> None:
@@ -26,6 +31,19 @@ def check_grammar(grammar: Grammar, param: str, text: Text, wanted: Grammar | No
     if problem := compiler.problem(grammar.kind, grammar.text):
         own = wanted and wanted != grammar and compiler.problem(wanted.kind, wanted.text)
         raise invalid(param, own or problem, "invalid_grammar")
+
+
+def check_calls(grammar: Grammar, tools: Sequence[Mapping[str, Any]], text: Text) -> None:
+    """Raises ApiError if the engine could not follow the `grammar` of calls of `tools`; it names the tool whose schema
+    is the reason."""
+    if not text.compiler.problem(grammar.kind, grammar.text):
+        return
+    for number, tool in enumerate(tools):
+        schema = closed(held(tool["function"].get("parameters") or {})[0])
+        if text.compiler.problem("json", json.dumps(schema)):
+            reason = f"the schema of {tool['function']['name']} {UNFOLLOWED}"
+            raise invalid(f"tools[{number}].function.parameters", reason, "invalid_grammar")
+    raise invalid("tools", f"their schemas together {UNFOLLOWED}", "invalid_grammar")
 
 
 def job_of(

@@ -15,7 +15,7 @@ from umbra.executor.engine.schedule.request import MOST_LOGPROBS, Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of, truncated
 from umbra.serving.api.front import Front, ServedJob, Text
-from umbra.serving.api.jobs import check_grammar, check_length, job_of, nth_job
+from umbra.serving.api.jobs import check_calls, check_grammar, check_length, job_of, nth_job
 from umbra.serving.api.logprobs import TokenTexts, chat_logprobs
 from umbra.serving.api.sse import DONE, event
 from umbra.serving.api.streams import Stream, StreamPiece, Token, Turns, Usage, together
@@ -144,7 +144,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
     messages = messages_of(request.messages)
     tools = tools_of(request)
     settings = settings_of(request, text)
-    grammar = wanted_grammar(request)
+    grammar = wanted_grammar(request, front.note)
     forced = _forced_tools(request, tools)
     if forced and grammar:
         raise invalid("tool_choice", "calls of tools are demanded, and a format of the content as well: leave one out")
@@ -169,9 +169,12 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
         ids, branches = text.tokenizer.chat_prompt(conversations.Chat(messages, tools, settings))
     except UserError as error:
         raise of_chat(error) from None
-    wanted, grammar = grammar, _whole_grammar(request, text, grammar, forced, ids)
-    if grammar:
-        check_grammar(grammar, grammar_field(request) if wanted else "tools", text, wanted)
+    strict = [] if grammar or not any(tool["function"].get("strict") is True for tool in tools) else tools
+    wanted, grammar = grammar, _whole_grammar(front, request, text, grammar, forced, strict, ids)
+    if grammar and wanted:
+        check_grammar(grammar, grammar_field(request), text, wanted)
+    elif grammar:
+        check_calls(grammar, forced or strict, text)
     ids, dropped = truncated(request, ids), len(ids)
     dropped -= len(ids)
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
@@ -405,20 +408,27 @@ def has_variable(template: str, name: str) -> bool:
 
 
 def _whole_grammar(
-    request: ChatRequest, text: Text, grammar: Grammar | None, forced: list[dict[str, Any]], ids: list[int]
+    front: Front,
+    request: ChatRequest,
+    text: Text,
+    grammar: Grammar | None,
+    forced: list[dict[str, Any]],
+    strict: list[dict[str, Any]],
+    ids: list[int],
 ) -> Grammar | None:
-    """The grammar of the whole answer, with the reasoning before its content."""
+    """The grammar of the whole answer, with the reasoning before its content. Tools that are `forced` are called; of
+    those that are not, some are `strict`."""
     opened: bool | None = None
-    tokenizer = text.tokenizer
+    tokenizer, marks = text.tokenizer, GrammarMarks(text.mark_ids)
     if text.format and tokenizer.opens_reasoning(ids):
         opened = True
     elif text.format and THINK in tokenizer.template and THINK_END not in tokenizer.decode(ids[-8:]):
         opened = False
-    if forced:
-        several = request.tool_choice == "required" and request.parallel_tool_calls is not False
-        return calls_grammar(forced, text.format, several, opened, GrammarMarks(text.mark_ids))
+    if forced or strict:
+        several = (not forced or request.tool_choice == "required") and request.parallel_tool_calls is not False
+        return calls_grammar(forced or strict, text.format, several, opened, marks, bool(forced), front.note)
     if grammar and text.format and text.format.tokens:
-        return in_final_message(grammar, GrammarMarks(text.mark_ids))
+        return in_final_message(grammar, marks)
     if grammar and opened is not None:
-        return after_reasoning(grammar, opened, GrammarMarks(text.mark_ids))
+        return after_reasoning(grammar, opened, marks)
     return grammar

@@ -119,7 +119,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
         raise invalid("max_tokens", f"{request.max_tokens} must be at least 0")
     longest = 1 if request.max_tokens == 0 else MAX_TOKENS if request.max_tokens is None else request.max_tokens
     prompts = prompts_of(request.prompt)
-    grammar = wanted_grammar(request)
+    grammar = wanted_grammar(request, front.note)
     if grammar:
         check_grammar(grammar, grammar_field(request), text)
     special, jobs = request.add_special_tokens is not False, []

@@ -2,30 +2,37 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from umbra.executor.engine.schedule.request import Grammar
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, Structured
+from umbra.serving.api.raw_values import ANYTHING, conjunctions, definitions, value_of, without
+from umbra.serving.api.schemas import check_schema, closed, has_properties, held
 from umbra.text.formats import CHANNEL, CONSTRAIN, END, JSON_CALLS, MESSAGE, START, THINK, THINK_END, OutputMarks
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
-DEEPEST = 32  # levels of a schema
-MOST_PROPERTIES = 512  # of a schema, in all its levels
 MOST_CALLS = 8  # calls of one answer, if calls are demanded
 COMPACT = {"whitespace_flexible": False}  # without it, an answer may be endless white space
-NAMED = ("properties", "$defs", "definitions", "patternProperties")  # keywords whose values are schemas by names
-NESTED = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")  # and those whose values are schemas
-ANYTHING = r"/(.|\n)*/"
+CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+REGEX_IN_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')  # or what looks like one
+ANY_NAME = r"/[^<>\s\"]+/"  # of a parameter
+MOST_VARIANTS = 8  # ways in which the parameters of one tool may stand together
 
 
-def wanted_grammar(fields: Fields) -> Grammar | None:
-    """The grammar that the request asks for in one of several ways. Raises ApiError for several, or a bad one."""
+def wanted_grammar(fields: Fields, note: Callable[[str], object] = print) -> Grammar | None:
+    """The grammar that the request asks for in one of several ways. `note` is told of what its schema demands and a
+    grammar cannot hold. Raises ApiError for several, a bad one, or a strict one that demands so much."""
     grammars = _asked(fields)
     if len(grammars) > 1:
         raise invalid(grammars[1][0], f"{grammars[0][0]} is given as well: give one of them")
-    return _grammar(*grammars[0]) if grammars else None
+    return _grammar(*grammars[0], _is_strict(fields.response_format), note) if grammars else None
+
+
+def _is_strict(format: Mapping[str, Any] | None) -> bool:
+    named = (format or {}).get("json_schema")
+    return isinstance(named, Mapping) and named.get("strict") is True
 
 
 def grammar_field(fields: Fields) -> str:
@@ -75,7 +82,7 @@ def _of_format(format: Mapping[str, Any] | None) -> tuple[str, Any]:
     return to, format[key]
 
 
-def _grammar(param: str, kind: str, value: Any) -> Grammar:
+def _grammar(param: str, kind: str, value: Any, strict: bool, note: Callable[[str], object]) -> Grammar:
     if kind == "choice":
         kind, value = "regex", "|".join(map(re.escape, value))
     elif kind == "json":
@@ -85,31 +92,21 @@ def _grammar(param: str, kind: str, value: Any) -> Grammar:
             except ValueError:
                 raise invalid(param, "is no JSON") from None
         check_schema(param, value)
+        value, left_out = held(value)
+        if strict and left_out:
+            raise invalid(param, f"strict: {left_out[0]} cannot be enforced: leave one of them out")
+        for what in left_out:
+            note(f"{param}: {what} is not enforced: a grammar cannot hold it")
         value = json.dumps({} if value is True else value)
     elif kind == "regex" and (len(value) - len(value.rstrip("\\"))) % 2:
         raise invalid(param, "ends with a backslash that escapes nothing")  # llguidance leaves it out
+    if kind == "lark":
+        value = REGEX_IN_LARK.sub(lambda part: ascii_classes(part[0]) if part[0][0] == "/" else part[0], value)
+    elif kind == "regex":
+        value = ascii_classes(value)
     if not value or len(value.encode(errors="replace")) > LARGEST:
         raise invalid(param, f"must have 1 to {LARGEST} bytes")
     return Grammar(kind, value)
-
-
-def check_schema(param: str, schema: Any) -> None:
-    """Raises ApiError for a JSON schema that is too deep or too large."""
-    if not isinstance(schema, dict | bool):
-        raise invalid(param, "must be a JSON schema: an object or a boolean")
-    level, properties = [schema], 0
-    for _ in range(DEEPEST):
-        properties += sum(len(v["properties"]) for v in level if isinstance(v, dict) and _has_properties(v))
-        level = [w for v in level if isinstance(v, dict | list) for w in (v.values() if isinstance(v, dict) else v)]
-        if properties > MOST_PROPERTIES:
-            raise invalid(param, f"has more than {MOST_PROPERTIES} properties")
-        if not level:
-            return
-    raise invalid(param, f"is nested more than {DEEPEST} levels deep")
-
-
-def _has_properties(schema: dict[str, Any]) -> bool:
-    return isinstance(schema.get("properties"), dict)
 
 
 class GrammarMarks:
@@ -118,6 +115,9 @@ class GrammarMarks:
 
     def __init__(self, ids: Mapping[str, int]):
         self._ids = ids
+
+    def is_token(self, mark: str) -> bool:
+        return mark in self._ids
 
     def one(self, mark: str) -> str:
         return f"<[{self._ids[mark]}]>" if mark in self._ids else json.dumps(mark)
@@ -139,6 +139,14 @@ class GrammarMarks:
         thoughts = f"thoughts /\\n{{0,2}}/ {then}"
         start = thoughts if opened else f"(/\\n?/ {self.one(THINK)} thoughts /\\n{{0,2}}/)? {then}"
         return f"start: {start}\n{self.until('thoughts', THINK_END)}"
+
+    def free(self, rule: str, format: OutputMarks) -> list[str]:
+        """Rules for any text that begins no call, which the rule `calls` may follow, after the mark of a block."""
+        marks = filter(None, (*format.blocks, format.call))
+        text = f"({ANYTHING} & {without(marks)})"
+        if format.block in self._ids:
+            return [f"{rule}: TEXT ({self.one(format.block)} calls)?", f"TEXT: {text}"]
+        return [f"{rule}: TEXT | OPENING calls", f"TEXT: {text}", f"OPENING: {text} {json.dumps(format.block)}"]
 
     def messages(self, then: str) -> str:
         """Rules for messages of harmony that are shown, and one more, of which the rule `then` is all after the mark of
@@ -169,109 +177,152 @@ def _rule(grammar: Grammar) -> str:
     return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
 
 
+def ascii_classes(regex: str) -> str:
+    r"""`regex` with \d, \w and their opposites written as the ASCII characters that they mean everywhere here."""
+    return re.sub(r"\\(.)", lambda escape: CLASSES.get(escape[1], escape[0]), regex, flags=re.DOTALL)
+
+
 def calls_grammar(
     tools: Sequence[Mapping[str, Any]],
     format: OutputMarks | None,
     several: bool,
     opened: bool | None,
     marks: GrammarMarks,
+    demanded: bool = True,
+    note: Callable[[str], object] = print,
 ) -> Grammar:
     """A grammar of calls of `tools`, in the `format` in which the model writes them. `opened` says whether the prompt
-    ends within reasoning; None: the model does not reason."""
+    ends within reasoning; None: the model does not reason. Without `demanded`, the answer may be text instead, or text
+    before calls, and only the tools that are strict have the arguments of their schemas. `note` is told of what a
+    schema demands and a grammar cannot hold. Raises ApiError if a strict tool demands it."""
     format = format or JSON_CALLS
     rules: list[str] = []
     names = [f"call{number}" for number in range(len(tools))]
     for number, tool in enumerate(tools):
-        function = tool["function"]
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        check_schema(f"tools[{number}].function.parameters", parameters)
-        rules += _call_rules(names[number], function["name"], closed(parameters), format, marks)
+        schema = _enforced(tool["function"], f"tools[{number}].function", demanded, note)
+        rules += _call_rules(names[number], tool["function"]["name"], schema, format, marks)
     one = f"({' | '.join(names)})"
     block, end = marks.one(format.block), marks.one(format.block_end)
     repeat = f"{{0,{MOST_CALLS - 1}}}"
     if format.call_is_json:
         more = f" (/\\n?/ {one}){repeat}" if several else ""
-        calls = f"{block} {one}{more} {end}"
+        calls = f"{one}{more} {end}"
     elif format.call:
         more = f' ("\\n" {one}){repeat}' if several else ""
-        calls = f'{block} "\\n" {one}{more} "\\n" {end}'
+        calls = f'"\\n" {one}{more} "\\n" {end}'
     else:
-        single = f"{block} {one} {end}" if format.block_is_call else f'{block} "\\n" {one} "\\n" {end}'
-        calls = f"{single} (/\\n?/ {single}){repeat}" if several else single
-    start = "start: calls" if opened is None else marks.reasoned("calls", opened)
+        single = f"{one} {end}" if format.block_is_call else f'"\\n" {one} "\\n" {end}'
+        calls = f"{single} (/\\n?/ {block} {single}){repeat}" if several else single
     if format.tokens:  # a call ends the answer
-        start, calls = marks.messages("calls"), one
-    text = "\n".join([start, f"calls: {calls}", *rules]) + "\n"
-    if len(text) > LARGEST:
+        text = [marks.messages("answer"), f"calls: {one}"]
+        text.append("answer: calls" if demanded else f'answer: calls | "final" {marks.one(MESSAGE)} said')
+    else:
+        text = ["start: answer" if opened is None else marks.reasoned("answer", opened), f"calls: {calls}"]
+        text += [f"answer: {block} calls"] if demanded else marks.free("answer", format)
+    grammar = "\n".join([*text, *rules]) + "\n"
+    if len(grammar) > LARGEST:
         raise ApiError(400, f"tools: their schemas make a grammar of more than {LARGEST} characters", "tools")
-    return Grammar("lark", text)
+    return Grammar("lark", grammar)
 
 
-def closed(schema: Any) -> Any:
-    """`schema` without properties that it does not name, where it does not say whether there may be others: a model
-    that must call would invent them. With allOf, whose parts have properties of each other's, it stays as it is."""
-    return schema if "allOf" in json.dumps(schema) else _closed(schema)
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    parts = {
-        key: {name: _closed(part) for name, part in value.items()}
-        if key in NAMED and isinstance(value, dict)
-        else _closed(value)
-        if key in NESTED
-        else value
-        for key, value in schema.items()
-    }
-    joined = any(key in schema for key in ("anyOf", "oneOf", "$ref", "patternProperties"))
-    if _has_properties(schema) and not joined:
-        parts.setdefault("additionalProperties", False)
-    return parts
+def _enforced(function: Mapping[str, Any], param: str, demanded: bool, note: Callable[[str], object]) -> Any:
+    """The schema that a grammar holds the arguments of a tool to; None: they are free."""
+    schema, strict = function.get("parameters") or {"type": "object", "properties": {}}, function.get("strict") is True
+    check_schema(f"{param}.parameters", schema)
+    if not (strict or demanded):
+        return None
+    schema, left_out = held(schema)
+    if strict and left_out:
+        raise invalid(f"{param}.strict", f"{function['name']}: {left_out[0]} cannot be enforced: leave one of them out")
+    for what in left_out:
+        note(f"tool {function['name']}: {what} is not enforced: a grammar cannot hold it")
+    return closed(schema)
 
 
 def _call_rules(
-    rule: str, name: str, parameters: Mapping[str, Any], format: OutputMarks, marks: GrammarMarks
+    rule: str, name: str, parameters: Mapping[str, Any] | None, format: OutputMarks, marks: GrammarMarks
 ) -> list[str]:
-    """The rules of a call of the tool `name`, of which the first is called `rule`."""
+    """The rules of a call of the tool `name`, of which the first is called `rule`. `parameters` None: any arguments."""
+    arguments = f"{rule}a: %json {_compact({'type': 'object'} if parameters is None else parameters)}"
     if format.tokens:
         opening = f'{json.dumps(f"commentary to=functions.{name} ")} {marks.one(CONSTRAIN)} "json" {marks.one(MESSAGE)}'
-        return [f"{rule}: {opening} {rule}a", f"{rule}a: %json {_compact(parameters)}"]
+        return [f"{rule}: {opening} {rule}a", arguments]
     if format.call_is_json:
         opening = marks.text(format.call + format.before_name + name) + (" /:[0-9]{1,4}/" if format.numbered else "")
         before, after = format.before_arguments, format.after_arguments + format.call_end
-        return [
-            f"{rule}: {opening} {marks.text(before)} {rule}a {marks.text(after)}",
-            f"{rule}a: %json {_compact(parameters)}",
-        ]
+        return [f"{rule}: {opening} {marks.text(before)} {rule}a {marks.text(after)}", arguments]
     if not format.parameter:
         opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        return [f'{rule}: {opening} {rule}a "}}"', f"{rule}a: %json {_compact(parameters)}"]
+        return [f'{rule}: {opening} {rule}a "}}"', arguments]
     quote = '"' if format.call.endswith("name=") else ""
     bare = format.block_is_call  # its line breaks are layout between marks, and not in every version
     line = "/\\n?/" if bare else '"\\n"'
-    required, properties = parameters.get("required"), parameters.get("properties")
-    parts, rules = [], []
-    for number, (key, schema) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
-        value = f"{rule}p{number}"
+
+    def parameter(name: str, value: str) -> str:
+        """A parameter whose name and value are these parts of a grammar."""
         if bare:
-            named = f"{marks.one(format.parameter)} {json.dumps(key)} {marks.one(format.key_end)}"
-            part = f"{named} {line} {marks.one(format.value)} {value}"
-        else:
-            part = json.dumps(f"{format.parameter}{quote}{key}{quote}>\n") + f" {value}"
-        if isinstance(schema, dict) and schema.get("type", "string") != "string":
-            rules.append(f"{value}: %json {_compact(schema)}")
-            part += f" {marks.one(format.parameter_end)}" if bare else f" {line} {marks.one(format.parameter_end)}"
-        else:
-            rules.append(marks.until(value, format.parameter_end, before="" if bare else "\n"))
-        needed = isinstance(required, list) and key in required
-        parts.append(f"{part} {line}" if needed else f"({part} {line})?")
+            named = f"{marks.one(format.parameter)} {name} {marks.one(format.key_end)}"
+            return f"{named} {line} {marks.one(format.value)} {value} {line}"
+        return f"{json.dumps(format.parameter + quote)} {name} {json.dumps(quote + '>' + chr(10))} {value} {line}"
+
+    if parameters is None:
+        rules = _value_rules(f"{rule}v", {}, {}, format, marks)
+        one = f"({parameter(ANY_NAME, f'{rule}v')})*"
+    else:
+        rules, variants = [], []
+        for number, (properties, required) in enumerate(_variants(parameters)):
+            parts = []
+            for count, (key, schema) in enumerate(properties.items()):
+                value = f"{rule}v{number}p{count}"
+                rules += _value_rules(value, schema, parameters, format, marks)
+                part = parameter(json.dumps(key), value)
+                parts.append(part if key in required else f"({part})?")
+            variants.append(" ".join(parts) or '""')
+        one = f"({' | '.join(variants)})" if len(variants) > 1 else variants[0]
     if bare:
-        return [f"{rule}: {json.dumps(name)} {line} {' '.join(parts)}", *rules]
+        return [f"{rule}: {json.dumps(name)} {line} {one}", *rules]
     opening = json.dumps(f"{format.call}{quote}{name}{quote}>\n")
-    return [f"{rule}: {opening} {' '.join(parts)} {marks.one(format.call_end)}", *rules]
+    return [f"{rule}: {opening} {one} {marks.one(format.call_end)}", *rules]
+
+
+def _variants(parameters: Mapping[str, Any]) -> list[tuple[dict[str, Any], set[str]]]:
+    """The parameters of a tool that stand together, and those that must, in each way that its schema allows."""
+    variants = []
+    for parts in conjunctions(parameters, parameters)[:MOST_VARIANTS]:
+        properties: dict[str, Any] = {}
+        required: set[str] = set()
+        for part in parts:
+            for key, schema in part["properties"].items() if has_properties(part) else ():
+                properties[key] = {"allOf": [properties[key], schema]} if key in properties else schema
+            required |= {*part["required"]} if isinstance(part.get("required"), list) else set()
+        variants.append((properties | {key: {} for key in sorted(required - properties.keys())}, required))
+    return variants
+
+
+def _value_rules(
+    rule: str, schema: Any, root: Mapping[str, Any], format: OutputMarks, marks: GrammarMarks
+) -> list[str]:
+    """The rules of a parameter's value and the mark after it."""
+    end, before = format.parameter_end, "" if format.block_is_call else "\n"
+    within = (end, format.value, format.parameter, format.call, format.call_end, format.block, format.block_end)
+    value = value_of(schema, root, [mark for mark in within if mark])
+    if value and value.free:
+        return [marks.until(rule, end, before)]
+    structures = value.structures if value else [_with(schema, root)]
+    closing = f"{json.dumps(before)} {marks.one(end)}" if before else marks.one(end)
+    ways = [f"{rule}j{number} {closing}" for number, _ in enumerate(structures)]
+    rules = [f"{rule}j{number}: %json {_compact(structure)}" for number, structure in enumerate(structures)]
+    if value and value.terminal:
+        terminal = rule.upper()
+        ways.append(f"{terminal} {marks.one(end)}" if marks.is_token(end) else terminal)
+        rest = before if marks.is_token(end) else before + end
+        rules.append(f"{terminal}: {value.terminal} {json.dumps(rest) if rest else ''}")
+    return [f"{rule}: {' | '.join(ways)}", *rules]
+
+
+def _with(schema: Any, root: Mapping[str, Any]) -> Any:
+    """`schema` with what references in it name."""
+    return {**schema, **definitions(root)} if isinstance(schema, dict) else schema
 
 
 def _compact(schema: Any) -> str:

@@ -105,9 +105,7 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
         tokenizer = tokenizer_in(tmp_path / family)
         assert tokenizer.opens_reasoning(tokenizer.encode("What does <think> mean?", chat=True)) is opens
         assert tokenizer.opens_reasoning(tokenizer.encode("long " * 40 + "<think>", chat=False))
-        assert tokenizer.opens_reasoning(
-            [tokenizer.backend.token_to_id(token) for token in list("<think>ĊĊ")]
-        )  # letter by letter
+        assert tokenizer.opens_reasoning([id_of(tokenizer, letter) for letter in "<think>ĊĊ"])
         assert not tokenizer.opens_reasoning(tokenizer.encode("<think>\nSo", chat=False))
         assert not tokenizer.opens_reasoning([])
     none = "<think>\n\n</think>\n\n"

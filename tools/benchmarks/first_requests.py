@@ -49,7 +49,7 @@ START_S = 300.0
 SETTLED = 16  # tokens of the stream before the first request
 
 
-class Answer:
+class StreamTimes:
     """A stream: when its pieces came."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Answer:
         return max((b - a for a, b in pairs if b > since and a < until), default=0.0)
 
 
-class Server:
+class StartedServer:
     """`umbra serve` of `model` in a process of its own, until `close`."""
 
     def __init__(self, model: str, settings: list[str]):
@@ -102,7 +102,7 @@ class Server:
             reply.read()
         return time.monotonic() - start
 
-    def stream(self, answer: Answer) -> None:
+    def stream(self, answer: StreamTimes) -> None:
         """Reads a long answer piece by piece until `answer.ended`."""
         body = {"stream": True, "ignore_eos": True, "max_tokens": 1500, "temperature": 1.0}
         while not answer.ended.is_set():
@@ -125,18 +125,18 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, settings: list[str]) -> Iterator[Server]:
-    server = Server(model, settings)
+def serving(model: str, settings: list[str]) -> Iterator[StartedServer]:
+    server = StartedServer(model, settings)
     try:
         yield server
     finally:
         server.close()
 
 
-def measure(server: Server, body: dict[str, Any]) -> dict[str, float]:
+def measure(server: StartedServer, body: dict[str, Any]) -> dict[str, float]:
     """The longest pauses of a stream while nothing else runs, and while the first and the second request with `body`
     do; and how long these take."""
-    answer = Answer()
+    answer = StreamTimes()
     thread = threading.Thread(target=server.stream, args=(answer,), daemon=True)
     thread.start()
     while len(answer.times) < SETTLED:

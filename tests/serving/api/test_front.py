@@ -20,6 +20,7 @@ from umbra.serving.api import (
     front,
     openai_completions,
     responses,
+    schemas,
     server,
     sse,
     structured,
@@ -163,8 +164,8 @@ def test_limits_are_those_of_the_documentation() -> None:
         f"longer than {server.HEADER_S:g} s for headers or {body.BODY_S:g} s for a body",
         f"more than {server.MOST_CONNECTIONS:,} connections are open",
         f"Bodies have at most {body.LARGEST_BODY >> 20} MiB and {fields.DEEPEST} levels",
-        f"grammars have at most {structured.LARGEST >> 10} KiB, {structured.DEEPEST} levels and",
-        f"levels and {structured.MOST_PROPERTIES} properties",
+        f"grammars have at most {structured.LARGEST >> 10} KiB, {schemas.DEEPEST} levels and",
+        f"levels and {schemas.MOST_PROPERTIES} properties",
         f"that ends after {compiling.SECONDS:g} s or {compiling.MEMORY >> 20} MB",
         f"if the ranks answered in the last {client.FRESH_S:g} s",
     ):

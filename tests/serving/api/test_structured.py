@@ -17,7 +17,7 @@ from tests.text.checkpoints import FORMAT_OF, eos_of
 from umbra.executor.engine.schedule.grammar import Grammars
 from umbra.executor.engine.schedule.request import Grammar
 from umbra.models.registry import conventions
-from umbra.serving.api import compiling, structured
+from umbra.serving.api import compiling, schemas, structured
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError
 from umbra.serving.api.fields import Fields
@@ -129,18 +129,18 @@ def nested(levels: int) -> Any:
 
 
 def test_schemas_up_to_the_limits() -> None:
-    many = {f"p{number}": True for number in range(structured.MOST_PROPERTIES)}
-    half = dict([*many.items()][: structured.MOST_PROPERTIES // 2])
-    for schema in (nested(structured.DEEPEST), {"properties": many}, {"properties": half, "not": {"properties": half}}):
-        structured.check_schema("p", schema)
+    many = {f"p{number}": True for number in range(schemas.MOST_PROPERTIES)}
+    half = dict([*many.items()][: schemas.MOST_PROPERTIES // 2])
+    for schema in (nested(schemas.DEEPEST), {"properties": many}, {"properties": half, "not": {"properties": half}}):
+        schemas.check_schema("p", schema)
     for schema, error in (
-        (nested(structured.DEEPEST + 1), f"p: is nested more than {structured.DEEPEST} levels deep"),
-        ({"anyOf": [nested(structured.DEEPEST - 1)]}, f"p: is nested more than {structured.DEEPEST} levels deep"),
-        ({"properties": {**many, "q": True}}, f"p: has more than {structured.MOST_PROPERTIES} properties"),
+        (nested(schemas.DEEPEST + 1), f"p: is nested more than {schemas.DEEPEST} levels deep"),
+        ({"anyOf": [nested(schemas.DEEPEST - 1)]}, f"p: is nested more than {schemas.DEEPEST} levels deep"),
+        ({"properties": {**many, "q": True}}, f"p: has more than {schemas.MOST_PROPERTIES} properties"),
         ({"properties": {**half, "q": True}, "not": {"properties": half}}, "p: has more than"),
     ):
         with pytest.raises(ApiError, match=error):
-            structured.check_schema("p", schema)
+            schemas.check_schema("p", schema)
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -151,12 +151,12 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 def test_tools_have_no_properties_beyond_those_they_name() -> None:
     inner = {"properties": {"a": {"type": "string"}}}
     outer = {"type": "object", "properties": {"o": inner, "l": {"items": inner}, "free": {"type": "object"}}}
-    closed = structured.closed(outer)
+    closed = schemas.closed(outer)
     assert closed["additionalProperties"] is False
     assert closed["properties"]["o"] == closed["properties"]["l"]["items"] == inner | {"additionalProperties": False}
     assert closed["properties"]["free"] == {"type": "object"}
     for said in ({"properties": {}, "additionalProperties": True}, {"properties": {}, "anyOf": [True]}, True):
-        assert structured.closed(said) == said
+        assert schemas.closed(said) == said
 
 
 TOOLS = [tool("weather", town={"type": "string"}, days={"type": "integer"}), tool("time")]

@@ -1,0 +1,186 @@
+"""Grammars of parameters that a model writes as they are, without the quotes of JSON, between two marks.
+
+A string is then any text up to the closing mark, and what looks like another type that the schema allows is read as
+that (text/tool_arguments.py). So a string with a pattern, a length or certain values, or one beside other types, is one
+terminal of its grammar, which has the closing mark and leaves out the texts that would be read as something else:
+a lexer that could also go on would not see where the value ends.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from llguidance import regex_to_lark
+
+from umbra.text.tool_arguments import Tool, resolved, type_of
+
+ANYTHING = r"/(.|\n)*/"
+MOST_CASES = 64  # conjunctions that a schema is made of
+DEEPEST = 16  # references and alternatives within each other
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+INTEGER, NUMBER = "/-?(0|[1-9][0-9]{0,15})/", r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/"
+BLANK = r"[\s\x1c-\x1f]"  # what Python's strip() takes off
+# Texts that are read as another type, if the schema allows that.
+READ_AS = {
+    "null": rf"/{BLANK}*[nN][uU][lL][lL]{BLANK}*/",
+    "boolean": rf"/{BLANK}*([tT][rR][uU][eE]|[fF][aA][lL][sS][eE]|1|0){BLANK}*/",
+    "number": rf"/{BLANK}*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?{BLANK}*/",
+    "object": rf"/{BLANK}*[\[{{](.|\n)*/",
+}
+READ_AS |= {"integer": READ_AS["number"], "array": READ_AS["object"]}
+NUMBER_KEYS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+class RawValue(NamedTuple):
+    """Says which texts may stand between the marks of a value."""
+
+    terminal: str = ""  # an expression of texts; empty: there are none
+    structures: Sequence[Any] = ()  # schemas of objects and arrays
+    free: bool = False  # any text is a value
+
+
+def conjunctions(schema: Any, root: Any, depth: int = 0) -> list[list[dict[str, Any]]]:
+    """`schema` as alternatives, each of which is several schemas that hold together, without references to `root`."""
+    if not isinstance(schema, dict) or depth > DEEPEST:
+        return [[]]
+    schema = resolved(schema, root)
+    rest = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "allOf", "$ref")}
+    cases: list[list[dict[str, Any]]] = [[rest]]
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            parts = [case for part in schema[key] for case in conjunctions(part, root, depth + 1)]
+            cases = [[*case, *part] for case in cases for part in parts][:MOST_CASES]
+    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        cases = [[*c, *more] for c in cases for more in conjunctions(part, root, depth + 1)][:MOST_CASES]
+    return cases
+
+
+def value_of(schema: Any, root: Any, marks: Sequence[str]) -> RawValue | None:
+    """Returns the texts that a model may write for `schema`, in which none of `marks` may be; None: JSON, which has no
+    string."""
+    cases = [(parts, types) for parts in conjunctions(schema, root) if (types := _types(parts))]
+    strings = [parts for parts, types in cases if "string" in types]
+    if not strings:
+        return None
+    others = [(parts, types - {"string"}) for parts, types in cases if types - {"string"}]
+    read = Tool({"properties": {"value": schema}, **definitions(root)}).types_of("value")
+    unlimited = any(_values(parts) is None and not [*_limits(parts)] for parts in strings)
+    if unlimited and not read & {"object", "array"} and not any(_limited(parts) for parts, _ in others):
+        return RawValue(free=True)
+    unlike = [without(marks)]
+    unlike += [f"~{text}" for text in dict.fromkeys(READ_AS[t] for t in sorted(read & READ_AS.keys()))]
+    if read & {"object", "array"}:  # their own rule begins otherwise
+        unlike.append(rf"~/{BLANK}(.|\n)*/")
+    texts = [text for parts in strings for text in _strings(parts, marks, unlike)]
+    texts += [text for parts, types in others for text in _scalars(parts, types)]
+    structures = [
+        {"allOf": parts, "type": sorted(types & {"object", "array"}), **definitions(root)}
+        for parts, types in others
+        if types & {"object", "array"}
+    ]
+    return RawValue(f"({' | '.join(dict.fromkeys(texts))})" if texts else "", structures)
+
+
+def without(marks: Iterable[str]) -> str:
+    """An expression of texts that have none of `marks`."""
+    named = "|".join(regex_to_lark(re.escape(mark), "") for mark in marks)
+    return rf"~/(.|\n)*({named})(.|\n)*/"
+
+
+def definitions(root: Any) -> dict[str, Any]:
+    """The parts of `root` that references name."""
+    return {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
+
+
+def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    """The values that all of `parts` allow, of those that they name; None: they name none."""
+    values: list[Any] | None = None
+    for part in parts:
+        named = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(named, list):
+            keys = [json.dumps(v, sort_keys=True) for v in named]
+            values = [v for v in (named if values is None else values) if json.dumps(v, sort_keys=True) in keys]
+    return values
+
+
+def _types(parts: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    types = TYPES
+    for part in parts:
+        named = part.get("type")
+        if named is not None:
+            own = frozenset(named if isinstance(named, list) else [named])
+            types &= own | ({"integer"} if "number" in own else set())
+    values = _values(parts)
+    return types if values is None else types & frozenset(map(type_of, values))
+
+
+def _strings(parts: Sequence[Mapping[str, Any]], marks: Sequence[str], unlike: Sequence[str]) -> list[str]:
+    """An expression of the strings that all of `parts` allow: those that they name, or those that are `unlike` others;
+    none, if all have one of `marks`."""
+    if (values := _values(parts)) is None:
+        return [f"({' & '.join([*(_limits(parts) or [ANYTHING]), *unlike])})"]
+    names = [v for v in values if isinstance(v, str) and not any(mark in v for mark in marks)]
+    if not names:
+        return []
+    named = f"({' | '.join(json.dumps(name) if name else '/()/' for name in names)})"
+    return [f"({' & '.join([named, *_limits(parts)])})"]
+
+
+def _limits(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Expressions of the lengths and patterns that `parts` demand of a string."""
+    limits = []
+    for part in parts:
+        least, most = part.get("minLength") or 0, part.get("maxLength")
+        if least or most is not None:
+            limits.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
+        if isinstance(part.get("pattern"), str):
+            limits.append(searched(part["pattern"]))
+    return limits
+
+
+def _limited(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Says whether values that are no strings may be some of their types only."""
+    return _values(parts) is not None or any(key in part for part in parts for key in NUMBER_KEYS)
+
+
+def _scalars(parts: Sequence[Mapping[str, Any]], types: frozenset[str]) -> Iterator[str]:
+    """Expressions of null, booleans and numbers; none of numbers with limits, which a terminal cannot have beside
+    strings."""
+    if (values := _values(parts)) is not None:
+        yield from (json.dumps(json.dumps(v)) for v in values if type_of(v) in types - {"object", "array"})
+        return
+    yield from ('"null"' for _ in types & {"null"})
+    yield from ('("true" | "false")' for _ in types & {"boolean"})
+    if not _limited(parts):
+        yield from (NUMBER if t == "number" else INTEGER for t in sorted(types & {"number", "integer"}))
+
+
+def searched(pattern: str) -> str:
+    """A regular expression of Lark for the texts in which `pattern` is found, as JSON schemas mean it."""
+    texts = []
+    for part in alternatives(pattern):
+        begins, ends = part.startswith("^"), part.endswith("$") and (len(part) - len(part[:-1].rstrip("\\"))) % 2 == 1
+        inner = part[begins : len(part) - ends]
+        texts.append(f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}")
+    return f"/{regex_to_lark('|'.join(texts), 'dw')}/"
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The parts of a regular expression between the bars that stand in no group and no class."""
+    parts, depth, in_class, escaped, start = [], 0, False, False, 0
+    for at, letter in enumerate(pattern):
+        if escaped:
+            escaped = False
+        elif letter == "\\":
+            escaped = True
+        elif in_class:
+            in_class = letter != "]"
+        elif letter == "[":
+            in_class = True
+        elif letter in "()":
+            depth += 1 if letter == "(" else -1
+        elif letter == "|" and not depth:
+            parts.append(pattern[start:at])
+            start = at + 1
+    return [*parts, pattern[start:]]
