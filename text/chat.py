@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from umbra.base.errors import UserError
-from umbra.text.tool_arguments import read_json_text, to_json
+from umbra.text.tool_arguments import read_json_text, repaired, to_json
 
 Message = Mapping[str, Any]  # role, content; of an assistant also reasoning_content and tool_calls
 CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # with its number in the conversation
@@ -71,11 +71,14 @@ def _call(call: Mapping[str, Any], where: str, shape: CallShape) -> dict[str, An
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: {call!r:.60} must have a function with a name")
     given = function.get("arguments")
-    arguments = read_json_text(given or "{}") if given is None or isinstance(given, str) else given
-    if not isinstance(arguments, Mapping):
+    arguments = read_json_text(given) if isinstance(given, str) else given or {}
+    whole = isinstance(arguments, Mapping)
+    if isinstance(given, str) and not whole:  # as a model has left them
+        arguments = repaired(given)
+    elif not whole:
         raise UserError(f"{where}.function.arguments: {given!r:.60} must be a JSON object")
     if shape.text:
-        arguments = given if given and isinstance(given, str) else to_json(arguments)
+        arguments = given if whole and isinstance(given, str) else to_json(arguments)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 

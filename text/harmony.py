@@ -51,7 +51,7 @@ class Harmony(Reader):
 
     def finish(self, cut: bool = False) -> list[Part]:
         if not (cut and not self._body and self._begun()):
-            self._end("")
+            self._end("", cut)
         return self._take()
 
     def _take(self) -> list[Part]:
@@ -95,12 +95,13 @@ class Harmony(Reader):
             return ROLE.fullmatch(self._header[""]) is not None
         return bool(BEGUN.fullmatch(named) and BEGUN.fullmatch(self._header.get(CONSTRAIN, "")))
 
-    def _end(self, mark: str) -> None:
-        """The message ends, or `mark` ends what looked like a header."""
+    def _end(self, mark: str, cut: bool = False) -> None:
+        """The message ends, or `mark` ends what looked like a header. A call that was `cut` off may have no
+        arguments."""
         if not self._body:
             self._break(always=mark == CALL and self._function() in self._tools)
         if self._body == "arguments":
-            self._parts += [*([Part("arguments", "{}")] if self._first else []), Part("end")]
+            self._parts += [*([Part("arguments", "{}")] if self._first and not cut else []), Part("end")]
         elif self._thinks and not self._first:
             self._parts.append(Part("content", THINK_END))
         self._body, self._header, self._thinks = None, {"": ""}, False

@@ -1,5 +1,6 @@
 """Reads calls in JSON: {"name": ..., "arguments": {...}}; or a name, a mark, and an object, the arguments."""
 
+import json
 import re
 from functools import lru_cache
 from typing import NamedTuple
@@ -35,15 +36,27 @@ def read_call(text: str, format: OutputMarks) -> Call | None:
 
 def cut_call(text: str, format: OutputMarks) -> Call | None:
     """The call that begins with `text`, which was cut off; without a name if that is not whole. None: it is no call."""
+    if whole := read_call(text, format):
+        return whole
     if format.call_is_json:
         call, begun = _named(text, format), len(text) <= 2 * LONGEST_NAME and "{" not in text
     else:
         match, begin = CUT.fullmatch(text), "".join(text.split())
         call = Call(match[1], match[2]) if match else None
         begun = BEGIN.startswith(begin) or begin.startswith(BEGIN)
-    if call and not call.arguments.startswith("{"):
-        call = call._replace(arguments="")
+    if call:
+        call = call._replace(arguments=_first_object(call.arguments))
     return call or (Call("", "") if begun else None)
+
+
+def _first_object(text: str) -> str:
+    """The object that `text` begins with, as far as it goes; empty if it begins with none."""
+    if not text.startswith("{"):
+        return ""
+    try:
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return text
 
 
 def _named(text: str, format: OutputMarks) -> Call | None:

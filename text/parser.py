@@ -119,8 +119,8 @@ class Parser(Reader):
 
     def finish(self, cut: bool = False) -> list[Part]:
         """Returns what is left when the output has ended. What was held back was no mark; an open call ends with the
-        parameters that it has. `cut` says that the limit of tokens has ended the output: a call in JSON is then a call
-        with as much of its arguments as there is."""
+        parameters that it has. `cut` says that the limit of tokens has ended the output: an open call then has as much
+        of its arguments as there is, and does not end their object."""
         if self._state is ParserState.VALUE and (
             closing := self._value.closing
         ):  # what was held back began another mark
@@ -134,7 +134,7 @@ class Parser(Reader):
             self._end_name("", cut)
         if self._state in (ParserState.JSON, ParserState.STRING) and not (cut and self._end_cut()):
             self._end_json("")
-        self._end_call()
+        self._end_call(cut)
         if self._newlines and self._state in (ParserState.REASONING, ParserState.CONTENT):
             self._emit(self._state, "\n" * self._newlines)
             self._newlines = 0
@@ -318,9 +318,9 @@ class Parser(Reader):
             value = to_json(self._tool.value(key, text))
             self._parts.append(Part("arguments", f"{opening}{to_json(key)}: {value}"))
 
-    def _end_call(self) -> None:
+    def _end_call(self, cut: bool = False) -> None:
         if self._tool:
-            self._parts += [Part("arguments", "}" if self._given else "{}"), Part("end")]
+            self._parts += [*([] if cut else [Part("arguments", "}" if self._given else "{}")]), Part("end")]
         self._tool = None
 
     def _write(self, text: str) -> None:
@@ -352,7 +352,8 @@ class Parser(Reader):
     def _end_with(self, call: Call) -> None:
         self._turn(ParserState.CONTENT)
         if call.name in self._tools:
-            self._parts += [Part("call", call.name, call.id), Part("arguments", call.arguments), Part("end")]
+            arguments = [Part("arguments", call.arguments)] if call.arguments else []
+            self._parts += [Part("call", call.name, call.id), *arguments, Part("end")]
 
 
 def reader(format: OutputMarks | None, tools: Sequence[Mapping[str, Any]], reasoning: bool, split: bool) -> Reader:

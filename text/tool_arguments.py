@@ -14,6 +14,7 @@ MOST_PARTS = 1000  # parts of one parameter's schema that are looked at
 MOST_REFERENCES = 16  # from one definition to the next
 INTEGER = re.compile(r"[+-]?[0-9]+")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+HALF_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(u[0-9A-Fa-f]{0,3})?$")  # at the end of a string that is open
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -88,6 +89,35 @@ def read_json_text(text: str) -> Any:
         if not level:
             return value
     return None
+
+
+def repaired(text: str) -> dict[str, Any]:
+    """The object that `text` begins, which a model or the limit of tokens has left broken: with what is whole of it and
+    the beginning of a string that is open. Without anything of that kind it is empty."""
+    closers: list[str] = []
+    in_string = escaped = False
+    whole = 0, ""  # where the last whole part ends, and what closes it
+    for at, letter in enumerate(text):
+        if in_string:
+            escaped, in_string = letter == "\\" and not escaped, letter != '"' or escaped
+        elif letter == '"':
+            in_string = True
+        elif letter in "{[":
+            closers.append("}" if letter == "{" else "]")
+        elif letter in "}]" and closers:
+            closers.pop()
+            whole = at + 1, "".join(reversed(closers))
+        elif letter == ",":
+            whole = at, "".join(reversed(closers))
+        if len(closers) > DEEPEST:
+            break
+    end = "".join(reversed(closers))
+    opened = HALF_ESCAPE.sub(r"\1", text) + '"' if in_string else text
+    for attempt in (opened + end, text[: whole[0]] + whole[1]):
+        value = read_json_text(attempt)
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 def to_json(value: Any) -> str:

@@ -302,6 +302,23 @@ def test_a_call_that_the_limit_cuts_off(text: str, expected: Answer) -> None:
     assert new(V31).whole(begun[:-3], cut=True) == answer()
 
 
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [(CODER, qwen(function(i="1", s="two"))), (GLM, glm("f", i="1", s="two")), (M2, m2(invoke("f", i="1", s="two")))],
+)
+def test_a_call_of_parameters_that_the_limit_cuts_off(format: str, text: str) -> None:
+    """It has the parameters that are whole, and its object is not ended."""
+    cuts = [new(format).whole(text[:end], cut=True).tool_calls for end in range(len(text) + 1)]
+    arguments = [calls[0].arguments for calls in cuts if calls]
+    assert [*dict.fromkeys(arguments)] == ["", '{"i": 1', '{"i": 1, "s": "two"', '{"i": 1, "s": "two"}']
+
+
+@pytest.mark.parametrize("end", ["}}", "}}\n", "}}\n</tool_", "}"])
+def test_a_call_whose_arguments_are_whole_before_the_limit(end: str) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1' + end
+    assert new(QWEN3).whole(text, cut=True) == Answer("", "", (ToolCall("f", '{"a": 1}'),))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rules(name: str) -> None:
     format, options, text, expected = CASES[name]

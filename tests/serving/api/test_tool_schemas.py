@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.serving.api.front import family_tokenizer
@@ -23,7 +23,8 @@ from umbra.text.formats import Mark
 from umbra.text.parser import reader
 
 LONGEST = 150  # tokens of a walk, after which it closes whatever it can
-CLOSINGS = ("\n</parameter>\n", "</arg_value>", '"', "]", "}", "\n", "0", "x")
+CLOSINGS = ("\n</parameter>\n", "</arg_value>", '"', "]", "}", "\n", "0", "x", "/", "b")
+CALLED = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"  # without messages before it
 WORDS = ["", "a", "null", "5", "true", "1", "two words", "a\nb", '"quoted"', "<b>", "{x", " led", "Österreich"]
 PATTERNS = [r"^\d{3}$", r"^[a-c]+$", r"x", r"^a|b$", r"^(red|blue)$", r"^\w+/\d*$", r"^[^<]{2,}$"]
 NUMBERS = {"integer": st.integers(-20, 20), "number": st.integers(-40, 40).map(lambda n: n / 2)}
@@ -99,7 +100,8 @@ def walk(grammar: Grammar, family: str, seed: int) -> list[int]:
     tokenizer, draw = family_tokenizer(family), random.Random(seed)
     matcher, end = grammars_of(family).matcher(grammar).matcher, eos_of(tokenizer)
     closings = [tokenizer.encode(text, chat=False) for text in CLOSINGS]
-    ids: list[int] = []
+    ids = tokenizer.encode(CALLED if FORMAT_OF[family].tokens else "", chat=False)
+    assert matcher.consume_tokens(ids)
     while not matcher.is_stopped():
         mask = matcher.compute_bitmask()
         allowed = [id for id in range(8 * len(mask)) if mask[id // 8] >> id % 8 & 1]
@@ -116,13 +118,14 @@ def walk(grammar: Grammar, family: str, seed: int) -> list[int]:
 
 def arguments(ids: list[int], family: str, tools: list[dict[str, Any]]) -> list[str]:
     """The arguments of all calls in an answer."""
-    texts = re.split(r"(<[|].*?[|]>)", family_tokenizer(family).whole_text([id for id in ids if id != ids[-1]]))
+    tokenizer = family_tokenizer(family)
+    texts = re.split(r"(<[|].*?[|]>)", tokenizer.whole_text([id for id in ids if id != eos_of(tokenizer)]))
     pieces = [Mark(text) if text[:2] == "<|" and FORMAT_OF[family].tokens else text for text in texts]
     return [call.arguments for call in reader(FORMAT_OF[family], tools, False, True).whole(*pieces).tool_calls]
 
 
 @pytest.mark.parametrize("family", CALLS)
-@settings(max_examples=8)
+@settings(max_examples=8, phases=[Phase.generate])
 @given(parameters=PARAMETERS, seed=st.integers(0, 1 << 30))
 def test_every_call_follows_its_schema(family: str, parameters: dict[str, Any], seed: int) -> None:
     check(family, parameters, seed)
@@ -130,7 +133,7 @@ def test_every_call_follows_its_schema(family: str, parameters: dict[str, Any], 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", CALLS)
-@settings(max_examples=300)
+@settings(max_examples=300, phases=[Phase.generate])
 @given(parameters=PARAMETERS, seed=st.integers(0, 1 << 30))
 def test_every_call_follows_its_schema_at_length(family: str, parameters: dict[str, Any], seed: int) -> None:
     check(family, parameters, seed)
