@@ -114,7 +114,8 @@ def _refusal(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     other = next((record.others[kind] for record in families() if isinstance(kind, str) and kind in record.others), "")
     note = f" ({other}, another architecture)" if other else ""
-    return f"model_type: {short(kind)}{note} is not supported, only {', '.join(FAMILIES)}"
+    known = f"{', '.join(FAMILIES)} (Mixture-of-Experts; dense models are not run)"
+    return f"model_type: {short(kind)}{note} is not supported, only {known}"
 
 
 def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":

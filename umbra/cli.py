@@ -16,8 +16,9 @@ from typing import Any
 from umbra.base.errors import UserError, run_main
 from umbra.base.files import ROOT
 from umbra.executor.checkpoint.hub.fetch import fetched, hub_name
+from umbra.executor.checkpoint.index import weights_in
 from umbra.executor.config.case import Case
-from umbra.executor.config.load import list_cases, load_case, load_model_config
+from umbra.executor.config.load import list_cases, load_case, load_model_config, model_folder
 from umbra.executor.config.resolved import read_resolved
 from umbra.executor.launch.launch import run_case
 from umbra.executor.platform.registry import clear_graphs
@@ -35,6 +36,7 @@ from umbra.executor.run.defaults import (
 from umbra.flags import add_flags, given, unknown_flag
 from umbra.models.gguf.folder import name_of
 from umbra.ops.formats import GROUP_SIZES
+from umbra.text.tokenizer_file import has_tokenizer
 
 CHECKPOINT = "a checkpoint: its folder, its GGUF file, or its name on a hub"
 CASE = "a case (`umbra list`), its file, or a checkpoint (folder, GGUF, hub)"
@@ -176,8 +178,7 @@ def make_parser() -> CommandParser:
     add.add_argument(
         "--format",
         choices=("awq", "fp8", "mxfp4", "w8a8"),
-        default="awq",
-        help="format to write (default awq); experts in one tensor are written as mxfp4; w8a8 has modelslim's layout",
+        help="format to write (default awq; mxfp4 for experts in one tensor, which have no other)",
     )
     add.add_argument("--group", type=int, choices=GROUP_SIZES, help="for awq: columns that share a scale (default 128)")
     add.add_argument(
@@ -283,6 +284,7 @@ def talk(args: argparse.Namespace) -> None:
 
 
 def serve_case(args: argparse.Namespace) -> None:
+    print(f"umbra serve {args.model or args.case}", flush=True)  # at once: what follows takes seconds
     from umbra.serving.api.server import serve
 
     restarts: dict[str, object] = {} if args.restarts is None else {"serve_config.restarts": args.restarts}
@@ -322,6 +324,9 @@ def plan(args: argparse.Namespace) -> None:
     from umbra.executor.run.memory_report import show_plan
 
     show_plan(case)
+    folder = model_folder(case)
+    if weights_in(folder) and not has_tokenizer(folder):
+        print(f"\n{folder} has no tokenizer, which texts need: copy tokenizer.json and tokenizer_config.json there")
 
 
 def show_cases(args: argparse.Namespace) -> None:
@@ -344,8 +349,6 @@ def inspect(args: argparse.Namespace) -> None:
 def quantize(args: argparse.Namespace) -> None:
     if args.tokens is not None and (args.calibrate is None or args.tokens < 2):
         raise UserError(f"--tokens {args.tokens}: must be at least 2, and needs --calibrate")
-    if args.format != "awq" and (args.group or args.calibrate):
-        raise UserError(f"--format {args.format}: has neither --group nor --calibrate")
     from umbra.commands.quantize.awq import AwqTarget
     from umbra.commands.quantize.convert import Calibration, convert
     from umbra.commands.quantize.fp8 import Fp8Target
@@ -355,11 +358,14 @@ def quantize(args: argparse.Namespace) -> None:
     from umbra.commands.quantize.w8a8 import W8a8Target
 
     source, keep = CheckpointSource(checkpoint_path(args.model)), tuple(args.keep)
-    if args.format == "awq":
+    format = args.format or ("awq" if source.files_of_family else "mxfp4")
+    if format != "awq" and (args.group or args.calibrate):
+        raise UserError(f"--format {format}: has neither --group nor --calibrate")
+    if format == "awq":
         target: Target = AwqTarget(source, keep, args.group or 128)
     else:
         targets: dict[str, Callable[..., Target]] = {"fp8": Fp8Target, "mxfp4": Mxfp4Target, "w8a8": W8a8Target}
-        target = targets[args.format](source, keep)
+        target = targets[format](source, keep)
     convert(args.out, target, Calibration(args.calibrate, args.tokens or QUANTIZE_TOKENS) if args.calibrate else None)
     print(f"wrote {args.out}")
 

@@ -91,8 +91,14 @@ def _read(path: Path, part: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]
                 return _Header(data).read(part)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnreadTypeError as error:
+        raise UserError(f"{path}: {error}") from None
     except ValueError as error:
         raise UserError(f"{path}: truncated or corrupt: {error}") from None
+
+
+class UnreadTypeError(ValueError):
+    """A tensor has a type that Umbra does not read, in a file that is as it should be."""
 
 
 class _Header:
@@ -146,7 +152,7 @@ class _Header:
         id, offset = self.scalar("I", name), self.scalar("Q", name)
         if id not in TYPES:
             names = ", ".join(kind.name for kind in TYPES.values())
-            raise ValueError(f"tensor {name} has type {name_of(id)}, which is not read, only {names}")
+            raise UnreadTypeError(f"tensor {name} has type {name_of(id)}, which is not read, only {names}")
         kind = TYPES[id]
         if 0 in shape or prod(shape) >= 1 << 60:
             raise ValueError(f"tensor {name} has shape {list(shape)}")

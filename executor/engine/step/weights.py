@@ -17,7 +17,10 @@ from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.plan.weight_formats import packed_facts
 from umbra.models.causal_lm import CausalLM
 
-ROUNDED = "kept by no format, so rounded to 8 bits in groups of 32: each matrix is off by 0.5 % of its norm"
+ROUNDED = (
+    "kept by no format, so rounded to 8 bits in groups of 32, which take 8.5 bits a weight: "
+    "each matrix is off by 0.5 % of its norm"
+)
 
 
 def fill_weights(

@@ -222,7 +222,10 @@ def renamed(old: str, new: str) -> Callable[[bytes], bytes]:
         (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
         (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "its numbers are big-endian"),
         (swapped, r"tensor blk.0.attn_k.weight has offset \d+, where \d+ was expected"),
-        (typed("blk.0.attn_q.weight", 22), "blk.0.attn_q.weight has type IQ2_S, which is not read, only F32"),
+        (
+            typed("blk.0.attn_q.weight", 22),
+            r"\.gguf: tensor blk.0.attn_q.weight has type IQ2_S, which is not read, only F",
+        ),
         (typed("blk.0.attn_q.weight", 212), "has type 212, one of ik_llama.cpp's own"),
         (typed("blk.0.attn_q.weight", 12), "32 columns are no multiple of Q4_K's 256"),
         (typed("blk.0.attn_q.weight", 1), r"tensor \S+ has offset \d+, where \d+ was expected"),

@@ -66,7 +66,9 @@ WRONG += [({"tools": [named("a", parameters=["x"])]}, "tools[0].function.paramet
 WRONG += [({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice")]
 WRONG += [({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice")]
 WRONG += [({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice")]
-WRONG += [({"tools": [named("a", parameters={"type": "bogus"})], "tool_choice": "required"}, "tools")]
+WRONG += [
+    ({"tools": [named("a", parameters={"type": "bogus"})], "tool_choice": "required"}, "tools[0].function.parameters")
+]
 WRONG += [({"guided_json": {}, "guided_regex": "a"}, "guided_regex"), ({"guided_regex": "("}, "guided_regex")]
 
 
