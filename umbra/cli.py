@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.base.errors import UserError, run_main
-from umbra.base.files import ROOT
+from umbra.base.files import ROOT, VERSION
 from umbra.executor.checkpoint.hub.fetch import fetched, hub_name
 from umbra.executor.checkpoint.index import weights_in
 from umbra.executor.config.case import Case
@@ -87,6 +87,7 @@ def make_parser() -> CommandParser:
         example="umbra run demo --set max_new_tokens=40    (COMMAND --help has one for each command)",
         description="Runs Mixture-of-Experts language models. A case is a YAML file: which model runs, where and how.",
     )
+    parser.add_argument("--version", action="version", version=f"umbra {VERSION}", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def command(name: str, call: Callable[[argparse.Namespace], None], summary: str, example: str) -> CommandParser:
@@ -237,7 +238,7 @@ def case_argument(parser: CommandParser, default: str | None, server: bool = Fal
     """Adds the case, as the first argument or, as other engines have it, as --model; and the flags of its settings."""
     note = f" (default: {default})" if default else ""
     parser.add_argument("case", nargs="?", help=f"{CASE}{note}")
-    parser.add_argument("--model", "--model-path", dest="model", help=argparse.SUPPRESS)
+    parser.add_argument("-m", "--model", "--model-path", dest="model", help=argparse.SUPPRESS)
     parser.set_defaults(default_case=default)
     overrides(parser, text=SETTINGS)
     add_flags(parser, server)

@@ -26,6 +26,7 @@ SWITCHES: dict[str, tuple[str, object]] = {
     "enforce_eager": ("exe_mode", "eager"),
     "disable_cuda_graph": ("exe_mode", "eager"),
 }
+SHORT = {"ctx_size": "-c", "threads": "-t", "parallel": "-np"}  # llama.cpp's
 VALUES = {  # other engines' words for values of a key
     ("model_config.dtype", "half"): "float16",
     ("model_config.dtype", "float"): "float32",
@@ -61,7 +62,6 @@ OTHERS = {
     "reasoning_parser": "it is read from the chat template; --set output_format=NAME forces one (docs/text.md)",
     "enable_auto_tool_choice": "tool calls are always read: leave it out",
     "enable_chunked_prefill": "prompts are always prefilled in chunks: leave it out",
-    "allowed_origins": '--set cors_origins=["ORIGIN"] allows pages of other origins',
     "enable_lora": "LoRA adapters are not supported: merge them into the checkpoint",
     "lora_modules": "LoRA adapters are not supported: merge them into the checkpoint",
     "swap_space": "sequences are preempted by computing them again, nothing is swapped: leave it out",
@@ -72,8 +72,12 @@ def add_flags(parser: argparse.ArgumentParser, server: bool) -> None:
     """Adds the flags of the keys; those that only a server reads if it is one. The help lists them below, in one
     paragraph."""
     kept = {name: leaf for name, leaf in KEYS.items() if server or not leaf.path.startswith(SERVER)}
-    for name in kept:
-        parser.add_argument(_flag(name), dest=f"key {name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name, leaf in kept.items():
+        flags = [_flag(name), *([SHORT[name]] if name in SHORT else [])]
+        several = "+" if leaf.type == tuple[str, ...] else None
+        parser.add_argument(
+            *flags, dest=f"key {name}", nargs=several, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
     for name, (path, value) in SWITCHES.items():
         if server or not path.startswith(SERVER):
             parser.add_argument(
@@ -95,7 +99,9 @@ def given(args: argparse.Namespace) -> dict[str, object]:
         name = dest.removeprefix("key ")
         if name == dest:
             continue
-        if isinstance(value, str) and name in KEYS and KEYS[name].type is not str:
+        if isinstance(value, list):  # words, or one list as JSON has it
+            value = parse_value(value[0], _flag(name)) if value[0].startswith("[") and len(value) == 1 else value
+        elif isinstance(value, str) and name in KEYS and KEYS[name].type is not str:
             value = parse_value(value, _flag(name))
         values[name] = value
     return settings_of(values)

@@ -398,7 +398,9 @@ class ServeSettings:
         "", "the model's name in the API; empty: the case's name", elsewhere=("served_model_name", "alias")
     )
     cors_origins: tuple[str, ...] = key(
-        (), "origins whose pages may use the server from a browser, such as http://localhost:3000; `*`: all"
+        (),
+        "origins whose pages may use the server from a browser, such as http://localhost:3000; `*`: all",
+        elsewhere=("allowed_origins",),
     )
     max_queue: int | None = key(
         None, "most requests that wait; further ones get status 429; 0: four times `batch_size`", means=OPEN, minimum=0

@@ -17,6 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from umbra.base.errors import UserError, one_line, refusal
+from umbra.base.files import VERSION
 from umbra.serving.api import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
 from umbra.serving.api.auth import check_origin, is_allowed
 from umbra.serving.api.body import decoded, read_body
@@ -29,7 +30,7 @@ from umbra.serving.api.sse import ClientGone, EventStream, Json, failure, while_
 
 MOST_UNREAD = 256  # names that are logged
 SMALL = 1 << 16  # bytes of a body that is read in the event loop
-OPEN_PATHS = frozenset({"/", "/health", "/health/ready"})  # without a key
+OPEN_PATHS = frozenset({"/", "/health", "/health/ready", "/ping"})  # without a key
 CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
 
 Result = TypeVar("Result")
@@ -54,6 +55,10 @@ async def ready(front: Front, request: Request) -> Response:
     """Answers 200 if requests are taken, by a fresh answer of the ranks, and else 503."""
     serving = front.state == "serving"
     return Json(front.status, 200 if serving else 503, {} if serving else {"Retry-After": "1"})
+
+
+async def version(front: Front, request: Request) -> Response:
+    return Json({"version": VERSION})
 
 
 def model_card(front: Front) -> dict[str, Any]:
@@ -124,6 +129,8 @@ async def openapi_json(front: Front, request: Request) -> Response:
 ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/health", health),
     ("GET", "/health/ready", ready),
+    ("GET", "/ping", health),
+    ("GET", "/version", version),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("GET", "/openapi.json", openapi_json),

@@ -8,9 +8,10 @@ from types import ModuleType
 import pytest
 
 from tests.command import umbra
-from umbra.base.files import ROOT
-from umbra.cli import benchmarks
+from umbra.base.files import ROOT, VERSION
+from umbra.cli import benchmarks, make_parser
 from umbra.executor.config.case import Case
+from umbra.flags import given
 
 COMMANDS = ["run", "chat", "serve", "pull", "init", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate"]
 COMMANDS += ["logits", "bench"]
@@ -48,10 +49,10 @@ def test_flags_of_other_engines_set_keys(monkeypatch: pytest.MonkeyPatch) -> Non
     module = ModuleType("umbra.chat")
     module.chat = cases.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "umbra.chat", module)
-    flags = "--max-model-len=500 --max-num-seqs 2 --seed 3 --dtype half --enforce-eager --quantization q4 --temp 0.5 "
+    flags = "-c 500 -np 2 --seed 3 --dtype half --enforce-eager --quantization q4 --temp 0.5 "
     flags += "--speculative-algorithm NGRAM --num-speculative-tokens 4"
-    for model in (["demo"], ["--model", "demo"], []):
-        done = umbra("chat", *model, *flags.split(), "--set", "threads=1")
+    for model in (["demo"], ["-m", "demo"], []):
+        done = umbra("chat", *model, *flags.split(), "-t", "1")
         assert (done.returncode, done.stderr) == (0, "")
     assert [case.name for case in cases] == ["demo", "demo", "demo_chat"]
     for case in cases:
@@ -60,6 +61,18 @@ def test_flags_of_other_engines_set_keys(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (case.sampling_config.seed, case.sampling_config.temperature) == (3, 0.5)
         assert (case.model_config.dtype, case.exe_mode, case.quantization.method) == ("float16", "eager", "q4")
         assert (case.draft_config.method, case.draft_config.tokens) == ("lookup", 4)
+
+
+def test_a_flag_of_a_list_takes_words_or_json() -> None:
+    parser = make_parser()
+    for words in (["http://a", "*"], ['["http://a", "*"]']):
+        args = parser.parse_args(["serve", "demo", "--allowed-origins", *words])
+        assert given(args) == {"serve_config.cors_origins": ["http://a", "*"]}
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert umbra("--version").stdout == f"umbra {VERSION}\n"
+    assert f'\nversion = "{VERSION}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(

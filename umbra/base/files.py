@@ -1,4 +1,4 @@
-"""The project's folders; writing files so that they appear whole or not at all; reading untrusted JSON."""
+"""The project's version and folders; writing files so that they appear whole or not at all; reading untrusted JSON."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from umbra.base.errors import UserError
 
+VERSION = "0.2.0"  # as in pyproject.toml
 PACKAGE = Path(__file__).resolve().parents[1]
 IN_TREE = (PACKAGE.parent / "yaml_configs").is_dir()  # else the package is installed, with cases and demos inside it
 ROOT = PACKAGE.parent if IN_TREE else PACKAGE  # has yaml_configs/, checkpoints/ and the folder of each sub-package
