@@ -22,6 +22,8 @@ SWITCHES: dict[str, tuple[str, object]] = {
     "enable_prefix_caching": ("serve_config.prefix_cache", True),
     "no_enable_prefix_caching": ("serve_config.prefix_cache", False),
     "disable_radix_cache": ("serve_config.prefix_cache", False),
+    "no_request_log": ("serve_config.request_log", False),
+    "disable_log_requests": ("serve_config.request_log", False),
     "verbose": ("verbose", True),
     "enforce_eager": ("exe_mode", "eager"),
     "disable_cuda_graph": ("exe_mode", "eager"),

@@ -402,6 +402,9 @@ class ServeSettings:
         "origins whose pages may use the server from a browser, such as http://localhost:3000; `*`: all",
         elsewhere=("allowed_origins",),
     )
+    request_log: bool = key(
+        True, "print a line for each request when it has ended: id, model, tokens, first token, rate and reason"
+    )
     max_queue: int | None = key(
         None, "most requests that wait; further ones get status 429; 0: four times `batch_size`", means=OPEN, minimum=0
     )

@@ -26,6 +26,7 @@ from umbra.serving.api.fields import HARMLESS, UNSUPPORTED, unknown
 from umbra.serving.api.front import Front
 from umbra.serving.api.live import live_page
 from umbra.serving.api.metrics import CONTENT_TYPE
+from umbra.serving.api.request_log import CURRENT, HttpRecord
 from umbra.serving.api.sse import ClientGone, EventStream, Json, failure, while_connected
 
 MOST_UNREAD = 256  # names that are logged
@@ -164,11 +165,15 @@ class App:
         headers = Headers(scope=scope)
         id, begun = request_id(headers), False
         shared = self._shared_with(headers)
+        record = HttpRecord(f"{scope['method']} {scope['path']}")
+        CURRENT.set(record)
 
         async def send_with_id(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
-                begun = True
+                begun, record.status = True, message["status"]
+                if warning := record.warning():
+                    shared["warning"] = warning
                 answer = MutableHeaders(scope=message)
                 answer.update(shared | {"x-request-id": id})
                 if self.front.draining:
@@ -192,6 +197,8 @@ class App:
             await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
             self.front.open -= counted
+            if counted and self.front.case.serve_config.request_log:
+                print(f"{id}: {record.line(self.front.name)}", flush=True)
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -242,6 +249,8 @@ class App:
 
 def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
     """`error` in the shape of the API that `path` belongs to."""
+    if record := CURRENT.get():
+        record.refused = str(error)
     if error.status in (401, 403, 408, 413):  # the rest of the body is not read
         headers = {**(headers or {}), "Connection": "close"}
     body = anthropic.envelope(error) if f"{path}/".startswith(f"{anthropic.PATH}/") else error.envelope()

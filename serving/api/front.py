@@ -3,6 +3,7 @@ state."""
 
 import asyncio
 import contextlib
+import contextvars
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -22,6 +23,7 @@ from umbra.serving.api.errors import ApiError, unavailable
 from umbra.serving.api.limits import Admission, Ticket
 from umbra.serving.api.live import Live
 from umbra.serving.api.metrics import Metrics
+from umbra.serving.api.request_log import CURRENT, LONGEST_NOTE
 from umbra.serving.ranks.client import EngineClient, EngineGone, RequestRefused
 from umbra.serving.ranks.messages import ChannelMessage, Ready, Row, Submit
 from umbra.serving.ranks.supervisor import Supervisor
@@ -30,7 +32,7 @@ from umbra.text.tokenizer import Tokenizer
 
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
-MOST_NOTES, LONGEST_NOTE = 256, 400  # of what requests do not get: how many, and characters of each
+MOST_NOTES = 256  # of what requests do not get
 LOOK_S = 0.5  # seconds between two looks at whether a request still waits
 
 Result = TypeVar("Result")
@@ -129,7 +131,9 @@ class Front:
             raise
 
     def note(self, text: str) -> None:
-        """Logs once what a request asked for and does not get."""
+        """Says what this request asks for and does not get: in its answer, and once in the log."""
+        if record := CURRENT.get():
+            record.note(text)
         if text not in self._noted and len(self._noted) < MOST_NOTES:
             self._noted.add(text)
             print(one_line(text)[:LONGEST_NOTE], flush=True)
@@ -140,7 +144,8 @@ class Front:
             raise _too_many()
         self.busy += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            context = contextvars.copy_context()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: context.run(call))
         finally:
             self.busy -= 1
 

@@ -15,6 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from umbra.serving.api.request_log import HttpRecord
 from umbra.serving.ranks.messages import ChannelMessage, GroupPages, Ready, Row, State
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -145,9 +146,9 @@ class Metrics:
             self._rejected.setdefault(reason, Total(self.rejections(reason))).set(count)
         return generate_latest(self.registry)
 
-    def arrived(self, prompt_tokens: int) -> "Timeline":
-        """To be called when a request has been taken."""
-        return Timeline(self, prompt_tokens)
+    def arrived(self, prompt_tokens: int, record: HttpRecord | None = None) -> "Timeline":
+        """To be called when a sequence, of the HTTP request that `record` is kept of, has been taken."""
+        return Timeline(self, prompt_tokens, record or HttpRecord(""))
 
     def take(self, message: ChannelMessage) -> None:
         """To be called with each message of the engine that is not a row."""
@@ -205,8 +206,8 @@ class Timeline:
     """The times of one request for the metrics. Leaving its block ends it, if it has not ended: as aborted or, with an
     error, as failed."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int):
-        self.metrics, self.prompt_tokens = metrics, prompt_tokens
+    def __init__(self, metrics: Metrics, prompt_tokens: int, record: HttpRecord):
+        self.metrics, self.prompt_tokens, self.record = metrics, prompt_tokens, record
         self.arrived = self.first = self.last = metrics.clock()
         self.tokens, self.queued_s, self.ended = 0, 0.0, False
 
@@ -241,6 +242,7 @@ class Timeline:
             metrics.itl_s.observe(now - self.last)
             metrics.between_tokens.add(now - self.last)
         self.last, self.tokens = now, self.tokens + len(row.tokens)
+        self.record.token()
         if row.finish:
             self.end(row.finish)
 
@@ -249,6 +251,7 @@ class Timeline:
         if self.ended:
             return
         self.ended = True
+        self.record.reasons.append(reason)
         metrics = self.metrics
         metrics.ended(reason).inc()
         if reason in ("stop", "length"):

@@ -17,8 +17,9 @@ from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of
 from umbra.serving.api.front import Front, ServedJob, Text
 from umbra.serving.api.jobs import check_calls, check_grammar, check_length, job_of, nth_job
 from umbra.serving.api.logprobs import TokenTexts, chat_logprobs
+from umbra.serving.api.request_log import Usage
 from umbra.serving.api.sse import DONE, event
-from umbra.serving.api.streams import Stream, StreamPiece, Token, Turns, Usage, together
+from umbra.serving.api.streams import Stream, StreamPiece, Token, Turns, together
 from umbra.serving.api.structured import (
     GrammarMarks,
     after_reasoning,

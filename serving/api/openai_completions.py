@@ -15,8 +15,9 @@ from umbra.serving.api.fields import Fields, length_of_answer, read, sampling_of
 from umbra.serving.api.front import Front, ServedJob, Text
 from umbra.serving.api.jobs import check_grammar, check_length, job_of, nth_job
 from umbra.serving.api.logprobs import CompletionLogprobs, TokenTexts, joined
+from umbra.serving.api.request_log import Usage
 from umbra.serving.api.sse import DONE, event
-from umbra.serving.api.streams import Stream, StreamPiece, Turns, Usage, together
+from umbra.serving.api.streams import Stream, StreamPiece, Turns, together
 from umbra.serving.api.structured import grammar_field, wanted_grammar
 from umbra.serving.ranks.messages import Ready
 

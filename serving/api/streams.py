@@ -11,6 +11,7 @@ import msgspec
 from umbra.executor.engine.schedule.request import TokenLogprob
 from umbra.serving.api.front import Front, ServedJob, Text
 from umbra.serving.api.limits import Ticket
+from umbra.serving.api.request_log import CURRENT, Usage
 from umbra.serving.ranks.messages import Ready
 from umbra.text.stops import Stops
 
@@ -34,29 +35,6 @@ class StreamPiece(NamedTuple):
 
 
 @dataclass
-class Usage:
-    """Tokens of one request so far."""
-
-    prompt: int = 0
-    cached_tokens: int = 0  # of the prompts, in the prefix cache
-    completion: int = 0
-    drafted: int = 0  # tokens that were guessed
-    accepted: int = 0  # those of them that were right
-
-    def body(self) -> dict[str, object]:
-        guesses = {
-            "accepted_prediction_tokens": self.accepted,
-            "rejected_prediction_tokens": self.drafted - self.accepted,
-        }
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        } | ({"completion_tokens_details": guesses} if self.drafted else {})
-
-
-@dataclass
 class Stream:
     """One sequence. Closing `pieces` ends it in the engine."""
 
@@ -75,8 +53,10 @@ class Stream:
         decoded = given = 0  # characters of the detokenizer, and of pieces
         held: list[Token] = []
         first = True
-        metrics, source = self.front.metrics, self.front.rows(job, ticket)
-        async with metrics.arrived(len(job.request.ids)) as timeline, aclosing(source) as rows:
+        metrics, source, record = self.front.metrics, self.front.rows(job, ticket), CURRENT.get()
+        if record:
+            record.usage = self.usage
+        async with metrics.arrived(len(job.request.ids), record) as timeline, aclosing(source) as rows:
             async for row in rows:
                 texts: list[str] = []
                 used = 0
