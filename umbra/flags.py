@@ -29,6 +29,7 @@ SWITCHES: dict[str, tuple[str, object]] = {
     "disable_cuda_graph": ("exe_mode", "eager"),
 }
 SHORT = {"ctx_size": "-c", "threads": "-t", "parallel": "-np"}  # llama.cpp's
+WORDS = ("served_model_name", "alias")  # flags whose several words are one string
 VALUES = {  # other engines' words for values of a key
     ("model_config.dtype", "half"): "float16",
     ("model_config.dtype", "float"): "float32",
@@ -76,7 +77,7 @@ def add_flags(parser: argparse.ArgumentParser, server: bool) -> None:
     kept = {name: leaf for name, leaf in KEYS.items() if server or not leaf.path.startswith(SERVER)}
     for name, leaf in kept.items():
         flags = [_flag(name), *([SHORT[name]] if name in SHORT else [])]
-        several = "+" if leaf.type == tuple[str, ...] else None
+        several = "+" if leaf.type == tuple[str, ...] or name in WORDS else None
         parser.add_argument(
             *flags, dest=f"key {name}", nargs=several, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
@@ -101,7 +102,9 @@ def given(args: argparse.Namespace) -> dict[str, object]:
         name = dest.removeprefix("key ")
         if name == dest:
             continue
-        if isinstance(value, list):  # words, or one list as JSON has it
+        if name in WORDS:
+            value = " ".join(value)
+        elif isinstance(value, list):  # words, or one list as JSON has it
             value = parse_value(value[0], _flag(name)) if value[0].startswith("[") and len(value) == 1 else value
         elif isinstance(value, str) and name in KEYS and KEYS[name].type is not str:
             value = parse_value(value, _flag(name))

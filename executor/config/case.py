@@ -394,8 +394,21 @@ class ServeSettings:
         "file with one API key a line; clients must send one of them; empty: none is needed",
         elsewhere=("api_key_file",),
     )
+    ssl_certfile: str = key(
+        "",
+        "PEM file with the server's certificate and its chain, for TLS; empty: none",
+        elsewhere=("ssl_certfile", "ssl_cert_file"),
+    )
+    ssl_keyfile: str = key(
+        "",
+        "PEM file with the certificate's private key, without a password; empty: it is in `ssl_certfile`",
+        elsewhere=("ssl_keyfile", "ssl_key_file"),
+    )
     served_model_name: str = key(
-        "", "the model's name in the API; empty: the case's name", elsewhere=("served_model_name", "alias")
+        "",
+        "the model's name in the API, or several with spaces between, of which answers have the first; empty: the "
+        "case's name",
+        elsewhere=("served_model_name", "alias"),
     )
     cors_origins: tuple[str, ...] = key(
         (),

@@ -62,19 +62,20 @@ async def version(front: Front, request: Request) -> Response:
     return Json({"version": VERSION})
 
 
-def model_card(front: Front) -> dict[str, Any]:
+def model_card(front: Front, name: str) -> dict[str, Any]:
     ready = front.client.ready
-    card = {"id": front.name, "object": "model", "created": front.created, "owned_by": "umbra"}
+    card = {"id": name, "object": "model", "created": front.created, "owned_by": "umbra"}
     return {**card, "max_model_len": ready.longest if ready else front.case.max_sequence_length}
 
 
 async def models(front: Front, request: Request) -> Response:
-    return Json({"object": "list", "data": [model_card(front)]})
+    return Json({"object": "list", "data": [model_card(front, name) for name in front.names]})
 
 
 async def model(front: Front, request: Request) -> Response:
-    front.check_model(request.path_params["name"])
-    return Json(model_card(front))
+    name = request.path_params["name"]
+    front.check_model(name)
+    return Json(model_card(front, name if name in front.names else front.name))
 
 
 async def completions(front: Front, request: Request) -> Response:

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+import ssl
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,24 @@ def check_address(host: str, keys: ApiKeys) -> None:
             f"serve_config.host: {host}: everybody who reaches this address could use the server: "
             "set serve_config.api_key_file, or host: 127.0.0.1"
         )
+
+
+def check_certificate(certificate: str, key: str) -> None:
+    """Refuses files of TLS that cannot be used, before uvicorn reads them."""
+    if key and not certificate:
+        raise UserError("serve_config.ssl_keyfile: belongs to ssl_certfile, which is missing")
+    if not certificate:
+        return
+    for name, file in (("ssl_certfile", certificate), ("ssl_keyfile", key)):
+        if file and not Path(file).is_file():
+            raise UserError(f"serve_config.{name}: {file}: there is no such file")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key or None, password="")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise UserError(
+            f"serve_config.ssl_certfile: {certificate}{f' and {key}' if key else ''}: cannot be used, give a PEM "
+            f"certificate and its key, which has no password: {error}"
+        ) from None
 
 
 def is_allowed(origin: str | None, origins: Collection[str]) -> bool:

@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from umbra.base.errors import one_line
+from umbra.base.errors import listed, one_line
 from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.executor.config.case import Case
 from umbra.executor.config.load import load_model_config, model_folder
@@ -75,9 +75,14 @@ class Front:
         self._in_line = 0  # large requests that have the turn or wait for it
 
     @property
+    def names(self) -> list[str]:
+        """The model's names in the API."""
+        return self.case.serve_config.served_model_name.split() or [self.case.name]
+
+    @property
     def name(self) -> str:
-        """The model's name in the API."""
-        return self.case.serve_config.served_model_name or self.case.name
+        """The model's name in answers."""
+        return self.names[0]
 
     @property
     def state(self) -> str:
@@ -112,9 +117,9 @@ class Front:
         raise unavailable(f"the model is loading: {progress.stage} ({progress.share:.0%})", "loading", 5)
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.name, self.case.name):
+        if name and name not in (*self.names, self.case.name):
             raise ApiError(
-                404, f"there is no model {name:.80}: this server has {self.name}", "model", "model_not_found"
+                404, f"there is no model {name:.80}: this server has {listed(self.names)}", "model", "model_not_found"
             )
 
     def load_text(self) -> None:

@@ -24,7 +24,7 @@ from umbra.executor.config.load import load_model_config
 from umbra.executor.launch.preflight import check_ready
 from umbra.executor.plan.resolve import resolve
 from umbra.serving.api.app import App
-from umbra.serving.api.auth import ApiKeys, check_address
+from umbra.serving.api.auth import ApiKeys, check_address, check_certificate
 from umbra.serving.api.errors import ApiError
 from umbra.serving.api.front import Front
 from umbra.serving.ranks.client import EngineClient
@@ -58,6 +58,7 @@ def serve(case: Case) -> None:
     sys.setswitchinterval(SWITCH_S)
     keys = ApiKeys.read(settings.api_key_file)
     check_address(settings.host, keys)
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     with listening(settings.host, settings.port) as listener:
         status = asyncio.run(ServerRun(case, keys).run(listener))
     sys.exit(status)
@@ -172,7 +173,8 @@ class ServerRun:
     def _announce(self) -> None:
         if self.client.ready and self.front.text:
             settings = self.case.serve_config
-            print(f"ready: {self.front.name} at http://{settings.host}:{settings.port}", flush=True)
+            scheme = "https" if settings.ssl_certfile else "http"
+            print(f"ready: {self.front.name} at {scheme}://{settings.host}:{settings.port}", flush=True)
             if not self.front.text.tokenizer.template:
                 print("chats are refused, completions served: no chat template (--chat-template FILE)", flush=True)
 
@@ -261,8 +263,11 @@ def make_server(front: Front) -> uvicorn.Server:
     class Connection(Protocol):
         idle: ClassVar[dict[Protocol, None]] = {}
 
+    settings = front.case.serve_config
     config = uvicorn.Config(
         App(front),
+        ssl_certfile=settings.ssl_certfile or None,
+        ssl_keyfile=settings.ssl_keyfile or None,
         http=Connection,
         ws="none",
         lifespan="off",

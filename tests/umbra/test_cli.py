@@ -68,6 +68,7 @@ def test_a_flag_of_a_list_takes_words_or_json() -> None:
     for words in (["http://a", "*"], ['["http://a", "*"]']):
         args = parser.parse_args(["serve", "demo", "--allowed-origins", *words])
         assert given(args) == {"serve_config.cors_origins": ["http://a", "*"]}
+    assert given(parser.parse_args(["serve", "--alias", "a", "b"])) == {"serve_config.served_model_name": "a b"}
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -183,12 +183,13 @@ def test_requests_and_models_have_names() -> None:
         for given in ("x" * 129, "a\x01b"):
             reply = await server.get("/v1/models", headers={"x-request-id": given})
             assert reply.status == 400 or reply.headers["x-request-id"].startswith("req_")
-        assert (await server.get("/v1/models")).json["data"][0]["id"] == "gpt"
+        assert [card["id"] for card in (await server.get("/v1/models")).json["data"]] == ["gpt", "claude"]
+        assert (await server.get("/v1/models/claude")).json["id"] == "claude"
         assert (await server.get("/v1/models/demo_chat")).json["max_model_len"] == 2000
-        for name, status in (("gpt", 200), ("demo_chat", 200), ("", 200), ("other", 404)):
+        for name, status in (("gpt", 200), ("claude", 200), ("demo_chat", 200), ("", 200), ("other", 404)):
             assert (await server.chat(model=name)).status == status
 
-    run(scenario, served_model_name="gpt")
+    run(scenario, served_model_name="gpt claude")
 
 
 def test_work_that_waits_for_threads_is_bounded() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import hmac
+import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from starlette.datastructures import Headers
 from tests.serving.api.front import Connection, Server, run
 from umbra.base.errors import UserError
 from umbra.serving.api import auth, server
-from umbra.serving.api.auth import ApiKeys, check_address, check_origin
+from umbra.serving.api.auth import ApiKeys, check_address, check_certificate, check_origin
 from umbra.serving.api.body import LARGEST_BODY
 from umbra.serving.api.errors import ApiError
 
@@ -104,6 +106,37 @@ def test_pages_of_allowed_origins() -> None:
         assert "serve_config.cors_origins" in other.error["message"]
 
     run(scenario, keys=ApiKeys.of([b"a"]), cors_origins=["http://localhost:3000"])
+
+
+def test_answers_over_tls(tmp_path: Path) -> None:
+    """Files that do not fit are refused before the port is opened; a key with a password asks nobody for it."""
+    certificate, key, locked = (str(tmp_path / name) for name in ("certificate", "key", "locked"))
+    for command in (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=a -keyout {key} -out {certificate}",
+        f"openssl rsa -aes128 -passout pass:x -in {key} -out {locked}",
+    ):
+        subprocess.run(command.split(), check=True, capture_output=True)
+    for files, said in (
+        (("", key), "belongs to ssl_certfile"),
+        (("nothing", key), "ssl_certfile: nothing: there is no such file"),
+        ((certificate, ""), "cannot be used"),
+        ((certificate, locked), "cannot be used"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_certificate(*files)
+    check_certificate(certificate, key)
+
+    async def scenario(server: Server) -> None:
+        context = ssl.create_default_context(cafile=certificate)
+        context.check_hostname = False
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context)
+        body = b'{"prompt": "Hi", "stream": true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        assert (await Connection(reader, writer).all()).events[-1] == "[DONE]"
+        writer.close()
+
+    run(scenario, ssl_certfile=certificate, ssl_keyfile=key)
 
 
 def test_a_body_that_is_too_large_is_not_read() -> None:
