@@ -21,7 +21,7 @@ class Matchers:
 
     def __init__(self, folder: Path, vocabulary: int, ends: Collection[int]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._grammars = self._thread.submit(_read, folder, vocabulary, ends)
+        self._grammars = self._thread.submit(read_grammars, folder, vocabulary, ends)
         self._matchers: dict[int, Future[Matcher]] = {}
 
     def wait(self) -> None:
@@ -48,7 +48,7 @@ class Matchers:
             matcher.cancel()
 
 
-def _read(folder: Path, vocabulary: int, ends: Collection[int]) -> "Grammars":
+def read_grammars(folder: Path, vocabulary: int, ends: Collection[int]) -> "Grammars":
     from umbra.executor.engine.schedule.grammar import Grammars  # imports llguidance, in this thread
 
     return Grammars.read(folder, vocabulary, ends)

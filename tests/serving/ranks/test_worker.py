@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import threading
+from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
 from umbra.executor.engine.schedule.request import Grammar, SamplingParams
 from umbra.executor.model_runner import ModelRunner
+from umbra.serving.ranks import matchers
 from umbra.serving.ranks import worker as worker_module
 from umbra.serving.ranks.messages import Ping, Pong, Refused, Residency, State, Submit, Watch
 
@@ -155,3 +158,47 @@ def test_requests_that_cannot_run_are_refused(model: Path) -> None:
     server.finish()
     assert sorted(refused.id for refused in script.of(Refused)) == [1, 2, 8, 9]
     assert len(script.tokens(10)) == 2
+
+
+class AnyToken:
+    """A matcher that allows all tokens."""
+
+    def allowed_after(self, draft: ListOf[int]) -> list[bytes]:
+        return [b"\xff" * 12] * (1 + len(draft))
+
+    def followed(self, draft: ListOf[int]) -> int:
+        return len(draft)
+
+    def accept(self, token: int) -> bool:
+        return True
+
+
+class SlowGrammars:
+    """Compiles any grammar once `compiled` is set."""
+
+    def __init__(self) -> None:
+        self.compiled = threading.Event()
+
+    def matcher(self, grammar: Grammar) -> AnyToken:
+        self.compiled.wait()
+        return AnyToken()
+
+
+def test_other_requests_go_on_while_a_grammar_is_compiled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that come later; and one that its client gives up is forgotten."""
+    grammars = SlowGrammars()
+    monkeypatch.setattr(matchers, "read_grammars", lambda *given: grammars)
+    server = Server(runner_of(model))
+    for id in (1, 2):
+        server.script.messages.append(Submit(id, [1, 2, 3], SamplingParams(8, grammar=Grammar("regex", "a{2}"))))
+    server.submit(3, [4, 5, 6], 20)
+    while not server.script.ended(3):
+        server.worker.turn()
+    assert not server.script.rows(1)
+    assert not server.worker.idle
+    server.abort(2)
+    server.worker.turn()
+    grammars.compiled.set()
+    server.finish()
+    assert server.script.ended(1)
+    assert not server.script.rows(2)
