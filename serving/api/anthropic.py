@@ -14,7 +14,7 @@ from umbra.serving.api import openai_chat
 from umbra.serving.api.blocks import Change, ContentBlock, ContentBlocks
 from umbra.serving.api.errors import ApiError, invalid, renamed
 from umbra.serving.api.fields import converted, read
-from umbra.serving.api.front import Front, Text
+from umbra.serving.api.front import Front
 from umbra.serving.api.sse import event
 from umbra.text.chat import Chat
 
@@ -43,12 +43,6 @@ ERRORS = {
 }
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 UNSIGNED = "unsigned"  # stands where clients expect a signature of reasoning; nothing reads it
-
-
-class Thinking(msgspec.Struct, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
@@ -87,7 +81,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: openai_chat.Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -127,9 +121,9 @@ class AnthropicAnswer:
 
 async def prepare(front: Front, data: Any, salt: bytes) -> AnthropicAnswer:
     """Reads the request `data`. Raises ApiError if it is wrong."""
-    _, text = front.check_serving()
+    front.check_serving()
     request = converted(MessagesRequest, data, UNSUPPORTED)
-    chat, names = translated(request, text)
+    chat, names = translated(request)
     given = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -147,12 +141,12 @@ async def prepare(front: Front, data: Any, salt: bytes) -> AnthropicAnswer:
 async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
     """Answers with the number of tokens of a request's prompt."""
     _, text = front.check_serving()
-    chat, names = translated(converted(CountRequest, data, UNSUPPORTED), text)
+    chat, names = translated(converted(CountRequest, data, UNSUPPORTED))
     try:
         request = read(openai_chat.ChatRequest, chat)
         front.check_model(request.model)
         messages = openai_chat.messages_of(request.messages)
-        prompt = Chat(messages, openai_chat.tools_of(request), openai_chat.settings_of(request, text))
+        prompt = Chat(messages, openai_chat.tools_of(request), openai_chat.settings_of(request, text, front.note))
     except ApiError as error:
         raise renamed(error, names) from None
 
@@ -244,7 +238,7 @@ def _reason(end: Change | None) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if end.stop else STOPS[end.text], "stop_sequence": end.stop or None}
 
 
-def translated(request: CountRequest, text: Text) -> tuple[dict[str, Any], dict[str, str]]:
+def translated(request: CountRequest) -> tuple[dict[str, Any], dict[str, str]]:
     """The chat that `request` asks for, and the request's names of the chat's fields, for errors."""
     messages: list[dict[str, Any]] = []
     names = {"stop": "stop_sequences", "response_format": "output_config.format"}
@@ -270,7 +264,7 @@ def translated(request: CountRequest, text: Text) -> tuple[dict[str, Any], dict[
     if request.thinking:
         if request.thinking.display == "omitted":
             raise invalid("thinking.display", "reasoning is always shown", "unsupported_parameter")
-        chat["chat_template_kwargs"] |= _thinking(request.thinking.type != "disabled", text)
+        chat["thinking"] = request.thinking.type != "disabled"
     config = request.output_config or OutputConfig()
     if config.effort != "high":  # which is what requests get that do not say
         chat["reasoning_effort"] = config.effort
@@ -287,15 +281,6 @@ def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
         raise invalid(f"{where}.input_schema", "is missing")
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
-
-
-def _thinking(wanted: bool, text: Text) -> dict[str, Any]:
-    """Variables of the chat template with which the model reasons, or does not."""
-    if switch := openai_chat.reasoning_switch(text.tokenizer.template):
-        return {switch: wanted}
-    if wanted != text.reasons:
-        raise invalid("thinking.type", "this model never reasons" if wanted else "this model always reasons")
-    return {}
 
 
 def _messages(turn: Turn, where: str) -> list[dict[str, Any]]:

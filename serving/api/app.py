@@ -21,8 +21,8 @@ from umbra.base.files import VERSION
 from umbra.serving.api import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
 from umbra.serving.api.auth import check_origin, is_allowed
 from umbra.serving.api.body import decoded, read_body
-from umbra.serving.api.errors import ApiError
-from umbra.serving.api.fields import HARMLESS, UNSUPPORTED, unknown
+from umbra.serving.api.errors import ApiError, invalid
+from umbra.serving.api.fields import HARMLESS, UNSUPPORTED, meant_by, unknown
 from umbra.serving.api.front import Front
 from umbra.serving.api.live import live_page
 from umbra.serving.api.metrics import CONTENT_TYPE
@@ -306,9 +306,11 @@ async def answered(
 
 def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Collection[str]) -> None:
     """Counts the fields of `data` that nothing reads: they are neither of `kind` nor `known`. The first one of each
-    name is logged."""
+    name is logged. Raises ApiError for a known field's name that is written wrong."""
     if isinstance(data, dict):
         for name in unknown(kind, data, known):
+            if right := meant_by(name, kind):
+                raise invalid(name[:64], f"there is no such field: write {right}", "unknown_parameter")
             front.metrics.unread.inc()
             if name[:64] not in front.unread and len(front.unread) < MOST_UNREAD:
                 front.unread.add(name[:64])

@@ -1,5 +1,6 @@
 """The fields of requests that chats and completions share, checked."""
 
+import difflib
 import secrets
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters 
 LARGEST_PRIORITY = 1 << 31
 MOST_CHOICES = 64  # answers to one request
 MOST_LISTED = 4096  # entries of a list or mapping of token ids in a request's settings
+ALIKE = 0.88  # two names are one from this share of characters on: max_token and max_tokens, not top_a and top_k
 
 # Fields that are known but do nothing: they do not change an answer.
 HARMLESS = frozenset(
@@ -219,6 +221,13 @@ def read(kind: type[AnyFields], data: Any) -> AnyFields:
 def unknown(kind: type[msgspec.Struct], data: dict[str, Any], known: Collection[str]) -> list[str]:
     """The fields of `data` that are neither of `kind` nor `known`; they are ignored."""
     return [name for name in data if name not in kind.__struct_fields__ and name not in known]
+
+
+def meant_by(name: str, kind: type[msgspec.Struct]) -> str:
+    """The field of `kind` that `name`, which is none, is a slip of the pen for; empty: it is another engine's."""
+    plain = {field.replace("_", ""): field for field in kind.__struct_fields__}
+    close = difflib.get_close_matches(name[:64].replace("_", "").replace("-", "").lower(), plain, 1, ALIKE)
+    return plain[close[0]] if close else ""
 
 
 def check_depth(data: Any) -> None:

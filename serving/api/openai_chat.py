@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,6 +42,16 @@ RESERVED = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "conversation"}
     | {"return_assistant_tokens_mask"}
 )
+REASONING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
+UNREAD = "this model's chat template has no such switch, so it is ignored"
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """The switch of reasoning, as other APIs have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class ChatRequest(Fields, kw_only=True):
@@ -54,6 +64,7 @@ class ChatRequest(Fields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
+    thinking: bool | Thinking | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | list[str] | None] | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
@@ -144,7 +155,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
     front.check_model(request.model)
     messages = messages_of(request.messages)
     tools = tools_of(request)
-    settings = settings_of(request, text)
+    settings = settings_of(request, text, front.note)
     grammar = wanted_grammar(request, front.note)
     forced = _forced_tools(request, tools)
     if forced and grammar:
@@ -374,26 +385,34 @@ def _renders_tools(text: Text) -> bool:
     return text.format is not None and "tools" in text.tokenizer.template
 
 
-def settings_of(request: ChatRequest, text: Text) -> dict[str, Any]:
-    """Variables of the chat template, of those that it has."""
+def settings_of(request: ChatRequest, text: Text, note: Callable[[str], None]) -> dict[str, Any]:
+    """Variables of the chat template, of those that it has. `note` is told what a model without a switch for its
+    reasoning is asked for in vain."""
     settings: dict[str, Any] = {}
     template = text.tokenizer.template
     switch = reasoning_switch(template)
     for name, value in (request.chat_template_kwargs or {}).items():
-        if name in RESERVED or not has_variable(template, name):
+        if name not in RESERVED and has_variable(template, name):
+            settings[name] = value
+        elif name in REASONING:
+            note(f"chat_template_kwargs.{name}: {UNREAD}")
+        else:
             raise invalid("chat_template_kwargs", f"{name:.40} is no variable of this model's chat template")
-        settings[name] = value
-    if request.enable_thinking is not None:
-        if not switch:
-            raise invalid("enable_thinking", "this model's chat template does not know it", "unsupported_parameter")
-        settings.setdefault(switch, request.enable_thinking)
+    thinking = request.thinking
+    if isinstance(thinking, Thinking):
+        thinking = thinking.type != "disabled"
+    for name, wanted in (("enable_thinking", request.enable_thinking), ("thinking", thinking)):
+        if wanted is not None and switch:
+            settings.setdefault(switch, wanted)
+        elif wanted is not None and wanted != text.reasons:
+            note(f"{name}: {UNREAD}")
     if request.reasoning_effort is not None:
         if has_variable(template, "reasoning_effort"):
             settings["reasoning_effort"] = request.reasoning_effort
         elif switch:
             settings.setdefault(switch, request.reasoning_effort != "none")
         else:
-            raise invalid("reasoning_effort", "this model's chat template does not know it", "unsupported_parameter")
+            note(f"reasoning_effort: {UNREAD}")
     return settings
 
 

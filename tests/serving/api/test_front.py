@@ -83,6 +83,46 @@ def test_a_wrong_field_is_named() -> None:
     run(scenario)
 
 
+def test_a_slip_of_the_pen_is_told_from_another_engines_field() -> None:
+    async def scenario(server: Server) -> None:
+        for path, name, right in (
+            ("chat/completions", "max_token", "max_tokens"),
+            ("chat/completions", "topLogprobs", "top_logprobs"),
+            ("completions", "temprature", "temperature"),
+            ("completions", "prompts", "prompt"),
+            ("responses", "instruction", "instructions"),
+            ("messages", "stop_sequence", "stop_sequences"),
+        ):
+            error = (await server.ask(f"/v1/{path}", {name: 1})).json["error"]
+            assert error["message"] == f"{name}: there is no such field: write {right}"
+        assert (await server.chat(top_a=0.5, cache_prompt=True, repeat_last_n=64, max_prompt_tokens=9)).status == 200
+
+    run(scenario)
+
+
+def test_a_model_that_cannot_reason_ignores_it_and_says_so() -> None:
+    async def scenario(server: Server) -> None:
+        assert server.front.text
+        reasons = server.front.text.reasons
+        switch, wanted = {"enable_thinking": False}, {"enable_thinking": not reasons, "reasoning_effort": "low"}
+        budget = {"type": "disabled" if reasons else "enabled", "budget_tokens": 1024}
+        asks: list[tuple[str, dict[str, Any], str]] = [
+            ("chat/completions", wanted, "enable_thinking reasoning_effort"),
+            ("chat/completions", {"thinking": budget}, "thinking"),
+            ("chat/completions", {"thinking": reasons}, ""),
+            ("chat/completions", {"chat_template_kwargs": switch, "stream": True}, "chat_template_kwargs"),
+            ("messages", {"thinking": budget, "max_tokens": 9}, "thinking"),
+        ]
+        for path, asked, names in asks:
+            reply = await server.ask(f"/v1/{path}", said(role="user", content="Hi") | asked)
+            assert reply.status == 200, reply.body
+            assert ("warning" in reply.headers) == bool(names)
+            assert all(name in reply.headers["warning"] for name in names.split())
+        assert (await server.chat(chat_template_kwargs={"nothing": True})).status == 400
+
+    run(scenario, family="kimi_k2")
+
+
 def test_fields_that_ask_for_nothing_are_taken() -> None:
     async def scenario(server: Server) -> None:
         assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70, made_up=1)).status == 200
