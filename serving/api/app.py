@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from umbra.base.errors import UserError, one_line, refusal
 from umbra.base.files import VERSION
-from umbra.serving.api import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
+from umbra.serving.api import anthropic, ollama, openai_chat, openai_completions, openapi, responses, tokenizing
 from umbra.serving.api.auth import check_origin, is_allowed
 from umbra.serving.api.body import decoded, read_body
 from umbra.serving.api.errors import ApiError, invalid
@@ -104,6 +104,36 @@ async def count_message_tokens(front: Front, request: Request) -> Response:
     return Json(await read(front, request, partial(anthropic.count_tokens, front)))
 
 
+async def ollama_chat(front: Front, request: Request) -> Response:
+    return await ollama_answer(front, request, ollama.prepare_chat, ollama.OllamaChat)
+
+
+async def ollama_generate(front: Front, request: Request) -> Response:
+    return await ollama_answer(front, request, ollama.prepare_generate, ollama.OllamaGenerate)
+
+
+async def ollama_answer(
+    front: Front,
+    request: Request,
+    prepare: Callable[[Front, Any, bytes], Coroutine[Any, Any, ollama.OllamaAnswer]],
+    kind: type[msgspec.Struct],
+) -> Response:
+    """The answer to the request that `prepare` reads as a `kind`."""
+
+    async def use(data: Any) -> ollama.OllamaAnswer:
+        count_unknown(front, kind, data, {*ollama.UNSUPPORTED, *ollama.HARMLESS})
+        return await prepare(front, data, request.state.salt)
+
+    answer = await read(front, request, use)
+    if answer.stream:
+        return await ollama.JsonLines.start(request, ollama.events(answer), ollama.failure)
+    return Json(await while_connected(request, ollama.whole(answer)))
+
+
+async def ollama_tags(front: Front, request: Request) -> Response:
+    return Json(ollama.tags(front))
+
+
 async def tokenize(front: Front, request: Request) -> Response:
     return Json(await read(front, request, partial(tokenizing.tokenize, front)))
 
@@ -141,6 +171,10 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/responses", create_response),
     ("POST", anthropic.PATH, create_message),
     ("POST", f"{anthropic.PATH}/count_tokens", count_message_tokens),
+    ("POST", f"{ollama.PATH}/chat", ollama_chat),
+    ("POST", f"{ollama.PATH}/generate", ollama_generate),
+    ("GET", f"{ollama.PATH}/tags", ollama_tags),
+    ("GET", f"{ollama.PATH}/version", version),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
 ]
@@ -254,7 +288,10 @@ def error_response(error: ApiError, path: str, headers: dict[str, str] | None = 
         record.refused = str(error)
     if error.status in (401, 403, 408, 413):  # the rest of the body is not read
         headers = {**(headers or {}), "Connection": "close"}
-    body = anthropic.envelope(error) if f"{path}/".startswith(f"{anthropic.PATH}/") else error.envelope()
+    if path.startswith(f"{ollama.PATH}/"):
+        body = ollama.envelope(error)
+    else:
+        body = anthropic.envelope(error) if f"{path}/".startswith(f"{anthropic.PATH}/") else error.envelope()
     return Json(body, error.status, {**(headers or {}), **error.headers})
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.serving.api import anthropic
+from umbra.serving.api import anthropic, ollama
 from umbra.serving.api.anthropic import CountRequest, MessagesRequest
 from umbra.serving.api.openai_chat import ChatRequest
 from umbra.serving.api.openai_completions import CompletionRequest
@@ -17,6 +17,8 @@ BODIES: dict[str, type] = {
     "/v1/responses": ResponsesRequest,
     anthropic.PATH: MessagesRequest,
     f"{anthropic.PATH}/count_tokens": CountRequest,
+    f"{ollama.PATH}/chat": ollama.OllamaChat,
+    f"{ollama.PATH}/generate": ollama.OllamaGenerate,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -50,6 +52,7 @@ MESSAGES_ERROR = {
         },
     },
 }
+OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 ASKED = [{"role": "user", "content": "Hi"}]
 MESSAGES_TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}}}
 TOOL = {"type": "function", "name": "weather", "parameters": MESSAGES_TOOL["input_schema"]}
@@ -69,6 +72,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"messages": ASKED, "max_tokens": 8, "tools": [MESSAGES_TOOL], "tool_choice": {"type": "any"}, "stream": True},
     ],
     f"{anthropic.PATH}/count_tokens": [{"messages": ASKED, "system": "Be brief."}],
+    f"{ollama.PATH}/chat": [{"messages": ASKED, "options": {"num_predict": 8}}, {"messages": ASKED, "stream": False}],
+    f"{ollama.PATH}/generate": [{"prompt": "Hi", "options": {"num_predict": 8}}, {"prompt": "Hi", "raw": True}],
     "/tokenize": [{"prompt": "Hi"}, {"messages": ASKED}],
     "/detokenize": [{"tokens": [1, 2]}],
 }
@@ -85,16 +90,19 @@ def document(routes: list[tuple[str, str]]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Umbra", "version": "1"},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": ERROR, "MessagesError": MESSAGES_ERROR}},
+        "components": {
+            "schemas": {**components, "Error": ERROR, "MessagesError": MESSAGES_ERROR, "OllamaError": OLLAMA_ERROR}
+        },
     }
 
 
 def _operation(path: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     shape = "MessagesError" if path.startswith(anthropic.PATH) else "Error"
+    shape = "OllamaError" if path.startswith(ollama.PATH) else shape
     refusal = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
     if "stream" in getattr(BODIES.get(path), "__struct_fields__", ()):
-        answer["text/event-stream"] = {}
+        answer["application/x-ndjson" if path.startswith(ollama.PATH) else "text/event-stream"] = {}
     if path == "/health/ready":
         refusal = answer
     responses = {"200": {"description": "the answer", "content": answer}}

@@ -64,6 +64,7 @@ class EventStream(Response):
     `failure` makes of it, and ends the stream. Make it with `start`."""
 
     media_type = "text/event-stream"
+    ping = PING  # empty: none may come between events
 
     def __init__(
         self,
@@ -133,10 +134,10 @@ class EventStream(Response):
         await body(b"", more=False)
 
     async def _pings(self, body: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
-        while True:
+        while self.ping:
             await asyncio.sleep(max(0.0, self.sent_at + PING_S - time.monotonic()))
             if time.monotonic() - self.sent_at >= PING_S:
-                await body(PING)
+                await body(self.ping)
 
 
 async def _gone(receive: Receive) -> None:
