@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -42,6 +42,7 @@ RESERVED = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "conversation"}
     | {"return_assistant_tokens_mask"}
 )
+TemplateKwargs: TypeAlias = dict[str, str | int | float | bool | list[str] | None]
 REASONING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 UNREAD = "this model's chat template has no such switch, so it is ignored"
 
@@ -65,7 +66,7 @@ class ChatRequest(Fields, kw_only=True):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking: bool | Thinking | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | list[str] | None] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
 

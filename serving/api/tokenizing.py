@@ -9,7 +9,7 @@ from umbra.serving.api.errors import invalid
 from umbra.serving.api.fields import typed
 from umbra.serving.api.front import Front
 from umbra.serving.api.jobs import check_length
-from umbra.serving.api.openai_chat import messages_of, of_chat
+from umbra.serving.api.openai_chat import ChatRequest, TemplateKwargs, messages_of, of_chat, settings_of
 from umbra.text.chat import Chat
 
 
@@ -18,6 +18,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -34,11 +35,12 @@ async def tokenize(front: Front, data: Any) -> dict[str, Any]:
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "give either prompt or messages")
     messages = None if request.messages is None else messages_of(request.messages)
+    settings = settings_of(ChatRequest(chat_template_kwargs=request.chat_template_kwargs), text, front.note)
 
     def encoded() -> list[int]:
         try:
             if messages is not None:
-                return text.tokenizer.encode_chat(Chat(messages, request.tools or []))
+                return text.tokenizer.encode_chat(Chat(messages, request.tools or [], settings))
             check_length(request.prompt or "", "prompt", text, ready)
             return text.tokenizer.encode(request.prompt or "", False, request.add_special_tokens is not False)
         except UserError as error:

@@ -185,6 +185,8 @@ def test_deepseek_thinks_where_it_is_asked_to() -> None:
             assert (await server.ask(f"/v1/{path}", {"messages": [USER], **asked})).status == 200
             prompt = server.tokenizer.decode(server.engine.submitted[-1].ids)
             assert prompt.endswith("<think>" if thinks else "</think>")
+        counted = {"messages": [USER], "chat_template_kwargs": {"thinking": True}}
+        assert (await server.ask("/tokenize", counted)).json["tokens"] == list(server.engine.submitted[-1].ids)
 
     run(scenario, family="deepseek_v31")
 
