@@ -7,10 +7,10 @@ from umbra.text.formats import MESSAGE, Mark
 
 class Stops:
     """Passes text on up to the stop string that is complete first; of several that end together, the longest counts.
-    Held back is only a tail that is the beginning of a stop string."""
+    Held back is only a tail that is the beginning of a stop string. If `shown`, the stop string is passed on too."""
 
-    def __init__(self, stops: Sequence[str]):
-        self.stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], shown: bool = False):
+        self.stops, self.shown = tuple(stops), shown
         self.stop = ""  # the one that is complete
         self._beginnings = {stop[:end] for stop in stops for end in range(1, len(stop))}
         self._longest = max(map(len, self._beginnings), default=0)
@@ -28,9 +28,9 @@ class Stops:
         text = self._held + text
         ends = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:
-            _, at, self.stop = min(ends)
+            end, at, self.stop = min(ends)
             self._held = ""
-            return text[:at]
+            return text[: end if self.shown else at]
         tail = next((k for k in range(min(self._longest, len(text)), 0, -1) if text[-k:] in self._beginnings), 0)
         self._held = text[len(text) - tail :]
         return text[: len(text) - tail]

@@ -48,7 +48,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True, False),
     "prompt_logprobs": (),
     "add_generation_prompt": (True,),
@@ -149,6 +148,7 @@ class Fields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

@@ -45,6 +45,7 @@ class ServedJob:
     request: Request
     stops: tuple[str, ...] = ()
     whole: bool = False  # special tokens are text of the answer
+    shows_stop: bool = False  # and so is the stop string that ends it
 
 
 class Front:

@@ -54,7 +54,9 @@ def job_of(
     if body.cache_salt:
         salt += body.cache_salt.encode(errors="replace")[:256]
     request = Request(tuple(ids), sampling, body.priority or 0, salt, branches)
-    return ServedJob(request, tuple(body.stops), body.skip_special_tokens is False)
+    return ServedJob(
+        request, tuple(body.stops), body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
+    )
 
 
 def nth_job(job: ServedJob, choice: int) -> ServedJob:

@@ -49,7 +49,10 @@ class Stream:
         """Yields what is certain, row by row; the last piece has a finish reason."""
         job = self.job
         ends = {*job.request.sampling.stop_token_ids, *(() if job.request.sampling.ignore_eos else self.ready.stop_ids)}
-        detokenizer, stops = self.text.tokenizer.detokenizer(job.request.ids, job.whole), Stops(job.stops)
+        detokenizer, stops = (
+            self.text.tokenizer.detokenizer(job.request.ids, job.whole),
+            Stops(job.stops, job.shows_stop),
+        )
         decoded = given = 0  # characters of the detokenizer, and of pieces
         held: list[Token] = []
         first = True

@@ -89,6 +89,17 @@ def test_a_call_that_the_limit_cuts_off_is_a_call() -> None:
     run(scenario, text + "th")
 
 
+def test_a_stop_string_that_is_shown() -> None:
+    async def scenario(server: Server) -> None:
+        asked: dict[str, Any] = {"stop": ["lo!"], "include_stop_str_in_output": True}
+        assert (await server.complete(**asked)).json["choices"][0]["text"] == "Hello!"
+        for shown, text in ((True, "Hello!"), (False, "Hel")):
+            reply = await server.chat(**asked | {"include_stop_str_in_output": shown})
+            assert reply.json["choices"][0]["message"]["content"] == text
+
+    run(scenario, "Hello! Bye!")
+
+
 def test_the_end_of_a_long_prompt() -> None:
     async def scenario(server: Server) -> None:
         for path, asked in (("completions", {"prompt": "abcdef"}), ("chat/completions", {"messages": [USER]})):
