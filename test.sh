@@ -6,8 +6,8 @@
 #     bash test.sh ascend [pytest arguments]       only tests/ascend, with its thorough tests, on a fake CANN
 #     bash test.sh fuzz [SECONDS]                  only tests/fuzz: all its targets share the time, 60 seconds by default
 # The name of each test is printed when it ends, and the stack of a test that takes longer than five minutes. `-n 0` runs
-# the tests in one process. The checks, tests/ascend, and tests that mostly wait run beside the main tests; each of their
-# lines begins with the name of the part.
+# the tests in one process. The checks, tests/ascend, those of the GPU's kernels, and tests that mostly wait run beside the
+# main tests; each of their lines begins with the name of the part.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
@@ -37,6 +37,17 @@ umbra_test_ascend() {
     umbra_setup_ascend
     echo "== pytest on a fake CANN"
     umbra_ascend_python -m pytest "${workers[@]}" tests/ascend "$@"
+}
+
+# Triton's kernels, in its interpreter and by its compiler, which need no GPU. Where its one wheel cannot be had, for
+# Linux on x86-64, these tests are not run.
+umbra_test_cuda() {
+    if (umbra_setup_beside cuda) && .venv/cuda/bin/python -c "import triton"; then
+        echo "== pytest on Triton's kernels"
+        .venv/cuda/bin/python -m pytest -n 0 tests/ops/cuda/kernels "$@"
+    else
+        echo "tests of Triton's kernels are left out" >&2
+    fi
 }
 
 # What tests of Ascend C, and thorough ones of native fuzzing, need; a test whose tools cannot be had is skipped.
@@ -81,6 +92,7 @@ thorough)
     status=0
     .venv/bin/python -m pytest "${workers[@]}" -m "thorough or hypothesis" --hypothesis-profile thorough "${@:2}" || status=1
     [ $# -gt 1 ] || umbra_test_ascend -m thorough || status=1
+    [ $# -gt 1 ] || umbra_test_cuda -m thorough || status=1
     exit "$status"
     ;;
 fuzz)
@@ -105,6 +117,8 @@ umbra_checks 2>&1 | tee "$output/checks" | sed -u 's/^/checks: /' &
 checks=$!
 umbra_test_ascend -m "not thorough" 2>&1 | tee "$output/ascend" | sed -u 's/^/ascend: /' &
 ascend=$!
+umbra_test_cuda -m "not thorough" 2>&1 | tee "$output/cuda" | sed -u 's/^/cuda: /' &
+cuda=$!
 umbra_test_beside "$@" 2>&1 | tee "$output/beside" | sed -u 's/^/beside: /' &
 beside=$!
 trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
@@ -115,6 +129,7 @@ echo "== pytest"
 wait "$beside" || failed+=(beside)
 [ "$status" != 5 ] || ! grep -q " passed" "$output/beside" || status=0 # all that the arguments select ran beside
 wait "$ascend" || failed+=(ascend)
+wait "$cuda" || failed+=(cuda)
 wait "$checks" || failed+=(checks)
 for part in "${failed[@]}"; do
     echo "== $part failed; its last lines:"

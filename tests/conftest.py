@@ -1,8 +1,11 @@
-"""tests/ascend is collected only by a Python that has torch_npu (see test.sh)."""
+"""tests/ascend is collected only by a Python that has torch_npu, and tests/ops/cuda/kernels by that of .venv/cuda
+(see test.sh)."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from umbra.base.errors import collect_seldom
 from umbra.text import tokenizer_record
 
 collect_ignore = [] if find_spec("torch_npu") else ["ascend"]
+collect_ignore += [] if Path(sys.prefix).name == "cuda" else ["ops/cuda/kernels"]
 # Machines are busy: no test fails for the time it took. `bash test.sh thorough` tries more examples, others each time.
 PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("umbra", **PATIENT, max_examples=20, derandomize=True)

@@ -33,9 +33,9 @@ for name in main dev torch-cuda; do
         /^[^ ]/ { lock = /^(torch|triton|nvidia-|cuda-)/ ? "torch-cuda" : $1 in runs ? "main" : "dev" }
         lock == name' "$run" "$all" >>"$locks/$name.lock"
 done
-for name in ascend compare fuzz supply; do
+for name in ascend compare cuda fuzz supply; do
     options=(--constraint "$locks/main.lock" --constraint "$locks/dev.lock")
-    [ $name != ascend ] || options+=(--no-deps) # what it needs beside is in .venv
+    [[ $name != @(ascend|cuda) ]] || options+=(--no-deps) # what they need beside is in .venv
     compile "$locks/$name.lock" "${options[@]}" --group "$name"
     sed -i "1i $heading" "$locks/$name.lock"
 done

@@ -1,5 +1,4 @@
-"""Triton's interpreter, in which kernels run on CPU tensors. To be imported before Triton is. Skips where there is
-none."""
+"""Triton's interpreter, in which kernels run on CPU tensors. To be imported before Triton is."""
 
 import os
 
@@ -7,9 +6,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from typing import Any
 
-import pytest
+from triton.runtime import interpreter
 
-interpreter: Any = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
 _patch: Any = interpreter._patch_lang_tensor
 
 

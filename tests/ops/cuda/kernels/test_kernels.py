@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.ops.cuda.interpreter
+import tests.ops.cuda.kernels.interpreter
 from tests.ops.cuda.blocks import FORMATS, random_blocks
 from tests.ops.test_delta_net import Layer
 from umbra.ops import reference
@@ -16,28 +16,41 @@ from umbra.ops.cuda.weights import BlockExperts
 from umbra.ops.formats import Format
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Paged
 
-assert tests.ops.cuda.interpreter
+assert tests.ops.cuda.kernels.interpreter
 CLIPPED = ExpertKind(7.0, 1.7, True)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_mixtures_are_the_reference(format: Format) -> None:
-    """Also with an expert of another rank, one that is not there, and one that no row has."""
-    torch.manual_seed(1)
+def compare(format: Format, x: Tensor, weights: Tensor, ids: Tensor) -> None:
+    """Four experts from number 5 on, of which number 7 is not there, and the others may be of another rank."""
     inner, hidden = (32, 96) if format.group in (0, 32) else (format.group, format.group)
     kind = CLIPPED if format.kind in ("mxfp4", "bfloat16") else SILU_EXPERTS
     shape, blocks = random_blocks(4, inner, hidden, format, kind)
     experts = BlockExperts(4, inner, hidden, format, torch.device("cpu"), kind)
     experts.data.copy_(blocks)
-    x, weights, ids = torch.randn(2, hidden), torch.rand(2, 2), torch.tensor([[5, 7], [8, 11]])
-    there = torch.where(ids == 7, -1, ids)
     places = torch.where(torch.arange(4) == 2, -1, experts.places)
+    x = x[:, :hidden].contiguous()
     sums = kernels.mixture(x, weights, ids, shape, blocks, places, 5)
-    wanted = grouped(x, weights, there, experts, 5)
+    wanted = grouped(x, weights, torch.where(ids == 7, -1, ids), experts, 5)
     torch.testing.assert_close(sums, wanted, atol=3e-6 * float(wanted.abs().max()), rtol=0)
     assert sums.abs().max() > 0
 
 
+@pytest.mark.parametrize("format", [format for format in FORMATS if not format.zeros], ids=str)
+def test_a_row_of_an_expert_is_the_references(format: Format) -> None:
+    torch.manual_seed(1)
+    compare(format, torch.randn(1, 256), torch.rand(1, 1), torch.tensor([[6]]))
+
+
+@pytest.mark.parametrize(
+    "format", [pytest.param(f, marks=[] if f.kind == "float32" else pytest.mark.thorough) for f in FORMATS], ids=str
+)
+def test_mixtures_are_the_reference(format: Format) -> None:
+    """Also with an expert of another rank, one that is not there, and one that no row has."""
+    torch.manual_seed(1)
+    compare(format, torch.randn(2, 256), torch.rand(2, 2), torch.tensor([[5, 7], [8, 11]]))
+
+
+@pytest.mark.thorough
 def test_eight_rows_share_experts() -> None:
     torch.manual_seed(2)
     shape, blocks = random_blocks(3, 32, 64, Format("q4", 32))
@@ -64,7 +77,7 @@ def cached(cache: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
 def test_attention_is_the_reference(case: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     page, width, (kv_heads, heads), lengths = (case[name] for name in ("page", "width", "heads", "lengths"))
@@ -90,7 +103,9 @@ def test_attention_over_latents_is_the_reference(heads: int) -> None:
     torch.testing.assert_close(kernels.latent_attention(*given), reference.latent_attention(*given))
 
 
-@pytest.mark.parametrize(("heads", "depth", "width"), [((2, 4), 16, 16), ((1, 3), 24, 48)])
+@pytest.mark.parametrize(
+    ("heads", "depth", "width"), [((2, 4), 16, 16), pytest.param((1, 3), 24, 48, marks=pytest.mark.thorough)]
+)
 def test_states_are_those_of_the_reference(heads: tuple[int, int], depth: int, width: int) -> None:
     """Also where a step marks the place that it reads, keeps rows that may come to nothing, and takes some of them."""
     ours, wanted = Layer(kernels, heads, depth, width), Layer(reference, heads, depth, width)
