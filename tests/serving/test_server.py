@@ -220,6 +220,6 @@ def test_what_is_refused_before_it_starts(tmp_path: Path) -> None:
         for settings, words in [(f"port={taken.getsockname()[1]}", "cannot be used"), ("host=0.0.0.0", "api_key_file")]:
             with server(tmp_path, settings) as refused:
                 assert refused.wait() == 2
-                assert refused.text.startswith("error: ")
-                assert words in refused.text
-                assert refused.text.count("\n") == 1
+                _, line = refused.text.splitlines()  # the first says what is served
+                assert line.startswith("error: ")
+                assert words in line
