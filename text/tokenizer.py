@@ -95,6 +95,8 @@ class Tokenizer:
         """Makes a UserError of whatever the files provoke the library to raise."""
         try:
             yield
+        except UserError:
+            raise
         except BaseException as error:
             # What Rust calls a panic is no Exception, so that it ends a program.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
