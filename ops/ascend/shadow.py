@@ -22,7 +22,6 @@ Nothing here was run on an NPU.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,9 +31,7 @@ from torch import Tensor
 
 from umbra.ops.ascend.bridge import Bridge
 from umbra.ops.ascend.host_memory import ON_DEVICE, pinned, send
-from umbra.ops.bridge.calls import BridgeError, BridgeJob
-
-SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
+from umbra.ops.bridge.calls import BridgeJob
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
 LIBRARY.define(
@@ -196,23 +193,7 @@ class ShadowNodes:
     def finish(self) -> None:
         """Waits for the main stream. Raises BridgeError if a layer's sums did not arrive within timeout_s."""
         stream = torch_npu.npu.current_stream().npu_stream
-        slice_ms = max(1, int(self.timeout_s * 1000 / SLICES))
-        events, since = self.bridge.events(), time.monotonic()
-        while not self._idle(stream, slice_ms):
-            if self.bridge.events() != events:
-                events, since = self.bridge.events(), time.monotonic()
-            # A running callback detects that its worker takes too long, unless `submit` itself does not return.
-            limit = self.timeout_s * (2 if events % 2 else 1)
-            missing = self._missing() if time.monotonic() - since >= limit else None
-            if missing is not None:
-                self.bridge.check(f"{missing} within {limit} s")
-        self.bridge.check()
-
-    def _idle(self, stream: int, wait_ms: int) -> bool:
-        try:
-            return self.bridge.idle(stream, wait_ms)
-        except BridgeError as error:
-            raise BridgeError(f"{self._missing() or f'step {self.step}'}: {error}") from None
+        self.bridge.wait(lambda wait_ms: self.bridge.idle(stream, wait_ms), self._missing, self.step, self.timeout_s)
 
     def _missing(self) -> str | None:
         """Names what the main stream waits for: the first layer whose callback of this step has not returned, or

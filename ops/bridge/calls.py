@@ -5,6 +5,8 @@ import ctypes
 import os
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from umbra.base.errors import UserError
 HERE = Path(__file__).parent
 SHARED = HERE / "calls.h", HERE.parent / "cpu" / "csrc" / "shadow" / "job.h"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-pthread")
+SLICES = 8  # the host divides its wait into this many parts, and checks the calls after each
 
 
 class BridgeJob(ctypes.Structure):
@@ -95,6 +98,29 @@ class HostCalls:
     def seen(self, payload: int) -> int:
         """The last step whose call has returned; -1 if none has."""
         return int(self.native.umbra_payload_seen(payload))
+
+    def wait(
+        self, ended: Callable[[int], bool], missing: Callable[[], str | None], step: int, timeout_s: float
+    ) -> None:
+        """Returns when the step has ended, for which `ended` waits at most so many milliseconds. Raises BridgeError,
+        which begins with what is `missing`, if no call begins or ends within timeout_s, or if `ended` raises one."""
+        slice_ms = max(1, int(timeout_s * 1000 / SLICES))
+        events, since = self.events(), time.monotonic()
+        while not self._has(ended, slice_ms, missing, step):
+            if self.events() != events:
+                events, since = self.events(), time.monotonic()
+            # A running call detects that its worker takes too long, unless `submit` itself does not return.
+            limit = timeout_s * (2 if events % 2 else 1)
+            if time.monotonic() - since >= limit and (late := missing()):
+                self.check(f"{late} within {limit} s")
+        self.check()
+
+    @staticmethod
+    def _has(ended: Callable[[int], bool], wait_ms: int, missing: Callable[[], str | None], step: int) -> bool:
+        try:
+            return ended(wait_ms)
+        except BridgeError as error:
+            raise BridgeError(f"{missing() or f'step {step}'}: {error}") from None
 
     def check(self, otherwise: str | None = None) -> None:
         """Raises the first error of the bridge as BridgeError; if there is none, raises `otherwise`, if given."""

@@ -313,6 +313,12 @@ class BridgeWorker:
         # By number of tokens: (tokens) uint8, written between steps; 0: the token only pads the step and is ignored.
         self.live: dict[int, Tensor] = {}
 
+    def note_live(self, tokens: Sequence[int], live: Sequence[int]) -> None:
+        """Notes for the next step that of each group's `tokens`, which come one after another, only the first `live`
+        count."""
+        rows = [int(row < alive) for of_group, alive in zip(tokens, live, strict=True) for row in range(of_group)]
+        self.live[len(rows)].copy_(torch.tensor(rows))
+
     def layer(self, layer: ShadowLayer, tokens: int, top_k: int, dtype: torch.dtype) -> None:
         """Prepares for the layer's jobs with `tokens` tokens; must not be called while a step runs. Each job says which
         experts are resident; `layer.device` is not read."""

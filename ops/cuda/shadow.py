@@ -3,7 +3,6 @@ computes it while the GPU computes the resident experts, and the sums are added 
 go by the doorbell of csrc/bridge.cpp, one at a time, eagerly or in a captured graph."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from umbra.base.errors import UserError
-from umbra.ops.bridge.calls import BridgeError, BridgeJob
+from umbra.ops.bridge.calls import BridgeJob
 from umbra.ops.cpu.shadow import BridgeWorker, Pieces
 from umbra.ops.cuda.bridge import GpuBridge
 from umbra.ops.cuda.driver import Driver
 
-SLICES = 8  # the host divides its wait into this many parts, and checks the calls after each
 LEFT: list["GpuNodes"] = []  # closed with work under way: their buffers stay until the process ends
 
 
@@ -157,22 +155,9 @@ class GpuNodes:
         """Waits for the current stream. Raises BridgeError if a layer's sums did not arrive within timeout_s, or if the
         GPU's context has failed."""
         self.end.record()
-        slice_ms = max(1, int(self.timeout_s * 1000 / SLICES))
-        events, since = self.bridge.events(), time.monotonic()
-        while not self._ended(slice_ms):
-            if self.bridge.events() != events:
-                events, since = self.bridge.events(), time.monotonic()
-            # A running call detects that its worker takes too long, unless `submit` itself does not return.
-            limit = self.timeout_s * (2 if events % 2 else 1)
-            if time.monotonic() - since >= limit and (missing := self._missing()):
-                self.bridge.check(f"{missing} within {limit} s")
-        self.bridge.check()
-
-    def _ended(self, wait_ms: int) -> bool:
-        try:
-            return self.bridge.happened(self.end.cuda_event, wait_ms)
-        except BridgeError as error:
-            raise BridgeError(f"{self._missing() or f'step {self.step}'}: {error}") from None
+        self.bridge.wait(
+            lambda wait_ms: self.bridge.happened(self.end.cuda_event, wait_ms), self._missing, self.step, self.timeout_s
+        )
 
     def _missing(self) -> str | None:
         """Names the first layer whose call of this step has not returned."""

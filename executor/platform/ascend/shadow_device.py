@@ -248,10 +248,7 @@ class AscendDevice(ShadowDevice):
             self.long.begin(total)
         else:
             self._prepare(total)
-            rows = [
-                1 if row < alive else 0 for all_of, alive in zip(tokens, live, strict=True) for row in range(all_of)
-            ]
-            self.worker.live[total].copy_(torch.tensor(rows))
+            self.worker.note_live(tokens, live)
 
     def _prepare(self, tokens: int) -> None:
         """Allocates the tensors for a step of `tokens` tokens, which must not be allocated during a capture."""

@@ -132,8 +132,7 @@ class CudaDevice(ShadowDevice):
             for layer in self.layers:
                 self.worker.layer(layer.layer, total, self.top_k, self.ops.dtype)
             self.prepared.add(total)
-        rows = [int(row < alive) for of_group, alive in zip(tokens, live, strict=True) for row in range(of_group)]
-        self.worker.live[total].copy_(torch.tensor(rows))
+        self.worker.note_live(tokens, live)
         self.nodes.begin(step, total)
 
     def finish(self) -> None:
