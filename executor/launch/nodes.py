@@ -80,13 +80,22 @@ class Nodes(StaticTCPRendezvous):
         self._broken: Exception | None = None  # what the thread that talks to the store failed with
         self._looked = self._lossy = 0.0  # when this launcher last looked, and first knew that a rank had lost another
         self._wake, self._said, self._gone = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     def join(self, folder: str) -> str:
         """Waits for the launchers of all nodes. -> node 0's `folder`, on every node"""
+        self._thread = threading.Thread(target=self._talk, args=(folder,), daemon=True)
+        self._thread.start()
+        try:
+            return self._await_job()
+        except BaseException:
+            self._stop_talking()
+            raise
+
+    def _await_job(self) -> str:
         where = f"{self.here.master_addr}:{self.here.master_port}"
         start = time.monotonic()
         tell = start + TELL_S
-        threading.Thread(target=self._talk, args=(folder,), daemon=True).start()
         while not self._job:
             time.sleep(CHECK_S)
             now = time.monotonic()
@@ -133,9 +142,16 @@ class Nodes(StaticTCPRendezvous):
         deadline = time.monotonic() + LINGER_S
         while self.here.node_rank == 0 and time.monotonic() < deadline and self._silent(LOSS_S) != self._staying():
             time.sleep(CHECK_S / 5)
+        self._stop_talking()
+        return cause
+
+    def _stop_talking(self) -> None:
+        """Ends the thread that talks to the store: one that returned from PyTorch's code while Python ends would abort
+        the process. Where the store does not answer, the thread is left waiting for it."""
         self._gone.set()
         self._wake.set()
-        return cause
+        if self._thread:
+            self._thread.join(CONNECT_S + 2 * CHECK_S)
 
     def name(self, rank: int) -> str:
         return f"node {rank} ({self.lines[rank].host})"
@@ -184,12 +200,14 @@ class Nodes(StaticTCPRendezvous):
 
     def _talk(self, folder: str) -> None:
         try:
-            while not self._job:
+            store: TCPStore | None = None
+            while not (store and self._job):
+                if self._gone.is_set():
+                    return
                 try:
                     store = self._meet(folder)
-                except (
-                    DistError
-                ) as error:  # node 0 is not there yet, its name is unknown, or it has left an earlier job
+                except DistError as error:
+                    # Node 0 is not there yet, its name is unknown, or it has left an earlier job.
                     if "EADDRINUSE" in str(error):
                         raise UserError(f"MASTER_PORT={self.here.master_port} of this node is in use") from None
                     time.sleep(CHECK_S)
@@ -201,8 +219,9 @@ class Nodes(StaticTCPRendezvous):
         except Exception as error:
             self._broken = error
 
-    def _meet(self, folder: str) -> TCPStore:
-        """Waits for a job that knows this start of this launcher: an earlier one may still be open."""
+    def _meet(self, folder: str) -> TCPStore | None:
+        """Waits for a job that knows this start of this launcher: an earlier one may still be open. -> None: this
+        launcher ends before."""
         here, own = self.here, self._keys[self.here.node_rank]
         store = TCPStore(
             here.master_addr,
@@ -214,7 +233,7 @@ class Nodes(StaticTCPRendezvous):
             wait_for_workers=False,
         )
         store.set(own, msgspec.json.encode(self.own).decode())
-        while True:
+        while not self._gone.is_set():
             absent = [str(rank) for rank, key in enumerate(self._keys) if not store.check([key])]
             self._absent = f"node {absent[0]}" if len(absent) == 1 else f"nodes {listed(absent)}"
             if here.node_rank == 0 and not absent:
@@ -229,6 +248,7 @@ class Nodes(StaticTCPRendezvous):
                     return store
                 self._absent = "node 0, which has not left an earlier job yet,"
             time.sleep(CHECK_S)
+        return None
 
     def _read(self, store: TCPStore) -> list[LauncherLine]:
         return [msgspec.json.decode(line, type=LauncherLine) for line in store.multi_get(self._keys)]

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,11 @@ def ask(node: Node, path: str, **body: Any) -> Any:
 
 
 def test_a_node_that_does_not_come_is_named() -> None:
-    port = free_port()
+    """No thread is left that would talk to the store while Python ends, which would abort the process."""
+    port, before = free_port(), threading.active_count()
     with pytest.raises(UserError, match=rf"node 1 of NNODES=2 did not come to 127.0.0.1:{port} within 2 s"):
         Nodes(NodeEnv(2, 0, "127.0.0.1", port), 15, 2).join("folder")
+    assert threading.active_count() == before
 
 
 def test_a_port_that_is_taken_is_named() -> None:
