@@ -1,26 +1,33 @@
-"""A decoder with gated DeltaNet layers and attention in turn, each before a mixture of experts."""
+"""A decoder with gated DeltaNet layers and attention in turn, each before a mixture of experts or a dense MLP."""
 
 import dataclasses
 
+from torch import nn
+
 from umbra.models.build import Build
 from umbra.models.causal_lm import CausalLM
-from umbra.models.hybrid_config import MTP, HybridConfig
+from umbra.models.hybrid_config import MTP, HybridConfig, HybridMoeConfig
 from umbra.models.layers.attention import GroupedAttention
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.delta_net import DeltaNet
+from umbra.models.layers.mlp import GatedMLP
 from umbra.models.layers.sparse_block import SparseMoeBlock
 
 
 def decoder_layer(config: HybridConfig, build: Build, linear: bool, fused: bool) -> DecoderLayer:
-    name = "linear_attn" if linear else "self_attn"
-    inside = build.at(name)
+    hidden, name = config.hidden_size, "linear_attn" if linear else "self_attn"
+    inside, at_mlp = build.at(name), build.at("mlp")
     attention = (
         DeltaNet(config, inside, fused)
         if linear
         else GroupedAttention(config, inside, bias=False, out_bias=False, normed=True, gated=True)
     )
-    mlp = SparseMoeBlock(config, build.at("mlp"))
-    return DecoderLayer(build, config.hidden_size, config.rms_norm_eps, attention, mlp, attention_name=name)
+    mlp: nn.Module
+    if isinstance(config, HybridMoeConfig):
+        mlp = SparseMoeBlock(config, at_mlp)
+    else:
+        mlp = GatedMLP(at_mlp, hidden, config.intermediate_size)
+    return DecoderLayer(build, hidden, config.rms_norm_eps, attention, mlp, attention_name=name)
 
 
 class HybridForCausalLM(CausalLM):

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from umbra.models import dense_config
 from umbra.models.config import LARGEST_DEPTH, check_even_split, check_kv_split
+from umbra.models.dense_config import DenseConfig
 from umbra.models.hf_config import HfConfig
 from umbra.models.moe_config import MoeConfig, read_sizes
 from umbra.models.mtp_names import MtpNames
@@ -18,19 +20,18 @@ DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 256,
     "max_position_embeddings": 32768,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}  # defaults of mixtures
+TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
-class HybridConfig(MoeConfig):
-    shared_expert_intermediate_size: int
+class HybridConfig(DenseConfig):
     linear_conv_kernel_dim: int
     linear_key_head_dim: int
     linear_value_head_dim: int
@@ -38,10 +39,6 @@ class HybridConfig(MoeConfig):
     linear_num_value_heads: int
     mtp_num_hidden_layers: int  # layers that predict further tokens
     linear_layers: tuple[bool, ...]  # for each layer whether it has a state in place of cached keys and values
-
-    @property
-    def shared_width(self) -> int:
-        return self.shared_expert_intermediate_size
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -55,15 +52,47 @@ class HybridConfig(MoeConfig):
         check_kv_split(attn_tp_size, self.linear_num_key_heads, "linear_num_key_heads")
 
 
+@dataclass(frozen=True)
+class HybridMoeConfig(HybridConfig, MoeConfig):
+    shared_expert_intermediate_size: int
+
+    @property
+    def shared_width(self) -> int:
+        return self.shared_expert_intermediate_size
+
+
+def read_dense_hybrid(hf: HfConfig, defaults: Mapping[str, int]) -> dict[str, Any]:
+    """All fields of `HybridConfig`. `defaults` are those that differ between families."""
+    return _hybrid(hf, dense_config.read_sizes(hf, {**DEFAULTS, **defaults}))
+
+
 def read_hybrid(hf: HfConfig, defaults: Mapping[str, int]) -> dict[str, Any]:
-    """All fields of `HybridConfig` but `norm_topk_prob`. `defaults` are those that differ between families."""
+    """All fields of `HybridMoeConfig` but `norm_topk_prob`. `defaults` are those that differ between families."""
+    hf.refuse("decoder_sparse_step", 1)
+    hf.refuse("mlp_only_layers", [])
+    sizes = read_sizes(hf, {**DEFAULTS, **EXPERTS, **defaults}, ("num_experts", "num_local_experts"))
+    if not sizes["num_experts"]:
+        raise hf.error("num_experts", "must be at least 1")
+    return _hybrid(hf, sizes) | {
+        "intermediate_size": sizes["moe_intermediate_size"],  # no layer is dense
+        "sparse_layers": (True,) * sizes["num_hidden_layers"],
+    }
+
+
+def text_with_tied(whole: HfConfig) -> tuple[HfConfig, dict[str, bool]]:
+    """Returns access to what reads text in a model that may also see pictures, and whether the output head is its
+    embedding, which the whole model's config says."""
+    hf, tied = whole.text, whole.flag(TIED, False)
+    if tied != hf.flag(TIED, tied):
+        raise whole.error(TIED, "does not agree with text_config's")
+    return hf, {TIED: tied}
+
+
+def _hybrid(hf: HfConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     hf.refuse("hidden_act", "silu")
     hf.refuse("attention_bias", False)
     hf.refuse("attn_output_gate", True)
     hf.refuse("output_gate_type", "silu", "swish")  # two names of one function
-    hf.refuse("decoder_sparse_step", 1)
-    hf.refuse("mlp_only_layers", [])
-    sizes = read_sizes(hf, {**DEFAULTS, **defaults}, ("num_experts", "num_local_experts"))
     layers, dim = sizes["num_hidden_layers"], sizes["head_dim"]
     every = hf.size("full_attention_interval", default=4)
     kinds = hf.names("layer_types") or tuple(LINEAR if (i + 1) % every else FULL for i in range(layers))
@@ -72,13 +101,9 @@ def read_hybrid(hf: HfConfig, defaults: Mapping[str, int]) -> dict[str, Any]:
     heads = sizes["linear_num_value_heads"]
     if heads % sizes["linear_num_key_heads"]:
         raise hf.error("linear_num_key_heads", f"does not divide linear_num_value_heads: {heads}")
-    if not sizes["num_experts"]:
-        raise hf.error("num_experts", "must be at least 1")
     return sizes | {
-        "intermediate_size": sizes["moe_intermediate_size"],  # no layer is dense
         "rms_norm_eps": hf.number("rms_norm_eps", default=1e-6),
         "rope": read_rope(hf, read_rotary_dim(hf, dim, default=0.25), sizes["max_position_embeddings"]),
-        "sparse_layers": (True,) * layers,
         "mtp_num_hidden_layers": hf.size("mtp_num_hidden_layers", default=1, minimum=0, maximum=LARGEST_DEPTH),
         "linear_layers": tuple(kind == LINEAR for kind in kinds),
     }

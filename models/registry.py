@@ -27,6 +27,7 @@ FAMILIES = {  # the record of each family, as `module:name`
     "gpt_oss": "umbra.models.gpt_oss.family:GPT_OSS",
     "qwen3_next": "umbra.models.qwen3_next.family:QWEN3_NEXT",
     "qwen3_5_moe": "umbra.models.qwen3_5_moe.family:QWEN3_5_MOE",
+    "qwen3_5": "umbra.models.qwen3_5.family:QWEN3_5",
     "deepseek_v2": "umbra.models.deepseek.family:DEEPSEEK_V2",
     "deepseek_v3": "umbra.models.deepseek.family:DEEPSEEK_V3",
     "glm4_moe_lite": "umbra.models.deepseek.family:GLM4_MOE_LITE",
@@ -114,8 +115,7 @@ def _refusal(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     other = next((record.others[kind] for record in families() if isinstance(kind, str) and kind in record.others), "")
     note = f" ({other}, another architecture)" if other else ""
-    known = f"{', '.join(FAMILIES)} (Mixture-of-Experts; dense models are not run)"
-    return f"model_type: {short(kind)}{note} is not supported, only {known}"
+    return f"model_type: {short(kind)}{note} is not supported, only {', '.join(FAMILIES)}"
 
 
 def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":

@@ -167,6 +167,8 @@ def make_layout(cluster: Cluster, sizes: Sizes, hardware: Hardware) -> Layout:
     if case.platform != hardware.platform:
         raise UserError(f"case {case.name} runs on {case.platform}, hardware {hardware.name} is {hardware.platform}")
     layout = Layout(cluster, sizes, hardware, CountedRank(case))
+    if sizes.resident < 1 and not layout.counted.expert_layers:
+        raise UserError("a dense model has no experts that a host could hold")
     if layout.most_sequences < 1:
         missing = layout.sequence_bytes - layout.free_bytes
         raise UserError(f"does not fit: {missing / GB:.1f} GB of a device's memory are missing")

@@ -73,6 +73,8 @@ class CountedModel:
             raise UserError(f"card.models: case {name} runs on {case.platform}, {hardware.name} is {hardware.platform}")
         self.counted = CountedRank(case)
         config, layers = self.counted.config, self.counted.expert_layers
+        if not layers:
+            raise UserError(f"card.models: case {name}: a dense model has no experts for a card and its host to share")
         expert_bytes = self.counted.memory.experts / (layers * config.expert_count)
         macs = next(one.macs for one in self.counted.decode(1, 1).done if one.mixture) / config.experts_per_token
         self.hidden = config.hidden_size

@@ -210,8 +210,8 @@ class CountedRank:
 def one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, tuple[int, ...]]:
     """The config with the last layer and one of each kind of layers before it, and how many layers of `config` each of
     these stands for."""
-    sparse = getattr(config, "sparse_layers", (True,) * len(config.windows))
-    linear, windows = getattr(config, "linear_layers", (False,) * len(sparse)), iter(config.windows)
+    layers, windows = config.num_hidden_layers, iter(config.windows)
+    sparse, linear = (getattr(config, f"{kind}_layers", (False,) * layers) for kind in ("sparse", "linear"))
     kinds = [(one, other, None if other else next(windows)) for one, other in zip(sparse, linear, strict=True)]
     counts = Counter(kinds[:-1])
     return with_layers(config, [*map(kinds.index, counts), len(kinds) - 1]), (*counts.values(), 1)

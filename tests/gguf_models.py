@@ -176,7 +176,7 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
     """`predicts`: the layer that predicts further tokens is among the tensors; it is read by none that lacks it."""
     rope = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
-    predicting = int(predicts or family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe"))
+    predicting = int(predicts or family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe", "qwen3_5"))
     writer.add_block_count(config["num_hidden_layers"] + predicting)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("intermediate_size", 1))
@@ -189,12 +189,15 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
         writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
-    share = {"glm4_moe": 0.5, "minimax_m2": 0.5, "qwen3_next": 0.25, "qwen3_5_moe": 0.25}.get(family, 1)
+    share = {"glm4_moe": 0.5, "minimax_m2": 0.5, "qwen3_next": 0.25, "qwen3_5_moe": 0.25, "qwen3_5": 0.25}.get(
+        family, 1
+    )
     writer.add_rope_dimension_count(config.get("qk_rope_head_dim") or int(share * config["head_dim"]))
     experts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    writer.add_expert_count(next(count for count in experts if count))
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if count := next((count for count in experts if count), 0):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if predicting:
         writer.add_nextn_predict_layers(predicting)
     if predicting > predicts:
@@ -221,7 +224,7 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * width)
         writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
-    if family == "qwen3_5_moe":
+    if family in ("qwen3_5_moe", "qwen3_5"):
         writer.add_rope_dimension_sections([2, 1, 1, 0])
 
 

@@ -20,7 +20,7 @@ class Oracle:
 
     def __init__(self, folder: Path, family: str, **options: Any):
         """Writes the checkpoint: a model whose last layer becomes the further one."""
-        hybrid = family == "qwen3_next"
+        hybrid = family in ("qwen3_next", "qwen3_5")
         sizes: dict[str, Any] = {"num_hidden_layers": 3} | ({"layer_types": KINDS} if hybrid else {})
         whole = save_tiny_of(folder, family, eos_token_id=None, **sizes | options)
         self.main, depth = whole, whole.config.num_hidden_layers - 1

@@ -139,6 +139,8 @@ def load_model_config(case: Case) -> ModelConfig:
     """The configuration of the case's checkpoint; raises where the case asks for more than the model can do."""
     config = read_config(model_folder(case), case.model_name)
     sizes = case.parallel_sizes
+    if not config.expert_count:
+        _check_without_experts(case)
     parts = 1 if sizes.expert_slots else sizes.moe_ep  # copies of experts need no even parts
     config.check_parallel(sizes.attn_tp, sizes.moe_tp, parts, sizes.embed_tp, sizes.lmhead_tp)
     if own := sizes.expert_slots:
@@ -156,6 +158,16 @@ def load_model_config(case: Case) -> ModelConfig:
             f"{config.max_positions} positions: lower max_model_len"
         )
     return config
+
+
+def _check_without_experts(case: Case) -> None:
+    """Raises UserError for settings that place experts, of a case whose model has none."""
+    offload, slots = case.offload_config.mode, case.parallel_config.expert_slots
+    for key, value, unset in (("offload_config.mode", offload, "none"), ("parallel_config.expert_slots", slots, 0)):
+        if value != unset:
+            raise UserError(
+                f"case {case.name}: {key}: {value} places experts, which a dense model does not have: leave it out"
+            )
 
 
 def draft_folder(case: Case) -> Path:

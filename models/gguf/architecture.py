@@ -16,7 +16,7 @@ class Architecture:
 
     name: str
     names: Names
-    gatings: tuple[int, ...]  # those that are implemented
+    gatings: tuple[int, ...]  # those that are implemented; none: its models have no experts
     # Returns the keys of config.json that other architectures do not have or have otherwise; of an architecture of
     # several families also their `model_type`.
     read: Callable[[Keys], dict[str, Any]]

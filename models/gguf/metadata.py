@@ -17,7 +17,12 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     architecture, keys = architecture_of(gguf), Keys(gguf)
     keys.all.refuse("general.type", "model")
     keys.all.refuse(f"{keys.name}.expert_gating_func", 0, *architecture.gatings)
-    more = architecture.read(keys)
+    if architecture.gatings:
+        experts = {"num_experts_per_tok": keys.size("expert_used_count")}
+    else:
+        keys.all.refuse(f"{keys.name}.expert_count", 0)
+        experts = {}
+    more = experts | architecture.read(keys)
     if not architecture.latent:
         for key in ("expert_group_count", "expert_group_used_count"):
             keys.all.refuse(f"{keys.name}.{key}", 0, 1)
@@ -33,7 +38,6 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": keys.scaling(),
         "tie_word_embeddings": not keys.has("output.weight"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
         **more,
     }
 

@@ -11,7 +11,6 @@ QWEN3_5_MOE = Family(
     model="umbra.models.qwen3_5_moe.model:Qwen3_5MoeForCausalLM",
     old_types=("qwen3_5_moe_text",),
     aliases={"model.language_model": "model"},
-    others={"qwen3_5": "dense Qwen3.5", "qwen3_5_text": "dense Qwen3.5"},
     gguf=QWEN35MOE,
     text=TEXT,
     mtp=MTP,

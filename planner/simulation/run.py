@@ -82,7 +82,7 @@ class Simulator:
         self.simulation, self.layout = simulation, layout
         size, elastic = case.cache_config.page_size, simulation.memory == "elastic"
         free = layout.all_free_bytes if elastic else layout.free_bytes
-        slots = layout.sizes.resident < 1 or elastic
+        slots = layout.counted.expert_layers > 0 and (layout.sizes.resident < 1 or elastic)
         pages = int(free / layout.counted.memory.page) - 1
         most = min(cluster.search.most_sequences, pages)
         self.limits = Limits(

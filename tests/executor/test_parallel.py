@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.families import ROWS
-from tests.families.qwen3_5_moe import save_pictured
+from tests.families.pictured import KINDS, save_pictured
 from tests.families.splits import overrides_of
 from tests.ranks import run_ranks
 from tests.tiny import make_runner, write_case
@@ -54,7 +54,7 @@ class Jobs:
         self.folder = folder
         self.cases, self.ids = {"demo": "demo", "demo_tp8": "demo_tp8"}, dict.fromkeys(MODELS, IDS)
         for name, (row, sizes) in MODELS.items():
-            save_pictured(folder / name, **sizes) if name == "qwen35" else row.save(folder / name, **sizes)
+            save_pictured(folder / name, row.name, **sizes) if row.name in KINDS else row.save(folder / name, **sizes)
             self.cases[name] = str(write_case(folder / f"{name}.yaml", folder / name, model_name=row.name))
         demo = load_case("demo", IN_FLOATS)
         self.ids["demo"] = self.ids["demo_tp8"] = encode_prompts(demo, tokenizer_in(ROOT / demo.model_path))

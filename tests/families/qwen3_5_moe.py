@@ -1,17 +1,6 @@
 """Qwen3.5 and Qwen3.6: as Qwen3-Next with other tensors; official files also see pictures."""
 
-from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import (
-    PreTrainedModel,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3_5MoeTextConfig,
-)
+from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
 from tests.families.qwen3_next import ASCEND, BOTH_KINDS, HEADS, HYBRID, SHARED_KEYS, WIDE, randomise
 from tests.families.row import Row
@@ -53,20 +42,3 @@ ROW = Row(
     quantise=BOTH_KINDS | {"num_key_value_heads": 4},
     ascend=ASCEND | dict(shared_expert_intermediate_size=64),
 )
-
-
-def save_pictured(folder: Path, fused: bool = True, /, **options: Any) -> PreTrainedModel:
-    """Saves a model that sees pictures as `ROW.save` does others. `fused`: as in official files in floats, tensors have
-    all experts of a layer."""
-    torch.manual_seed(ROW.seed)
-    text = {name: value for name, value in (HYBRID | options).items() if value is not None}
-    sight = dict(depth=1, hidden_size=8, num_heads=2, intermediate_size=8, out_hidden_size=text["hidden_size"])
-    model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=sight)).eval()
-    randomise(model)
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors") | {"mtp.norm.weight": torch.ones(3)}
-    if fused:
-        own = {name: t.data.contiguous() for name, t in model.named_parameters() if ".mlp.experts." in name}
-        tensors = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name} | own
-    save_file(tensors, folder / "model.safetensors")
-    return model

@@ -20,6 +20,9 @@ SIZES: Sizes = (
     | dict(max_position_embeddings=256, rope_theta=10000.0, norm_topk_prob=True, eos_token_id=0)
     | dict(initializer_range=0.3)  # larger than usual: routing and attention are far from uniform
 )
+NO_EXPERTS: dict[str, Any] = dict.fromkeys(
+    ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+)
 ASCEND_SIZES: Sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
 
 

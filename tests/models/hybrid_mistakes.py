@@ -57,7 +57,7 @@ def whole_heads_rotate(patch: pytest.MonkeyPatch) -> None:
 FADE, ADD = ("            state = state * decays[:, None, None]\n", "state = state + key[:, :, None] * change[:, None]")
 SQUARES, OUT = "torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)", 'torch.einsum("hkv,hk->hv", state, query)'
 LAST = "inputs[len(inputs) - taps + 1 :]"
-BOTH = {
+DENSE = {
     "norms_without_one": rewritten(RMSNorm, "pieces", (" + self.base)", ")")),
     "one_added_twice": rewritten(RMSNorm, "pieces", (" + self.base)", " + 2 * self.base)")),
     "one_added_to_the_gated_norm": rewritten(DeltaNet, "__init__", ("base=0.0", "base=1.0")),
@@ -79,7 +79,6 @@ BOTH = {
     "sign_of_the_logarithm": rewritten(Decay, "pieces", ("x.float().exp()", "(-x.float()).exp()")),
     "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decays[:, None, None]")),
     "output_of_the_old_state": rule((FADE, f"            old = state\n{FADE}"), (OUT, OUT.replace("state", "old"))),
-    "state_in_bfloat16": rule((ADD, f"{ADD}; state = state.bfloat16().float()")),
     "no_silu_after_the_convolution": conv(("F.silu", "")),
     "convolution_backwards": conv(("weight.T", "weight.flip(0).T")),
     "state_of_outputs": conv((LAST, "torch.cat((before, out[s.start : s.end]))[1 - taps :]")),
@@ -93,6 +92,9 @@ BOTH = {
         into=inspect.getmodule(GroupedAttention),
     ),
     "frequencies_of_whole_heads": rewritten(RopeConfig, "inverse_frequencies", ("i / self.dim)", "i / 32)")),
+}
+BOTH = DENSE | {
+    "state_in_bfloat16": rule((ADD, f"{ADD}; state = state.bfloat16().float()")),
     "not_renormalised": op("route_softmax", ("top_k, renormalise, scale, groups)", "top_k, False, scale, groups)")),
     "shared_expert_not_gated": without_a_gate,
 }

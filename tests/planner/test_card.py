@@ -95,6 +95,7 @@ def test_the_plan_of_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"prompts": [0]}, "card.prompts: 0 must be more than 0"),
         ({}, "card.models: one device is not simulated"),
         ({"models": ["qwen3_30b_a3b_q4_cpu"]}, "card.models: case qwen3_30b_a3b_q4_cpu runs on cpu"),
+        ({"models": ["qwen38_27b_w8a8_tp1"]}, "qwen38_27b_w8a8_tp1: a dense model has no experts for a card and its"),
     ],
 )
 def test_errors_of_a_card_are_one_line(tmp_path: Path, changes: dict[str, Any], error: str) -> None:

@@ -29,7 +29,8 @@ CASES += [("minimax_m2_w4a16_tp8", ()), ("qwen3_30b_a3b_q4_cpu", ()), ("gpt_oss_
 CASES += [("qwen35_397b_w4a16_tp16", ()), ("deepseek_v2_lite_q4_cpu", ()), ("deepseek_r1_w8a8_tp16", ())]
 CASES += [("deepseek_r1_w8a8_tp16", ("draft_config.method=mtp",))]
 CASES += [("qwen35_397b_w4a16_tp16", ("draft_config.method=mtp",))]
-IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states", "latents", "r1", "r1-mtp", "states-mtp"]
+CASES += [("qwen38_27b_w8a8_tp1", ("draft_config.method=mtp",))]
+IDS = ["235b", "235b-ep", "m2", "30b-cpu", "gpt-oss", "states", "latents", "r1", "r1-mtp", "states-mtp", "dense-mtp"]
 PRINTED = Path(__file__).parents[1] / "data" / "cluster_plan.txt"
 LINKS = Links(devices=8, gbps=100.0, collective_us=10.0, peer_us=1.0, exchange_us=40.0)
 HARDWARE = Hardware(
@@ -63,7 +64,7 @@ def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]
     memory = counted.memory
     assert counted.limits == sketch.limits
     sizes = {part.name: part.nbytes for part in weights_of(sketch.model)}
-    experts = sizes.pop("experts") + sizes.pop("experts' scales and biases", 0)
+    experts = sizes.pop("experts", 0) + sizes.pop("experts' scales and biases", 0)
     assert memory.experts == experts
     assert memory.rest == sum(sizes.values()) - sizes["rotary"]
     assert memory.page * (sketch.pages + 1) == cache_of(sketch).nbytes
@@ -186,6 +187,9 @@ def test_layouts_are_refused_with_the_rule() -> None:
     poor = dataclasses.replace(HARDWARE, host=dataclasses.replace(HARDWARE.host, memory_gb=1.0))
     assert "a host holds" in refused(Sizes(1, 8, 8, 8, "none", 0.5), poor)
     assert "runs on ascend" in refused(Sizes(1, 8, 8, 8, "none", 1.0), dataclasses.replace(HARDWARE, platform="cpu"))
+    dense: dict[str, Any] = {"case": "qwen38_27b_w8a8_tp1"}
+    assert "moe_tp_size: 1 divides experts" in refused(Sizes(2, 4, 4, 1, "auto", 1.0), **dense)
+    assert "no experts that a host could hold" in refused(Sizes(2, 4, 4, 4, "auto", 0.5), **dense)
 
 
 def test_guesses_take_rows_and_passes_of_their_layer() -> None:

@@ -95,12 +95,17 @@ def test_the_server_judgement_divides_memory_between_prefixes_and_experts(layout
     assert expert_pages(prefixes=60, prefix_tokens=1024) < expert_pages()
 
 
-@pytest.mark.parametrize("memory", ["fixed", "elastic"])
-def test_recurrent_states_take_memory_and_prefixes_are_found_with_them(memory: str) -> None:
-    cluster = dataclasses.replace(
-        CLUSTER, case="qwen36_35b_a3b_w4a16_tp1", load=Load(rate=40.0, prompt_tokens=200, output_tokens=20)
-    )
-    states = tight(make_layout(cluster, Sizes(1, 4, 4, 4, "auto", 0.5), HARDWARE))
+@pytest.mark.parametrize(
+    ("case", "memory", "resident"),
+    [
+        ("qwen36_35b_a3b_w4a16_tp1", "fixed", 0.5),
+        ("qwen36_35b_a3b_w4a16_tp1", "elastic", 0.5),
+        ("qwen38_27b_w8a8_tp1", "elastic", 1.0),  # without experts
+    ],
+)
+def test_recurrent_states_take_memory_and_prefixes_are_found_with_them(case: str, memory: str, resident: float) -> None:
+    cluster = dataclasses.replace(CLUSTER, case=case, load=Load(rate=40.0, prompt_tokens=200, output_tokens=20))
+    states = tight(make_layout(cluster, Sizes(1, 4, 4, 4, "auto", resident), HARDWARE), resident)
     (replica,) = simulate(states, requests=60, memory=memory, prefixes=2, prefix_tokens=512).replicas
     assert replica.cached_tokens > 0
     for cache in replica.scheduler.caches:

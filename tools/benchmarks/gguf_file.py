@@ -122,7 +122,6 @@ def describe(writer: Any, architecture: Architecture, config: Any) -> None:
     if config.tie_word_embeddings:
         raise UserError("GGUF: tied embeddings are not written")
     keys: dict[str, Any] = {
-        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", 0),
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
@@ -135,9 +134,10 @@ def describe(writer: Any, architecture: Architecture, config: Any) -> None:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": config.rope.theta,
         "rope.dimension_count": config.rope.dim,
-        "expert_count": config.expert_count,
-        "expert_used_count": config.experts_per_token,
     }
+    if config.expert_count:
+        keys |= {"expert_count": config.expert_count, "expert_used_count": config.experts_per_token}
+        keys["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", 0)
     if yarn := config.rope.yarn:
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(yarn.factor)}
         keys |= {"rope.scaling.original_context_length": yarn.original_length}

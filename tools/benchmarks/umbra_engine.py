@@ -36,14 +36,15 @@ HELP_OF_REST = "quantization.rest, with --format auto"
 
 
 def with_experts(config: ModelConfig, layers: int, experts: int | None = None) -> ModelConfig:
-    """Returns `config` with another number of layers, all with experts, and of experts."""
+    """Returns `config` with another number of layers, all with experts if the model has any, and of experts."""
     if layers < 1:
         raise UserError(f"--layers {layers}: must be at least 1")
     if experts is not None:
         if not (isinstance(config, MoeConfig) and config.num_experts_per_tok <= experts <= config.num_experts):
             raise UserError(f"--experts {experts}: must be those of a token to those of a layer, in this family")
         config = dataclasses.replace(config, num_experts=experts)
-    sparse = [layer for layer, has in enumerate(getattr(config, "sparse_layers", ())) if has] or range(layers)
+    sparse = [layer for layer, has in enumerate(getattr(config, "sparse_layers", ())) if has]
+    sparse = sparse or [*range(config.num_hidden_layers)]
     return with_layers(config, [sparse[i % len(sparse)] for i in range(layers)])
 
 
@@ -90,8 +91,9 @@ class Umbra:
         self.config = self.runner.config
         self.runner.setup()
         self.model = self.runner.engine.model
-        if sum(isinstance(layer, Experts) for layer in self.model.modules()) < self.config.num_hidden_layers:
-            raise UserError(f"{setup.case_name}: has dense layers; these benchmarks know only experts in every layer")
+        mixtures = sum(isinstance(layer, Experts) for layer in self.model.modules())
+        if 0 < mixtures < self.config.num_hidden_layers:
+            raise UserError(f"{setup.case_name}: has dense layers and others; these benchmarks know only layers alike")
         self.forced = ForcedRun(self.runner.engine)
         self.filled = False  # whether all pages hold random keys and values
 
@@ -177,8 +179,8 @@ class Routed:
 
     @property
     def experts(self) -> float:
-        """Mean number of different experts of a layer over the counted steps."""
-        return sum(self.hits) / len(self.hits)
+        """Mean number of different experts of a layer over the counted steps; 0: the model has none."""
+        return sum(self.hits) / len(self.hits) if self.hits else 0.0
 
     def _see(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         _, self.ids[layer] = inputs[1]  # weights and ids

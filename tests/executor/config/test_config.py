@@ -92,6 +92,18 @@ def test_impossible_values_are_named(overrides: list[str], complaint: str) -> No
     assert complaint in error_of("demo", *overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (SHADOWS, "offload_config.mode: elastic places experts, which a dense model does not have: leave it out"),
+        ([*APART_8, "expert_slots=3"], "parallel_config.expert_slots: 3 places experts, which a dense model does not"),
+        ([*RANKS_8, "moe_tp_size=4"], "moe_tp_size: 4 divides experts, which the model does not have"),
+    ],
+)
+def test_settings_of_experts_are_refused_for_dense_models(overrides: list[str], complaint: str) -> None:
+    assert complaint in error_of("qwen38_27b_q4_cpu", *overrides)
+
+
 BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
 
 

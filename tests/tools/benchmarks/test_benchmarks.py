@@ -113,7 +113,7 @@ def test_a_mix_of_types_is_read(mix: str, tmp_path: Path) -> None:
     assert engine.prefill([1, 2, 3]).std() > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "qwen3_5"])
 def test_gguf_of_a_model_with_states_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     def runner(path: Path) -> ModelRunner:
         return make_runner(tiny_case(tmp_path, path, model_name=family), tmp_path)
@@ -174,6 +174,17 @@ def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.Ca
     assert 3 < experts[1] <= experts[2] <= 8  # tokens of their own reach other experts
     assert (tmp_path / "rows.png").stat().st_size > 0
     assert capsys.readouterr().out.count("prefill") == 2
+
+
+def test_cpu_decode_of_a_dense_model_uses_no_experts(tmp_path: Path) -> None:
+    save_tiny_of(tmp_path / "model", "qwen3_5", hidden_size=64, intermediate_size=64, num_hidden_layers=4)
+    case = str(write_case(tmp_path / "tiny.yaml", tmp_path / "model", model_name="qwen3_5"))
+    sizes = ["--layers", "8", "--batches", "2", "--contexts", "8", "--prompts", "20", "--json", str(tmp_path / "rows")]
+    cpu.main(["decode", "--case", case, *sizes, "--seconds", "0", "--threads", "1"])
+    data = json.loads((tmp_path / "rows").read_text())
+    assert data["layers"] == 8
+    assert [row["experts"] for row in data["rows"]] == [0, 0]
+    assert all(0 < row["limit_fraction"] < 1 and 0 < row["int8_fraction"] < 1 for row in data["rows"])
 
 
 def test_forms_of_latent_attention_are_counted(tmp_path: Path) -> None:

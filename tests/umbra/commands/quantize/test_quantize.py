@@ -15,7 +15,7 @@ from transformers import GptOssForCausalLM, Mxfp4Config, PreTrainedModel, Qwen3M
 from tests import quantised
 from tests.command import umbra
 from tests.families import ROWS
-from tests.families.qwen3_5_moe import save_pictured
+from tests.families.pictured import save_pictured
 from tests.families.row import Row
 from tests.quantised import awq_meaning, mxfp4_tiny
 from tests.tiny import make_runner, oracle_logits, rounding_bound, save_tiny, save_tiny_of, tiny_case
@@ -201,7 +201,9 @@ def test_heads_matrices_and_routers_stay_floats(tmp_path: Path, target: type[Fp8
 def test_a_model_that_sees_pictures_becomes_one_that_reads(tmp_path: Path) -> None:
     """Each expert's matrices come from tensors of all; states' decays and other small matrices stay in floats."""
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim"), 128)
-    save_pictured(tmp_path / "model", **wide, linear_num_key_heads=8, linear_num_value_heads=8, num_hidden_layers=4)
+    save_pictured(
+        tmp_path / "model", "qwen3_5_moe", **wide, linear_num_key_heads=8, linear_num_value_heads=8, num_hidden_layers=4
+    )
     before = CheckpointSource(tmp_path / "model")
     convert(tmp_path / "out", Fp8Target(before, ()))
     config, after = json.loads((tmp_path / "out/config.json").read_text()), CheckpointSource(tmp_path / "out")
