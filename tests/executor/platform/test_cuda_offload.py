@@ -12,6 +12,7 @@ from tests.families import ROWS
 from tests.tiny import make_runner, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.executor.model_runner import ModelRunner
+from umbra.tools.gpu_check.stages import shares
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 MODES: list[dict[str, Any]] = [
@@ -30,9 +31,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def runner_of(model: Path, folder: Path, **offload: Any) -> ModelRunner:
+def runner_of(model: Path, folder: Path, tokens: int = 16, **offload: Any) -> ModelRunner:
     offload = ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
-    data = {"batch_size": 3, "max_new_tokens": 16}
+    data = {"batch_size": 3, "max_new_tokens": tokens}
     sections = {"model_name": model.name, "data_config": data, "offload_config": offload}
     return make_runner(tiny_case(folder, model, exe_mode="graph", platform="cuda", **sections), folder, GpuOfTensors)
 
@@ -57,3 +58,18 @@ def test_tokens_are_those_without(model: Path, tmp_path: Path, monkeypatch: pyte
             assert resident <= max(0, mode["slots"])
     assert len(opened) == len(MODES)
     assert all(nodes.jobs > 0 for nodes in opened)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_the_stage_that_times_shares(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cases pass, one after the other, as on a card; their times mean nothing here."""
+    without_gpu(monkeypatch)
+    runner = runner_of(model, tmp_path, 5, mode="fixed", max_swaps=-1)
+    monkeypatch.setattr(shares, "opened", lambda: runner)
+    for name, value in (("BATCHES", (1, 3)), ("PREFILLS", (30,)), ("SHARES", (100, 50, 25, 0)), ("WARM", 2)):
+        monkeypatch.setattr(shares, name, value)
+    shares.times_of.cache_clear()
+    hits = {check.name: check.run().measured.get("hits %") for check in shares.checks()}
+    assert hits["decode, 100% resident, batch 1"] == 100
+    assert 0 < hits["decode, 50% resident, batch 3"] < 100
+    assert hits["decode, 0% resident, batch 3"] == 0

@@ -11,6 +11,7 @@ import torch
 
 from umbra.executor.model_runner import ModelRunner
 from umbra.executor.platform.cuda.shadow_device import CudaDevice
+from umbra.ops.cpu.engine import cores_of
 from umbra.tools.gpu_check.device import torch_gpu
 from umbra.tools.gpu_check.stages.offload import offloaded
 from umbra.tools.npu_check.outcome import Check, Passed
@@ -34,9 +35,19 @@ def checks() -> list[Check]:
 
 @functools.cache
 def opened() -> ModelRunner:
+    """The model with all experts resident. The planner, which would choose for that share alone, gets all cores but
+    those of the thread that polls the doorbell and of Python."""
     torch_gpu()
     offload: dict[str, Any] = {"mode": "fixed", "share": 100, "max_swaps": -1}
+    offload["shadow_threads"] = max(1, cores_of() - 2)
     return offloaded(CASE, offload, SETTINGS | {"max_new_tokens": DECODED})
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    ids: list[int] = torch.randint(
+        opened().config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    return ids
 
 
 def model() -> Passed:
@@ -62,9 +73,7 @@ def keep(share: int) -> CudaDevice:
 def times_of(share: int, batch: int, shadowed: bool = True) -> dict[str, float]:
     """Medians of decode steps. Without `shadowed` the shadow pool ignores all rows, so steps wait for the GPU only."""
     runner, device = opened(), keep(share)
-    prompts = [
-        ("", torch.randint(1000, (32,), generator=torch.Generator().manual_seed(i)).tolist()) for i in range(batch)
-    ]
+    prompts = [("", random_prompt(i, 32)) for i in range(batch)]
     shadows, begin = runner.engine.shadows, device.begin
 
     def ignoring(step: int, tokens: Any, live: Any) -> None:
@@ -72,9 +81,10 @@ def times_of(share: int, batch: int, shadowed: bool = True) -> dict[str, float]:
 
     with torch.inference_mode():
         device.begin = begin if shadowed else ignoring  # type: ignore[method-assign]
-        runner.model_generate(prompts, warm_up=True)
         if shadows is None or runner.planned is None:
             raise AssertionError("the case has no shadow experts")
+        shadows.forget()  # the steps of other shares and batches
+        runner.model_generate(prompts, warm_up=True)
         if shadowed:
             runner.planned.begin(shadows, runner.loop.timings.pure_decode_steps)
         shadows.forget()
@@ -110,7 +120,7 @@ def prefill(share: int, tokens: int) -> Passed:
     runner, times = opened(), []
     with torch.inference_mode():
         for i in range(3):
-            prompt = torch.randint(1000, (tokens,), generator=torch.Generator().manual_seed(i)).tolist()
+            prompt = random_prompt(i, tokens)
             begun = time.perf_counter()
             runner.loop.submit(runner.request(0, prompt, 1), 0)
             while not runner.loop.idle:
