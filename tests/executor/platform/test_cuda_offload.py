@@ -69,7 +69,7 @@ def test_the_stage_that_times_shares(model: Path, tmp_path: Path, monkeypatch: p
     for name, value in (("BATCHES", (1, 3)), ("PREFILLS", (30,)), ("SHARES", (100, 50, 25, 0)), ("WARM", 2)):
         monkeypatch.setattr(shares, name, value)
     shares.times_of.cache_clear()
-    hits = {check.name: check.run().measured.get("hits %") for check in shares.checks()}
+    hits = {check.name: check.run().measured.get("hits %", -1) for check in shares.checks()}
     assert hits["decode, 100% resident, batch 1"] == 100
     assert 0 < hits["decode, 50% resident, batch 3"] < 100
     assert hits["decode, 0% resident, batch 3"] == 0
