@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.faults.forks import sample
 from tests.faults.preload import LIBRARY, Faults, with_faults
-from tests.faults.scenarios import CACHE, PAGES, SCENARIOS, Outcome, Scenario
+from tests.faults.scenarios import KEPT, SCENARIOS, Outcome, Scenario
 from umbra.ops.cpu.engine import module
 
 FILES = r"rank0\.log|stacks0\.log|case\.json|report\.json|offload\.png|offload_trace\.json"
@@ -127,7 +127,7 @@ def _verdict(scenario: Scenario, outcome: Outcome, kind: str, what: str, error: 
 def _left(scenario: Scenario, outcome: Outcome) -> str:
     for path in scenario.left():
         name = str(path.relative_to(scenario.root))
-        if Path(name).parts[0] in (CACHE, PAGES) and ".tmp" not in name:
+        if Path(name).parts[0] in KEPT and ".tmp" not in name:
             continue  # whether it is whole, the next start shows
         if not LEFT.match(name):
             return f"left: {name}"

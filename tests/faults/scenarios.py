@@ -32,9 +32,11 @@ from umbra.serving.ranks import worker
 from umbra.serving.ranks.channel import HEADER, framed, length_of
 from umbra.serving.ranks.messages import Fatal, Out, Ready, Stop, Submit, ToFront
 from umbra.serving.ranks.processes import SOCKET
+from umbra.text import tokenizer_record
 
 LIMIT_S = 60.0  # on a machine that is busy; most take less than a second
-CACHE, PAGES = "packed", "pages"
+CACHE, PAGES, RECORDS = "packed", "pages", "tokenizers"
+KEPT = CACHE, PAGES, RECORDS  # what a start reads again
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Scenario(ABC):
         """A digest of the files that a start reads."""
         digest = hashlib.sha256()
         for path in self.left():
-            if path.is_file() and path.relative_to(self.root).parts[0] in (CACHE, PAGES):
+            if path.is_file() and path.relative_to(self.root).parts[0] in KEPT:
                 digest.update(f"{path.relative_to(self.root)} {path.stat().st_size} ".encode() + path.read_bytes())
         return digest.hexdigest()
 
@@ -116,7 +118,8 @@ class Scenario(ABC):
 
     def _counted(self) -> None:
         os.environ |= {"CASE_NAME": str(self.case), "TMPDIR": str(self.root / "tmp"), "TQDM_DISABLE": "1"}
-        results.ROOT = self.root  # type: ignore[attr-defined]
+        results.WORK = self.root  # type: ignore[attr-defined]
+        tokenizer_record.RECORDS = self.root / RECORDS
         setattr(runner, "PackedCache", functools.partial(PackedCache, root=self.root / CACHE))  # noqa: B010
         sys.argv = [self.name, *self.arguments]
         self.faults.count(True)
@@ -183,7 +186,8 @@ class Rank(Scenario):
 
     def program(self) -> None:
         os.environ[SOCKET] = str(self.root / "tmp" / "engine")
-        disk_prefixes.ROOT, disk_prefixes.DEEP = self.root, 1  # type: ignore[attr-defined]
+        disk_prefixes.DEEP = 1
+        setattr(disk_prefixes, "located", self.root.joinpath)  # noqa: B010
         run_main(worker.main)
 
 

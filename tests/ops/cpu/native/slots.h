@@ -45,7 +45,7 @@ struct Slots {
             matrix.bias = plane(bias, type, n, small);
             return;
         }
-        matrix.data = plane(data, Type::f32, n * k * matrix.bits() / 32, [] {
+        matrix.data = plane(data, Type::f32, n * k * matrix.traits().bits / 32, [] {
             const uint32_t bits = generator();
             float any;
             std::memcpy(&any, &bits, 4);
