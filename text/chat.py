@@ -21,13 +21,26 @@ class CallShape(NamedTuple):
     apart: bool = False  # other content stands in a message before
 
 
+class SystemShape(NamedTuple):
+    """Says which system messages a chat template renders beside a first one."""
+
+    several: bool = True  # others that follow it at once
+    late: bool = True  # others that come after the user's or the model's
+
+
 @dataclass(frozen=True)
 class Chat:
-    """A conversation whose next turn is the model's."""
+    """A conversation whose next turn is the model's; with `continued`, whose last message the model goes on with."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()  # functions that the model may call, in OpenAI's shape
     settings: Mapping[str, Any] = field(default_factory=dict)  # variables of the template, such as enable_thinking
+    continued: bool = False
+
+    @property
+    def begun(self) -> str:
+        """The text of the answer that is begun; empty: none is."""
+        return str(self.messages[-1]["content"]) if self.continued else ""
 
     def __post_init__(self) -> None:
         for i, message in enumerate(self.messages):
@@ -37,6 +50,11 @@ class Chat:
             function = tool.get("function") if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise UserError(f'tools[{i}]: {tool!r:.60} must be {{"type": "function", "function": {{"name": ...}}}}')
+        last = self.messages[-1] if self.messages else {}
+        if self.continued and (last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content")):
+            raise UserError(
+                f"messages[{len(self.messages) - 1}]: only a text of the assistant can be continued: end with one"
+            )
 
     def for_template(self, shape: CallShape) -> list[dict[str, Any]]:
         """The messages as templates read them: content is a text but for `shape`, which says what calls are like."""
@@ -46,6 +64,8 @@ class Chat:
 
 def _for_template(message: Message, where: str, shape: CallShape) -> dict[str, Any]:
     changed = {**message, "content": "" if message.get("content") is None else message["content"]}
+    if message["role"] == "developer":  # OpenAI's later name
+        changed["role"] = "system"
     calls = message.get("tool_calls")
     if not calls:  # an empty list makes some templates open a block of calls
         changed.pop("tool_calls", None)
@@ -82,6 +102,25 @@ def _call(call: Mapping[str, Any], where: str, shape: CallShape) -> dict[str, An
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
+def with_systems(messages: Sequence[dict[str, Any]], shape: SystemShape) -> list[dict[str, Any]]:
+    """Returns `messages` without system messages that a template with this `shape` drops or refuses: those at the
+    beginning are one, and a later one is the user's, in one message with what the user says before or after it."""
+    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    kept = list(messages[:first])
+    if not shape.several and first > 1:
+        kept = [{**kept[0], "content": "\n\n".join(str(message["content"]) for message in kept)}]
+    joins = False  # the last message was a system message, and one of the user is joined to it
+    for message in messages[first:]:
+        moved = message["role"] == "system" and not shape.late
+        user = {**message, "role": "user"} if moved else message
+        if user["role"] == "user" and kept and kept[-1]["role"] == "user" and (moved or joins):
+            kept[-1] = {**kept[-1], "content": f"{kept[-1]['content']}\n\n{user['content']}"}
+        else:
+            kept.append(user)
+        joins = moved
+    return kept
+
+
 def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns `messages` in which calls have ids with numbers that count the calls of the conversation; and results
     those of their calls, or of the next call that has none."""
@@ -109,19 +148,15 @@ def _numbered_id(call: dict[str, Any], number: int) -> str:
 
 
 def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the variables `messages` and `tools` of a template for harmony. It renders one call of a message and no
-    system messages but the first, refuses reasoning and content together before a call, and needs descriptions of
-    tools."""
+    """Returns the variables `messages` and `tools` of a template for harmony. It renders one call of a message,
+    refuses reasoning and content together before a call, and needs descriptions of tools."""
     for i, message in enumerate(messages):
         for name in ("content", "reasoning_content"):
             if not isinstance(message.get(name, ""), str):
                 raise UserError(f"messages[{i}].{name}: {message[name]!r:.60} must be a text for this chat template")
-    first = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     plain: list[dict[str, Any]] = []
-    if first:
-        plain.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})
     turn: list[dict[str, Any]] = []  # a message with calls, and the results after it
-    for message in messages[first:]:
+    for message in messages:
         if turn and message["role"] == "tool":
             turn.append(message)
             continue

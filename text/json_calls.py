@@ -10,7 +10,7 @@ from umbra.text.tool_arguments import read_json_text, to_json
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
 BEGIN = '{"name":"'  # of a call in JSON, without white space
-CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"arguments"\s*:\s*)?(.*)', re.DOTALL)
+CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"(?:arguments|parameters)"\s*:\s*)?(.*)', re.DOTALL)
 
 
 class Call(NamedTuple):
@@ -28,7 +28,7 @@ def read_call(text: str, format: OutputMarks) -> Call | None:
     call = read_json_text(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = call.get("arguments", {})
+    arguments = call.get("arguments", call.get("parameters", {}))  # which small models write instead
     if isinstance(arguments, str):
         arguments = read_json_text(arguments)
     return Call(call["name"], to_json(arguments)) if isinstance(arguments, dict) else None

@@ -3,20 +3,22 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from umbra.base.errors import UserError
-from umbra.text.answer import Answer, ToolCall
-from umbra.text.chat import CallShape, Chat, for_harmony, numbered
+from umbra.text.answer import Answer, Reader, ToolCall
+from umbra.text.chat import CallShape, Chat, SystemShape, for_harmony, numbered, with_systems
 from umbra.text.conventions import Conventions
-from umbra.text.formats import THINK, Mark, OutputMarks
+from umbra.text.formats import CHANNEL, MESSAGE, THINK, THINK_END, Mark, OutputMarks
+from umbra.text.parser import reader
 from umbra.text.template import TOO_MUCH, Renderer, failed, variables_of
 from umbra.text.token_bytes import bytes_of_tokens
 from umbra.text.tokenizer_file import no_template, read_template
 from umbra.text.tokenizer_record import read_record
 from umbra.text.tokenizer_sandbox import Encoder, is_linear
+from umbra.text.tool_prompt import renders_tools, with_tools
 
 CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
 HALF = "\ufffd"  # stands for a part of a character
@@ -26,6 +28,8 @@ LONGEST_TOKEN = 4096  # characters of one
 TRIED = "A text, of 3 lines:\n\n  d\u00e9j\u00e0 vu \u65e5\u672c\u8a9e \U0001f642"
 LONGEST_GENERATION_PROMPT = 1024  # characters; those of published models have less than 100
 PROBED = (False, ""), (True, ""), (False, "umbra_said")  # whether there is no content, and what it is
+BEGUN = "umbra_begun_answer"  # stands for an answer that is begun while its conversation is rendered
+ASKED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
 
 
@@ -68,6 +72,7 @@ class Tokenizer:
         self.hidden = frozenset(id for token, id in special.items() if token not in shown)
         self._renderer = Renderer()
         self._shapes: dict[str, CallShape] = {}  # of templates
+        self._systems: dict[str, SystemShape] = {}
         self._beginning: tuple[str, list[int]] = "", []  # of the last conversation, and its ids
         self.decode(self.encode(TRIED, chat=False))
 
@@ -124,15 +129,42 @@ class Tokenizer:
         settings = {**self.record.special_tokens, **chat.settings, "tools": tools}
         template = self._template_for(tools is not None)
         called = not self._by_tokens and any(message.get("tool_calls") for message in chat.messages)
-        messages = chat.for_template(self._shape(template) if called else CallShape())
+        messages = self._with_systems(chat.for_template(self._shape(template) if called else CallShape()), template)
         format = self.format("auto")
+        if chat.tools and format and self.describes_tools(format):
+            messages = with_tools(messages, chat.tools, format)
+        if chat.continued:
+            messages[-1]["content"] = BEGUN
         variables = variables_of(numbered(messages) if format and format.numbered else messages, settings)
+        variables["add_generation_prompt"] = not chat.continued
         if self._by_tokens:
             variables |= for_harmony(variables["messages"], chat.tools)
         text, beginning, added = self._renderer.render(template, variables)
+        if chat.continued:
+            if BEGUN not in text:
+                raise failed("it does not show the answer that is begun")
+            text = text[: text.rindex(BEGUN)] + chat.begun
         ids = self._ids(text, special=False)
         first, end = self._first_ids(ids, text[:beginning]), len(ids) - self._last_ids(ids, text[len(text) - added :])
         return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
+
+    def describes_tools(self, format: OutputMarks) -> bool:
+        """Returns whether conversations with tools get a description of them, because the chat template renders calls
+        in `format` and their results, but no tools."""
+        return not renders_tools(self.template) and not (format.parameter or format.tokens)
+
+    def _with_systems(self, messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+        """Returns `messages` with system messages only where `template` renders them."""
+        first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        if first < 2 and all(message["role"] != "system" for message in messages[first:]):
+            return messages
+        if template not in self._systems:
+            system = {"role": "system", "content": "umbra_other"}
+            leading: list[dict[str, Any]] = [{"role": "system", "content": "x"}, system, *ASKED[:1]]
+            self._systems[template] = SystemShape(
+                *("umbra_other" in self._rendered(template, turns) for turns in (leading, [*ASKED, system, *ASKED[:1]]))
+            )
+        return with_systems(messages, self._systems[template])
 
     def _template_for(self, tools: bool) -> str:
         """Returns the template of conversations with or without `tools`, by the names that transformers knows."""
@@ -165,14 +197,18 @@ class Tokenizer:
         chat = Chat(
             [{"role": "user", "content": "x"}, answer, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
         )
+        text = self._rendered(template, chat.for_template(shape))
+        return text if "umbra_name" in text and "umbra_key" in text and "'umbra_key'" not in text else ""
+
+    def _rendered(self, template: str, messages: list[dict[str, Any]]) -> str:
+        """A small conversation as `template` renders it; empty if it fails."""
         try:
-            variables = variables_of(chat.for_template(shape), {**self.record.special_tokens, "tools": None})
-            text = self._renderer.render(template, variables).text
+            variables = variables_of(messages, {**self.record.special_tokens, "tools": None})
+            return self._renderer.render(template, variables).text
         except UserError as error:
             if TOO_MUCH in str(error):
                 raise  # at once: others would take as long
             return ""
-        return text if "umbra_name" in text and "umbra_key" in text and "'umbra_key'" not in text else ""
 
     def _first_ids(self, ids: list[int], text: str) -> int:
         """The number of first `ids` that `text` begins with."""
@@ -189,6 +225,26 @@ class Tokenizer:
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Returns whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
         return self.whole_text([*ids[-TAIL:]]).rstrip().endswith(THINK)
+
+    def reader(
+        self,
+        format: OutputMarks | None,
+        prompt: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        split: bool = True,
+        begun: str = "",
+    ) -> Reader:
+        """Returns the reader of the answer to `prompt`, which may end within or after reasoning, or with the text of
+        the answer that is `begun`."""
+        answer = reader(format, tools, self.opens_reasoning(prompt), split)
+        if format and format.tokens:
+            begin = [Mark(CHANNEL), "final", Mark(MESSAGE), begun] if begun else []
+        else:
+            ended = self.whole_text([*prompt[-TAIL:]]).rstrip().endswith(THINK_END)
+            begin = [THINK_END if ended else "", begun]
+        for text in filter(None, begin):
+            answer.push(text)
+        return answer
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:

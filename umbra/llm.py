@@ -33,7 +33,6 @@ from umbra.flags import settings_of
 from umbra.models.tokenizers import tokenizer_in
 from umbra.text.answer import Answer, Part, Reader
 from umbra.text.chat import Chat, Message
-from umbra.text.parser import reader
 from umbra.text.stops import Stops
 from umbra.text.tokenizer import ChatPrompt
 
@@ -181,9 +180,10 @@ class LLM:
         return messages
 
     def _parser(self, ids: list[int], prompt: Prompt) -> Reader:
-        settings, tools = self.case.model_config, prompt.tools if isinstance(prompt, Chat) else ()
+        settings = self.case.model_config
+        tools, begun = (prompt.tools, prompt.begun) if isinstance(prompt, Chat) else ((), "")
         format = self.tokenizer.format(settings.output_format)
-        return reader(format, tools, self.tokenizer.opens_reasoning(ids), settings.reasoning == "split")
+        return self.tokenizer.reader(format, ids, tools, settings.reasoning == "split", begun)
 
     def _submit(self, prompt: ChatPrompt, sampling: SamplingParams) -> int:
         room = self.case.max_sequence_length - len(prompt.ids)

@@ -1,8 +1,9 @@
 """POST /v1/messages and /v1/messages/count_tokens in the shapes of Anthropic's API, translated to and from chats."""
 
 import json
+import re
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,25 +14,29 @@ from umbra.base.errors import UserError
 from umbra.serving.api import openai_chat
 from umbra.serving.api.blocks import Change, ContentBlock, ContentBlocks
 from umbra.serving.api.errors import ApiError, invalid, renamed
-from umbra.serving.api.fields import converted, read
+from umbra.serving.api.fields import IGNORED, KnownFields, converted, read
 from umbra.serving.api.front import Front
 from umbra.serving.api.sse import event
 from umbra.text.chat import Chat
 
 PATH = "/v1/messages"
-# Fields that do nothing, and those that are not supported, with the values at which they ask for nothing.
-HARMLESS = frozenset({"metadata", "cache_control", "user_profile_id", "workspace_id"})
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "fallbacks": ([],),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "prefill": (),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-}
+KNOWN = KnownFields(
+    harmless=frozenset({"metadata", "cache_control", "user_profile_id", "workspace_id", "betas"}),
+    ignored={
+        "context_management": (),
+        "diagnostics": (),
+        "fallbacks": ([],),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+    },
+    refused={"container": (), "output_format": (), "prefill": ()},
+)
+CLAUDE = "claude-"  # names of models that Claude Code asks for by itself, such as for titles
+BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's system prompt that is for Anthropic, and may change
+# Blocks of the assistant's messages that tools of Anthropic's server have made, and reasoning that only it reads.
+FOREIGN = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result|redacted_thinking")
 ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -122,8 +127,8 @@ class AnthropicAnswer:
 async def prepare(front: Front, data: Any, salt: bytes) -> AnthropicAnswer:
     """Reads the request `data`. Raises ApiError if it is wrong."""
     front.check_serving()
-    request = converted(MessagesRequest, data, UNSUPPORTED)
-    chat, names = translated(request)
+    request = converted(MessagesRequest, data, KNOWN, front.note)
+    chat, names = translated(request, front)
     given = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -141,12 +146,15 @@ async def prepare(front: Front, data: Any, salt: bytes) -> AnthropicAnswer:
 async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
     """Answers with the number of tokens of a request's prompt."""
     _, text = front.check_serving()
-    chat, names = translated(converted(CountRequest, data, UNSUPPORTED))
+    chat, names = translated(converted(CountRequest, data, KNOWN, front.note), front)
     try:
-        request = read(openai_chat.ChatRequest, chat)
+        request = read(openai_chat.ChatRequest, chat, front.note)
         front.check_model(request.model)
-        messages = openai_chat.messages_of(request.messages)
-        prompt = Chat(messages, openai_chat.tools_of(request), openai_chat.settings_of(request, text, front.note))
+        messages = openai_chat.messages_of(request.messages, front.note)
+        settings = openai_chat.settings_of(request, text, front.note)
+        prompt = Chat(messages, openai_chat.tools_of(request), settings, bool(request.continue_final_message))
+    except UserError as error:
+        raise renamed(openai_chat.of_chat(error), names) from None
     except ApiError as error:
         raise renamed(error, names) from None
 
@@ -238,24 +246,34 @@ def _reason(end: Change | None) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if end.stop else STOPS[end.text], "stop_sequence": end.stop or None}
 
 
-def translated(request: CountRequest) -> tuple[dict[str, Any], dict[str, str]]:
+def translated(request: CountRequest, front: Front) -> tuple[dict[str, Any], dict[str, str]]:
     """The chat that `request` asks for, and the request's names of the chat's fields, for errors."""
     messages: list[dict[str, Any]] = []
+    note = front.note
     names = {"stop": "stop_sequences", "response_format": "output_config.format"}
     names |= {"reasoning_effort": "output_config.effort"}
     if request.system is not None:
         names[f"messages[{len(messages)}]"] = "system"
-        messages.append({"role": "system", "content": _texts(request.system, "system")})
+        messages.append({"role": "system", "content": _texts(_own(request.system), "system")})
     for i, turn in enumerate(request.messages):
-        for message in _messages(turn, f"messages[{i}]"):
+        for message in _messages(turn, f"messages[{i}]", note):
             names[f"messages[{len(messages)}]"] = f"messages[{i}]"
             messages.append(message)
-    if request.messages and request.messages[-1].role == "assistant":
-        raise invalid(f"messages[{len(request.messages) - 1}].role", "an answer that is begun cannot be continued")
     chat: dict[str, Any] = {"model": request.model, "messages": messages, "tools": []}
+    if request.model and request.model.startswith(CLAUDE) and request.model not in front.names:
+        note(f"model: {request.model:.60} is not here, so {front.name} answers")
+        chat["model"] = front.name
+    if request.messages and request.messages[-1].role == "assistant":
+        if "tool_calls" in messages[-1]:
+            raise invalid(f"messages[{len(request.messages) - 1}]", "ends with calls, whose results must follow")
+        chat["continue_final_message"] = True
     chat["chat_template_kwargs"] = request.chat_template_kwargs or {}
     for i, tool in enumerate(request.tools or []):
-        names |= {f"tools[{i}].function": f"tools[{i}]", f"tools[{i}].function.parameters": f"tools[{i}].input_schema"}
+        if tool.type not in (None, "custom"):
+            note(f"tool {tool.name:.60} of type {tool.type:.60}: {IGNORED}")
+            continue
+        own = f"tools[{len(chat['tools'])}].function"
+        names |= {own: f"tools[{i}]", f"{own}.parameters": f"tools[{i}].input_schema"}
         chat["tools"].append(_tool(tool, f"tools[{i}]"))
     if choice := request.tool_choice:
         named = {"type": "function", "function": {"name": choice.name}}
@@ -263,7 +281,7 @@ def translated(request: CountRequest) -> tuple[dict[str, Any], dict[str, str]]:
         chat["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
     if request.thinking:
         if request.thinking.display == "omitted":
-            raise invalid("thinking.display", "reasoning is always shown", "unsupported_parameter")
+            note("thinking.display: reasoning is always shown")
         chat["thinking"] = request.thinking.type != "disabled"
     config = request.output_config or OutputConfig()
     if config.effort != "high":  # which is what requests get that do not say
@@ -275,20 +293,18 @@ def translated(request: CountRequest) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise invalid(f"{where}.type", f"{tool.type:.40} is not supported: only tools that the client runs are")
     if tool.input_schema is None:
         raise invalid(f"{where}.input_schema", "is missing")
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
 
-def _messages(turn: Turn, where: str) -> list[dict[str, Any]]:
+def _messages(turn: Turn, where: str, note: Callable[[str], None]) -> list[dict[str, Any]]:
     """The chat's messages for one of the request: results of tools are messages of their own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     if turn.role == "assistant":
-        return [_assistant(turn.content, f"{where}.content")]
+        return [_assistant(turn.content, f"{where}.content", note)]
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for j, block in enumerate(turn.content):
@@ -298,13 +314,13 @@ def _messages(turn: Turn, where: str) -> list[dict[str, Any]]:
         if texts:
             messages.append({"role": turn.role, "content": "\n".join(texts)})
             texts = []
-        messages.append(_result(block, f"{where}.content[{j}]"))
+        messages.append(_result(block, f"{where}.content[{j}]", note))
     if texts or not messages:
         messages.append({"role": turn.role, "content": "\n".join(texts)})
     return messages
 
 
-def _assistant(content: list[dict[str, Any]], where: str) -> dict[str, Any]:
+def _assistant(content: list[dict[str, Any]], where: str, note: Callable[[str], None]) -> dict[str, Any]:
     texts, thoughts, calls = [], [], []
     for j, block in enumerate(content):
         if block.get("type") == "thinking":
@@ -314,6 +330,8 @@ def _assistant(content: list[dict[str, Any]], where: str) -> dict[str, Any]:
                 raise invalid(f"{where}[{j}].input", "must be an object")
             function = {"name": _string(block, "name", f"{where}[{j}]"), "arguments": block["input"]}
             calls.append({"id": _string(block, "id", f"{where}[{j}]"), "type": "function", "function": function})
+        elif FOREIGN.fullmatch(str(block.get("type"))):
+            note(f"blocks of type {block['type']}: {IGNORED}")
         else:
             texts.append(_text(block, f"{where}[{j}]"))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -322,24 +340,34 @@ def _assistant(content: list[dict[str, Any]], where: str) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+def _result(block: dict[str, Any], where: str, note: Callable[[str], None]) -> dict[str, Any]:
     content = block.get("content")
-    result = "" if content is None else _texts(content, f"{where}.content")
+    result = "" if content is None else _texts(content, f"{where}.content", note)
     id = _string(block, "tool_use_id", where)
     return {"role": "tool", "tool_call_id": id, "content": f"Error: {result}" if block.get("is_error") else result}
 
 
-def _texts(content: Any, where: str) -> str:
+def _own(system: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """`system` without what is only for Anthropic's server."""
+    if isinstance(system, str):
+        return system
+    return [block for block in system if not str(block.get("text")).startswith(BILLING)]
+
+
+def _texts(content: Any, where: str, note: Callable[[str], None] | None = None) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise invalid(where, "must be a string or a list of blocks")
-    return "\n".join(_text(block, f"{where}[{j}]") for j, block in enumerate(content))
+    return "\n".join(_text(block, f"{where}[{j}]", note) for j, block in enumerate(content))
 
 
-def _text(block: dict[str, Any], where: str) -> str:
+def _text(block: dict[str, Any], where: str, note: Callable[[str], None] | None = None) -> str:
+    source = block.get("source")
+    if block.get("type") == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return _string(source, "data", f"{where}.source")
     if block.get("type") != "text":
-        raise invalid(f"{where}.type", f"blocks of type {block.get('type')!r:.40} are not supported here")
+        return openai_chat.unread(block.get("type"), f"{where}.type", note)
     return _string(block, "text", where)
 
 

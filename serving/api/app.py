@@ -3,7 +3,7 @@
 import secrets
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from umbra.serving.api import anthropic, ollama, openai_chat, openai_completions
 from umbra.serving.api.auth import check_origin, is_allowed
 from umbra.serving.api.body import decoded, read_body
 from umbra.serving.api.errors import ApiError, invalid
-from umbra.serving.api.fields import HARMLESS, UNSUPPORTED, meant_by, unknown
+from umbra.serving.api.fields import KNOWN, KnownFields, meant_by, unknown
 from umbra.serving.api.front import Front
 from umbra.serving.api.live import live_page
 from umbra.serving.api.metrics import CONTENT_TYPE
@@ -44,7 +44,6 @@ PREFLIGHT = {  # what a page of an allowed origin may send
     "x-stainless-retry-count, x-stainless-runtime, x-stainless-runtime-version, x-stainless-timeout",
     "access-control-max-age": "600",
 }
-KNOWN = {*UNSUPPORTED, *HARMLESS}
 
 
 async def health(front: Front, request: Request) -> Response:
@@ -89,14 +88,12 @@ async def chat_completions(front: Front, request: Request) -> Response:
 
 
 async def create_response(front: Front, request: Request) -> Response:
-    known = {*responses.UNSUPPORTED, *responses.HARMLESS}
-    answer = await prepared(front, request, responses, responses.ResponsesRequest, known)
+    answer = await prepared(front, request, responses, responses.ResponsesRequest, responses.KNOWN)
     return await answered(request, responses, answer, answer.stream, answer.failure)
 
 
 async def create_message(front: Front, request: Request) -> Response:
-    known = {*anthropic.UNSUPPORTED, *anthropic.HARMLESS}
-    answer = await prepared(front, request, anthropic, anthropic.MessagesRequest, known)
+    answer = await prepared(front, request, anthropic, anthropic.MessagesRequest, anthropic.KNOWN)
     return await answered(request, anthropic, answer, answer.stream, anthropic.failure)
 
 
@@ -121,7 +118,7 @@ async def ollama_answer(
     """The answer to the request that `prepare` reads as a `kind`."""
 
     async def use(data: Any) -> ollama.OllamaAnswer:
-        count_unknown(front, kind, data, {*ollama.UNSUPPORTED, *ollama.HARMLESS})
+        count_unknown(front, kind, data, ollama.KNOWN)
         return await prepare(front, data, request.state.salt)
 
     answer = await read(front, request, use)
@@ -317,7 +314,7 @@ async def read(front: Front, request: Request, use: Callable[[Any], Coroutine[An
 
 
 async def prepared(
-    front: Front, request: Request, api: ModuleType, kind: type[msgspec.Struct], known: Collection[str]
+    front: Front, request: Request, api: ModuleType, kind: type[msgspec.Struct], known: KnownFields
 ) -> Any:
     """Returns the job that `api` prepares from the request's body, and counts the fields that nothing reads."""
 
@@ -341,7 +338,7 @@ async def answered(
     return Json(await while_connected(request, api.whole(prepared)))
 
 
-def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Collection[str]) -> None:
+def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: KnownFields) -> None:
     """Counts the fields of `data` that nothing reads: they are neither of `kind` nor `known`. The first one of each
     name is logged. Raises ApiError for a known field's name that is written wrong."""
     if isinstance(data, dict):

@@ -2,7 +2,8 @@
 
 import difflib
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,9 +19,22 @@ MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters 
 LARGEST_PRIORITY = 1 << 31
 MOST_CHOICES = 64  # answers to one request
 MOST_LISTED = 4096  # entries of a list or mapping of token ids in a request's settings
+IGNORED = "this server has no such thing, so it is ignored"
 ALIKE = 0.88  # two names are one from this share of characters on: max_token and max_tokens, not top_a and top_k
 
-# Fields that are known but do nothing: they do not change an answer.
+
+@dataclass(frozen=True)
+class KnownFields:
+    """Fields of an API that nothing reads. Values at which a field asks for nothing stand beside its name."""
+
+    harmless: frozenset[str]  # they do not change an answer
+    ignored: Mapping[str, tuple[object, ...]]  # what they ask for is left out, which the answer's header says
+    refused: Mapping[str, tuple[object, ...]]  # without what they ask for, the answer would be another one
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.harmless or name in self.ignored or name in self.refused
+
+
 HARMLESS = frozenset(
     [
         "user",
@@ -32,72 +46,74 @@ HARMLESS = frozenset(
         "request_id",
     ]
 )
-# Fields that are not supported, with the values at which they ask for nothing.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "audio": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
-    "store": (False,),
-    "moderation": (),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "spaces_between_special_tokens": (True, False),
-    "prompt_logprobs": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "chat_template": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "kv_transfer_params": (),
-    "mm_processor_kwargs": ({},),
-    # Names by which other engines constrain an answer, which must not vanish in silence.
-    "ebnf": (),
-    "grammar": (),
-    "grammar_lazy": (False,),
-    "lora": ([],),
-    "lora_path": (),
-    "lora_request": (),
-    "adapter_id": (),
-    "logit_processors": ([],),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "stop_regex": ("", []),
-    "allowed_tokens": ([],),
-    "bad_words_ids": ([],),
-    "guided_json_object": (False,),
-    "guided_decoding_backend": ("auto",),
-    "response_schema": (),
-    "max_new_tokens": (),
-    "n_predict": (-1,),
-    "num_predict": (-1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "guided_structural_tag": (),
-    "format": (),
-    "options": ({},),
-    "repeat_penalty": (1.0,),
-    "mirostat": (0,),
-    "dry_multiplier": (0.0,),
-    "stop_words": ([],),
-    "lora_adapters": ([],),
-    "thinking_token_budget": (),
-    "sampling_seed": (),
-    "typical_p": (1.0,),
-    "no_repeat_ngram_size": (0,),
-}
+KNOWN = KnownFields(
+    harmless=HARMLESS,
+    ignored={
+        "moderation": (),
+        "prediction": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "guided_decoding_backend": ("auto",),
+    },
+    refused={
+        "best_of": (1,),
+        "suffix": ("",),
+        "audio": (),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "spaces_between_special_tokens": (True, False),
+        "prompt_logprobs": (),
+        "documents": ([],),
+        "chat_template": (),
+        "guided_whitespace_pattern": (),
+        "structural_tag": (),
+        "bad_words": ([],),
+        "allowed_token_ids": ([],),
+        "logits_processors": ([],),
+        "return_tokens_as_token_ids": (False,),
+        "return_token_ids": (False,),
+        "kv_transfer_params": (),
+        "mm_processor_kwargs": ({},),
+        # Names by which other engines constrain an answer, which must not vanish in silence.
+        "ebnf": (),
+        "grammar": (),
+        "grammar_lazy": (False,),
+        "lora": ([],),
+        "lora_path": (),
+        "lora_request": (),
+        "adapter_id": (),
+        "logit_processors": ([],),
+        "custom_logit_processor": (),
+        "custom_params": ({},),
+        "stop_regex": ("", []),
+        "allowed_tokens": ([],),
+        "bad_words_ids": ([],),
+        "guided_json_object": (False,),
+        "response_schema": (),
+        "max_new_tokens": (),
+        "n_predict": (-1,),
+        "num_predict": (-1,),
+        "min_length": (0,),
+        "min_new_tokens": (0,),
+        "guided_structural_tag": (),
+        "format": (),
+        "options": ({},),
+        "repeat_penalty": (1.0,),
+        "mirostat": (0,),
+        "dry_multiplier": (0.0,),
+        "stop_words": ([],),
+        "lora_adapters": ([],),
+        "thinking_token_budget": (),
+        "sampling_seed": (),
+        "typical_p": (1.0,),
+        "no_repeat_ngram_size": (0,),
+    },
+)
 INSTEAD = {
     "ebnf": "write the grammar in Lark, as guided_grammar",
     "grammar": "write the grammar in Lark, as guided_grammar",
@@ -105,6 +121,8 @@ INSTEAD = {
     "guided_json_object": 'give response_format: {"type": "json_object"}',
     "bad_words": "give logit_bias for their tokens",
     "lora_path": "merge the adapter into the checkpoint",
+    "previous_response_id": "responses are not kept, so send the whole conversation in input",
+    "output_format": "give output_config.format",
     "lora": "merge the adapter into the checkpoint",
     "repeat_penalty": "give repetition_penalty",
     "sampling_seed": "give seed",
@@ -183,14 +201,18 @@ class Fields(msgspec.Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-def converted(kind: type[Struct], data: Any, unsupported: Mapping[str, tuple[object, ...]]) -> Struct:
-    """The request in `data`, which was read from JSON. Raises ApiError for fields of wrong types, and for those that
-    are `unsupported` and not at one of the values, given there, at which they ask for nothing."""
+def converted(kind: type[Struct], data: Any, known: KnownFields, note: Callable[[str], None]) -> Struct:
+    """The request in `data`, which was read from JSON. Raises ApiError for fields of wrong types, and for those of
+    `known` that are refused. `note` is told of those that are ignored."""
     if not isinstance(data, dict):
         raise ApiError(400, "the request's body must be a JSON object")
-    for name, idle in unsupported.items():
-        value = data.get(name)
-        if value is not None and name not in kind.__struct_fields__ and not any(value == v for v in idle):
+    for name, value in data.items():
+        idle = known.ignored.get(name, known.refused.get(name))
+        if idle is None or value is None or name in kind.__struct_fields__ or any(value == v for v in idle):
+            continue
+        if name in known.ignored:
+            note(f"{name}: {IGNORED}")
+        else:
             said = f"this field is not supported{f': {INSTEAD[name]}' if name in INSTEAD else ''}"
             raise invalid(name, said, "unsupported_parameter")
     return typed(kind, data)
@@ -204,9 +226,9 @@ def typed(kind: type[Struct], data: Any) -> Struct:
         raise of_validation(error) from None
 
 
-def read(kind: type[AnyFields], data: Any) -> AnyFields:
+def read(kind: type[AnyFields], data: Any, note: Callable[[str], None]) -> AnyFields:
     """The chat or completion that `data` asks for, as `converted`, with its counts checked."""
-    request = converted(kind, data, UNSUPPORTED)
+    request = converted(kind, data, KNOWN, note)
     if not 1 <= request.choices <= MOST_CHOICES:
         raise invalid("n", f"{request.choices} must be from 1 to {MOST_CHOICES}")
     if len(request.stops) > MOST_STOPS or not all(1 <= len(stop) <= LONGEST_STOP for stop in request.stops):
@@ -218,7 +240,7 @@ def read(kind: type[AnyFields], data: Any) -> AnyFields:
     return request
 
 
-def unknown(kind: type[msgspec.Struct], data: dict[str, Any], known: Collection[str]) -> list[str]:
+def unknown(kind: type[msgspec.Struct], data: dict[str, Any], known: KnownFields) -> list[str]:
     """The fields of `data` that are neither of `kind` nor `known`; they are ignored."""
     return [name for name in data if name not in kind.__struct_fields__ and name not in known]
 

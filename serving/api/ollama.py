@@ -16,21 +16,18 @@ import msgspec
 from umbra.executor.config.load import model_folder
 from umbra.serving.api import openai_chat, openai_completions
 from umbra.serving.api.errors import ApiError, invalid, renamed
-from umbra.serving.api.fields import converted
+from umbra.serving.api.fields import KnownFields, converted
 from umbra.serving.api.front import Front
 from umbra.serving.api.request_log import Usage
 from umbra.serving.api.sse import EventStream
 
 PATH = "/api"
 LATEST = ":latest"  # which Ollama's clients add to a model's name
-HARMLESS = frozenset({"keep_alive", "context"})
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "images": ([],),
-    "template": ("",),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-}
+KNOWN = KnownFields(
+    harmless=frozenset({"keep_alive", "context"}),
+    ignored={"logprobs": (False,), "top_logprobs": (0,)},
+    refused={"images": ([],), "template": ("",), "suffix": ("",)},
+)
 # Options by their names in OpenAI's API. The others tune Ollama's own engine.
 OPTIONS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")} | {
     "presence_penalty": "presence_penalty",
@@ -204,7 +201,7 @@ def own(error: ApiError) -> ApiError:
 def read(front: Front, kind: type[Any], data: Any) -> Any:
     """The request in `data` as a `kind`. Raises ApiError unless the model is served and known."""
     front.check_serving()
-    request = converted(kind, data, UNSUPPORTED)
+    request = converted(kind, data, KNOWN, front.note)
     front.check_model(request.model and request.model.removesuffix(LATEST))
     return request
 

@@ -31,7 +31,7 @@ from umbra.serving.api.structured import (
 from umbra.serving.ranks.messages import Ready
 from umbra.text import chat as conversations
 from umbra.text.formats import JSON_CALLS, THINK, THINK_END, OutputMarks
-from umbra.text.parser import reader
+from umbra.text.tool_prompt import renders_tools
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -45,6 +45,10 @@ RESERVED = frozenset(
 TemplateKwargs: TypeAlias = dict[str, str | int | float | bool | list[str] | None]
 REASONING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 UNREAD = "this model's chat template has no such switch, so it is ignored"
+NO_TOOLS = (
+    "this model's chat template has no tools: start the server with one that has (--chat-template FILE), or demand a "
+    "call by tool_choice required or a named one"
+)
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -67,6 +71,8 @@ class ChatRequest(Fields, kw_only=True):
     enable_thinking: bool | None = None
     thinking: bool | Thinking | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
 
@@ -93,7 +99,7 @@ class ReadChat:
     text: Text
     ready: Ready
     job: ServedJob
-    tools: list[dict[str, Any]]  # that the model may call
+    chat: conversations.Chat
     format: OutputMarks | None
     usage: Usage
     id: str
@@ -113,8 +119,8 @@ class ReadChat:
                     yield delta
 
     async def _deltas(self, index: int, pieces: AsyncGenerator[StreamPiece, None]) -> AsyncGenerator[ChatDelta, None]:
-        opened = self.text.tokenizer.opens_reasoning(self.job.request.ids)
-        parser = reader(self.format, self.tools, opened, self.text.splits)
+        ids, chat = self.job.request.ids, self.chat
+        parser = self.text.tokenizer.reader(self.format, ids, chat.tools, self.text.splits, chat.begun)
         call, call_id = -1, ""
         tokens: list[Token] = []
         async with aclosing(pieces):
@@ -152,20 +158,22 @@ async def prepare(front: Front, data: Any, salt: bytes) -> ReadChat:
 
 def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> ReadChat:
     """All that takes time for large requests; in a thread."""
-    request = read(ChatRequest, data)
+    request = read(ChatRequest, data, front.note)
     front.check_model(request.model)
-    messages = messages_of(request.messages)
+    messages = messages_of(request.messages, front.note)
     tools = tools_of(request)
     settings = settings_of(request, text, front.note)
     grammar = wanted_grammar(request, front.note)
     forced = _forced_tools(request, tools)
     if forced and grammar:
         raise invalid("tool_choice", "calls of tools are demanded, and a format of the content as well: leave one out")
+    continued = _continued(request)
+    if continued and (forced or grammar):
+        field = "tool_choice" if forced else grammar_field(request)
+        raise invalid(field, "the answer that is begun does not follow it: leave out continue_final_message")
     format = text.format
-    if tools and not forced and not _renders_tools(text):
-        raise invalid(
-            "tools", "this model's chat template has no tools; only tool_choice required or a named one works"
-        )
+    if tools and not forced and not _takes_tools(text):
+        raise invalid("tools", NO_TOOLS)
     if forced and not format:
         format = JSON_CALLS
     most_given, name = request.max_completion_tokens, "max_completion_tokens"
@@ -179,7 +187,8 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
     for i, message in enumerate(messages):
         check_length(message["content"], f"messages[{i}].content", text, ready)
     try:
-        ids, branches = text.tokenizer.chat_prompt(conversations.Chat(messages, tools, settings))
+        chat = conversations.Chat(messages, tools, settings, continued)
+        ids, branches = text.tokenizer.chat_prompt(chat)
     except UserError as error:
         raise of_chat(error) from None
     strict = [] if grammar or not any(tool["function"].get("strict") is True for tool in tools) else tools
@@ -194,7 +203,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
     job = job_of(request, ids, sampling, salt, tuple(tokens - dropped for tokens in branches if tokens > dropped))
     id_and_time = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-    return ReadChat(front, request, text, ready, job, tools, format, Usage(len(ids)), *id_and_time)
+    return ReadChat(front, request, text, ready, job, chat, format, Usage(len(ids)), *id_and_time)
 
 
 async def whole(chat: ReadChat) -> dict[str, Any]:
@@ -294,20 +303,31 @@ def _delta(delta: ChatDelta) -> dict[str, Any]:
     return {}
 
 
-def messages_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates read them, with texts as contents. Raises ApiError for what is no text."""
+def _continued(request: ChatRequest) -> bool:
+    """Says whether the model goes on with the last message."""
+    continued = bool(request.continue_final_message)
+    if continued and request.add_generation_prompt:
+        raise invalid("add_generation_prompt", "it begins another message: leave out continue_final_message")
+    if request.add_generation_prompt is False and not continued:
+        raise invalid("add_generation_prompt", "without it, continue_final_message: true is needed")
+    return continued
+
+
+def messages_of(given: list[dict[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The messages as templates read them, with texts as contents. `note` is told of parts of results that are no text,
+    in whose place something says so. Raises ApiError for others."""
     if not given:
         raise invalid("messages", "is missing or empty")
     if len(given) > MOST_MESSAGES:
         raise invalid("messages", f"{len(given)} messages are more than {MOST_MESSAGES}")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    return [_message(message, f"messages[{i}]", note) for i, message in enumerate(given)]
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, note: Callable[[str], None]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"{role!r:.40} is none of {', '.join(ROLES)}")
-    content = _text(message.get("content"), f"{where}.content")
+    content = _text(message.get("content"), f"{where}.content", note if role == "tool" else None)
     if ROLES[role] in ("system", "user") and message.get("content") is None:
         raise invalid(f"{where}.content", "is missing")
     for name in ("name", "tool_call_id"):
@@ -328,7 +348,16 @@ def of_chat(error: UserError) -> ApiError:
     return invalid(param, message) if re.match(r"(messages|tools)\[", param) else ApiError(400, str(error), "messages")
 
 
-def _text(content: Any, where: str) -> str:
+def unread(kind: object, where: str, note: Callable[[str], None] | None) -> str:
+    """The text in place of a part of a message that is none. Only results of tools may have such parts, since an agent
+    sends them again with each turn; `note` is for these. Raises ApiError for parts of other messages."""
+    if not note:
+        raise invalid(where, f"parts of type {kind!r:.40} are not supported: this model reads text")
+    note(f"parts of type {kind!r:.40} in results of tools are not shown to the model, which reads text")
+    return f"[{kind!s:.40}: not shown, because this model reads only text]"
+
+
+def _text(content: Any, where: str, note: Callable[[str], None] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -338,7 +367,8 @@ def _text(content: Any, where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal"):
-            raise invalid(f"{where}[{i}]", f"parts of type {kind!r:.40} are not supported: this model reads text")
+            texts.append(unread(kind, f"{where}[{i}]", note))
+            continue
         if not isinstance(text, str):
             raise invalid(f"{where}[{i}].{kind}", "must be a string")
         texts.append(text)
@@ -382,8 +412,10 @@ def _forced_tools(request: ChatRequest, tools: list[dict[str, Any]]) -> list[dic
     return named
 
 
-def _renders_tools(text: Text) -> bool:
-    return text.format is not None and "tools" in text.tokenizer.template
+def _takes_tools(text: Text) -> bool:
+    """Says whether the model is told of tools: by its chat template, or in a description."""
+    format = text.format
+    return format is not None and (renders_tools(text.tokenizer.template) or text.tokenizer.describes_tools(format))
 
 
 def settings_of(request: ChatRequest, text: Text, note: Callable[[str], None]) -> dict[str, Any]:

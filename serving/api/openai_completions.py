@@ -114,7 +114,7 @@ async def prepare(front: Front, data: Any, salt: bytes) -> ReadCompletion:
 
 def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> ReadCompletion:
     """All that takes time for large requests; in a thread."""
-    request = read(CompletionRequest, data)
+    request = read(CompletionRequest, data, front.note)
     front.check_model(request.model)
     if request.max_tokens is not None and request.max_tokens < 0:
         raise invalid("max_tokens", f"{request.max_tokens} must be at least 0")

@@ -34,7 +34,7 @@ async def tokenize(front: Front, data: Any) -> dict[str, Any]:
     front.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "give either prompt or messages")
-    messages = None if request.messages is None else messages_of(request.messages)
+    messages = None if request.messages is None else messages_of(request.messages, front.note)
     settings = settings_of(ChatRequest(chat_template_kwargs=request.chat_template_kwargs), text, front.note)
 
     def encoded() -> list[int]:

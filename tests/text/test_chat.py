@@ -142,6 +142,37 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
     assert tokenizer.opens_reasoning(tokenizer.encode_chat(Chat([USER], settings={"thinking": True})))
 
 
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{{ '<|im_start|>' ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
+)
+
+
+def test_system_messages_stand_where_the_template_takes_them(tmp_path: Path) -> None:
+    """Developer's messages are system messages. A template that takes only the first message gets one."""
+    turns = [(role, role) for role in ("system", "developer", "user", "system", "user", "assistant", "developer")]
+    messages = [{"role": role, "content": f"{said} {i}"} for i, (role, said) in enumerate(turns)]
+    write_tokenizer(tmp_path / "all", "qwen3")
+    write_tokenizer(tmp_path / "one", "qwen3", chat_template=ONE_SYSTEM)
+    texts = []
+    for folder in ("all", "one"):
+        tokenizer = tokenizer_in(tmp_path / folder)
+        texts.append(tokenizer.whole_text(tokenizer.encode_chat(Chat(messages))))
+    assert re.findall(r"im_start.>(\w+)\n", texts[0])[:-1] == [role.replace("developer", "system") for role, _ in turns]
+    assert texts[1] == (
+        "<|im_start|>system:system 0\n\ndeveloper 1<|im_end|>"
+        "<|im_start|>user:user 2\n\nsystem 3\n\nuser 4<|im_end|>"
+        "<|im_start|>assistant:assistant 5<|im_end|><|im_start|>user:developer 6<|im_end|>"
+    )
+
+
+def test_an_answer_behind_reasoning_that_the_prompt_ends_has_no_blank_lines(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "glm47")
+    tokenizer = tokenizer_in(tmp_path)
+    prompt = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
+    assert tokenizer.reader(tokenizer.format("auto"), prompt).whole("\n\nHello").content == "Hello"
+
+
 SAID = {"role": "assistant", "content": "I look.", "tool_calls": [call('{"city":"Ulm"}'), call({})]}
 LATER = [*LOOP[:3], SAID, {"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
 WEATHER_0 = json.dumps(ARGUMENTS)
