@@ -141,7 +141,12 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
         kind = GGMLQuantizationType[kinds(ours)]
         data = in_type(values, kind)
         writers[0].add_tensor(ours, data, raw_dtype=kind)
-        writers[1].add_tensor(ours, dequantize(data, kind).reshape(values.shape))
+        mean = dequantize(data, kind).reshape(values.shape)
+        if kind == GGMLQuantizationType.NVFP4:  # with a factor for each matrix
+            factors = np.arange(5, 5 + (len(values) if values.ndim == 3 else 1), dtype=np.float32) / 8
+            writers[0].add_tensor(ours.replace(".weight", ".scale"), factors)
+            mean = mean * factors.reshape(-1, *[1] * (values.ndim - 1))
+        writers[1].add_tensor(ours, mean)
     for writer in writers:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -158,7 +163,9 @@ def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
         columns, nbytes = GGML_QUANT_SIZES[kind]
         shape = *values.shape[:-1], values.shape[-1] // columns, nbytes
         blocks = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-        for at in HALVES[kind.name]:
+        if kind == GGMLQuantizationType.NVFP4:
+            blocks[..., :4] &= 31
+        for at in HALVES.get(kind.name, ()):
             blocks[..., at : at + 2] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
         return blocks.reshape(*shape[:-2], -1)
 

@@ -122,8 +122,29 @@ def float_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Writte
     return {"weight": stored, "weight_scale": scales}, stored.float() * scales
 
 
+def nvfp4(w: Tensor, group: int, bits: int, symmetric: bool, divided: bool = False) -> Written:
+    """`divided`: as compressed-tensors has it."""
+    groups = w.unflatten(1, (-1, 16))
+    whole = w.abs().max() / (6 * 448)
+    stored, factor = (1 / whole, 1 / (1 / whole)) if divided else (whole, whole)
+    scales = (groups.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+    wide, values = (factor * scales.float())[..., None], torch.tensor(E2M1)
+    codes = ((groups / wide)[..., None] - values).abs().argmin(-1).flatten(1).to(torch.uint8)
+    written = {"weight_scale": scales, "input_global_scale" if divided else "input_scale": torch.ones(1)}
+    written["weight_packed" if divided else "weight"] = codes[:, ::2] | codes[:, 1::2] << 4
+    written["weight_global_scale" if divided else "weight_scale_2"] = stored.view(1) if divided else stored
+    return written, (values[codes.int()].unflatten(1, (-1, 16)) * wide).flatten(1)
+
+
+def modelopt_fp8(w: Tensor) -> Written:
+    scale = w.abs().max() / 448
+    stored = (w / scale).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scale, "input_scale": torch.ones(())}, stored.float() * scale
+
+
 def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
-    weights: dict[str, Any] = {"num_bits": bits, "type": "float" if format == "float-quantized" else "int"}
+    floats = format in ("float-quantized", "nvfp4-pack-quantized")
+    weights: dict[str, Any] = {"num_bits": bits, "type": "float" if floats else "int"}
     weights |= {"symmetric": symmetric, "strategy": {-1: "channel", 0: "tensor"}.get(group, "group")}
     weights |= {"group_size": group if group > 0 else None, "actorder": None, "dynamic": False}
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if format == "w8a8" else None
@@ -142,6 +163,7 @@ WRITERS |= {"pack-quantized": pack_quantized, "int-quantized": int_quantized, "f
 WRITERS |= {"w8a8": int_quantized, "fp8": fp8, "auto_round:auto_gptq": gptq, "auto_round": gptq}
 WRITERS |= {"auto_round:auto_awq": awq, "desc_act": partial(gptq, ordered=True)}
 WRITERS |= {"actorder": partial(pack_quantized, ordered=True)}
+WRITERS |= {"modelopt": nvfp4, "nvfp4-pack-quantized": partial(nvfp4, divided=True)}
 
 
 def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
@@ -160,6 +182,9 @@ def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, 
         common = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         gates = [f"model.layers.{i}.mlp.gate" for i in range(2)]
         return common | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", *gates]}
+    if format == "modelopt":
+        common = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": None}
+        return common | {"ignore": ["lm_head", "model.layers.*.mlp.gate"]}
     if format == "actorder":
         config = compressed_config("pack-quantized", group, bits, symmetric)
         config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
@@ -240,7 +265,11 @@ def mxfp4_tiny(model: Path, to: Path) -> Path:
 
 
 def nested(kind: str, rows: int, columns: int, group: int = 256) -> Nested:
-    """Random rows in one of GGUF's formats whose scales have scales, of weights below 4."""
+    """Random rows in one of the formats whose scales have scales, of weights below 4."""
+    if kind == "nvfp4":
+        scales = torch.randint(0x28, 0x38, (rows, columns // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        levels = torch.randint(16, (rows, columns), dtype=torch.uint8)
+        return Nested(SPECS[kind], levels, scales, None, torch.rand(rows, 1) / 2)
     bits = {"q5_k": 5, "q6_k": 6}.get(kind, 4)
     lowest, unit, top = (0, 32, 64) if kind in ("q4_k", "q5_k") else (-128, 16, 128) if bits == 6 else (-32, 32, 32)
     scales = torch.randint(lowest, top, (rows, columns // unit)).to(torch.int8)

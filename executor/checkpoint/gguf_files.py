@@ -57,7 +57,7 @@ class GgufFiles:
         mapped = mapped.reshape(*rows[:-1], rows[-1] // columns, nbytes)
         *outer, last = (slice(*cut.indices(size)) for cut, size in zip(part, view.shape, strict=True))
         if view.expert is not None:
-            mapped = mapped[view.expert]
+            mapped = mapped[view.expert : view.expert + 1] if mapped.ndim == 2 else mapped[view.expert]
             outer[:1] = [slice(cut.start + view.first_row, cut.stop + view.first_row) for cut in outer[:1]]
         blocks = slice(last.start // columns, -(-last.stop // columns))
         if view.rows:

@@ -25,13 +25,16 @@ from umbra.ops.formats.rows import Alternating
 SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",
     "weight_scale": "compressed-tensors' int-quantized or float-quantized, or modelslim's",
+    "weight_scale_2": "modelopt's NVFP4",
     "qweight": "AWQ's or GPTQ's",
     "g_idx": "GPTQ's",
     "weight_scale_inv": "block-scaled FP8's",
 }
+UNREAD = "scales of activations are not used: activations are rounded with scales of their own"
 CONTRADICTION = "modules are not stored as the config says; they are read as the files store them"
 # Of a KV cache in FP8 or int8 (C8), which is no part of the weights.
 KV_SCALES = (".k_scale", ".v_scale", ".kv_cache_scale", ".kv_cache_offset")
+INPUT_SCALES = (".input_scale", ".input_global_scale")  # of activations, which are rounded by themselves
 
 Ignores = Callable[[str], bool]  # whether the model does not use the tensor of this name, although it may be there
 
@@ -45,6 +48,9 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
         raise UserError(f"{files.folder}: {len(names)} {problem}: {listed(names)}")
     if odd := contradictions(wanted, scheme):
         print(f"warning: {files.folder}: {len(odd)} {CONTRADICTION}: {listed(odd)}")
+    needed = {tensor for weight in stored.values() for tensor in weight.tensors}
+    if unread := sorted(name for name in files.file_of if name.endswith(INPUT_SCALES) and name not in needed):
+        print(f"{files.folder}: {len(unread)} {UNREAD}: {listed(unread)}")
     strange: list[str] = []  # tensors with values that are not finite
     mine = {name: sum(p.kept_elements for p in pieces) / prod(pieces[0].shape) for name, pieces in wanted.items()}
     total = sum(share * files.nbytes(tensor) for name, share in mine.items() for tensor in stored[name].tensors)
@@ -147,8 +153,10 @@ def _finite(part: Tensor | Quantised | Alternating) -> bool:
 
 def ignorable(names: Iterable[str], ignores: Ignores) -> set[str]:
     """Returns the tensors that a checkpoint may hold although no weight is read from them: what the model ignores, the
-    rotary frequencies that older tools wrote, which the config determines, and scales of the KV cache."""
-    return {name for name in names if ignores(name) or name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
+    rotary frequencies that older tools wrote, which the config determines, and scales of the KV cache and of
+    activations."""
+    endings = ".rotary_emb.inv_freq", *KV_SCALES, *INPUT_SCALES
+    return {name for name in names if ignores(name) or name.endswith(endings)}
 
 
 def problems_of(
@@ -166,11 +174,11 @@ def problems_of(
                 absent += [] if need.optional else [tensor]
                 continue
             shape, kind = files.header(tensor)
-            if shape != need.shape:
+            if not need.fits(shape):
                 wrong.append(f"{tensor} has shape {list(shape)}, expected {list(need.shape)}")
             if kind not in need.types:
                 wrong.append(f"{tensor} has type {kind}, expected one of {', '.join(need.types)}")
-            fits = shape == need.shape and kind in need.types
+            fits = need.fits(shape) and kind in need.types
             if fits and need.zeros and tensor not in read and files(tensor, slice(None)).any():
                 unknown.add(tensor)
         signs = [(f"{module}.{sign}", whose) for sign, whose in SIGNS.items()]

@@ -2,7 +2,7 @@
 names of layers that several families share."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from umbra.base.errors import UserError
@@ -16,6 +16,7 @@ WHOLE = {
     "output.weight": "lm_head.weight",
 }
 LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(ssm_a|[\w.]+\.(?:weight|bias))")
+FACTOR = ".scale"  # the last name of a tensor with a number for a whole matrix, or for each expert of a stack
 # Parts of families' tables: the module of a layer's tensors `KEY.weight` and `KEY.bias`, or the path of a tensor `KEY`.
 AFTER_ATTENTION = "post_attention_layernorm"
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": AFTER_ATTENTION}
@@ -114,19 +115,22 @@ class View:
 def views_of(
     tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str, tiled: Tiled | None = None
 ) -> dict[str, View]:
-    """Returns the view of each weight, by the model's name. Copies are left out, as are tensors of the layers
+    """Returns the view of each weight, by the model's name, and of factors of these, whose name ends with `FACTOR` in
+    place of ".weight". Copies are left out, as are tensors of the layers
     `predicting`, which predict further tokens, but for the first if the model has it; one that is unknown keeps its
     name. `tiled` is the order of value heads, behind queries and keys, if it is not the model's. Raises UserError,
     which `where` begins, for two tensors of one weight.
     """
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
+        if _is_factor(tensor, tensors):
+            continue
         layer = LAYER.fullmatch(tensor)
         number = int(layer[1]) if layer else -1
         mtp = names.mtp if number in predicting[:1] else None
         if layer and (_is_copy(layer, tensors) or (number in predicting and mtp is None)):
             continue
-        for ours, view in _views(tensor, info.shape, names, layer, mtp):
+        for ours, view in _with_factors(tensors, _views(tensor, info.shape, names, layer, mtp)):
             if ours in views:
                 raise UserError(f"{where}: {tensor} and {views[ours].tensor} are two tensors of one weight, {ours}")
             if len(views) >= MOST_NAMES:
@@ -134,6 +138,22 @@ def views_of(
             _, _, last = ours.partition(".linear_attn.")
             views[ours] = in_order(tiled, last, view) if tiled and last else view
     return views
+
+
+def _is_factor(tensor: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    of = tensors.get(f"{tensor.removesuffix(FACTOR)}.weight") if tensor.endswith(FACTOR) else None
+    return of is not None and of.kind == "NVFP4" and len(tensors[tensor].shape) == 1
+
+
+def _with_factors(tensors: Mapping[str, TensorInfo], views: Iterable[tuple[str, View]]) -> Iterator[tuple[str, View]]:
+    """The weights of a tensor, and the factor of each that has one."""
+    for ours, view in views:
+        yield ours, view
+        factor = view.tensor.removesuffix(".weight") + FACTOR
+        if factor in tensors and _is_factor(factor, tensors):
+            shape = tensors[factor].shape
+            expert = view.expert if shape != (1,) else None
+            yield ours.removesuffix(".weight") + FACTOR, View(factor, shape if expert is None else (1,), expert)
 
 
 def _is_copy(match: re.Match[str], tensors: Mapping[str, TensorInfo]) -> bool:

@@ -32,7 +32,6 @@ NOT_READ = {
     36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
-    40: "NVFP4",
     41: "Q1_0",
 }
 FIRST_OF_IK = 97  # from here on, types that only ik_llama.cpp has

@@ -49,6 +49,7 @@ def plane_bytes(rows: int, columns: int, format: Format, biased: bool) -> list[i
     groups = weights // format.group if format.group else 0
     if spec.nesting:
         scales = groups * spec.nesting.group_bytes + weights // BLOCK * spec.nesting.block_bytes
+        scales += rows * spec.nesting.row_bytes
     else:
         scales = groups * _scale_type(spec).itemsize
     return [weights * spec.bits // 8, scales, groups if format.zeros else 0, 4 * rows * biased]
@@ -103,7 +104,7 @@ class MatrixView:
         if spec.quantise and not keep:
             part, keep = spec.quantise(floats(part), self.format.group), True
         if not keep and spec.nesting:
-            raise UserError(f"{self.format.kind} holds a GGUF file's own rows only: set quantization.method: q8 or q4")
+            raise UserError(f"{self.format.kind} holds a checkpoint's own rows only: set quantization.method: q8 or q4")
         if isinstance(part, Quantised) and not keep and _only_kept(part):
             part = part.floats()
         rows, columns = part.shape
@@ -131,7 +132,9 @@ def given_of(part: Tensor | Quantised) -> "Given":
         if data.stride()[1:] != (data.shape[2], 1):
             raise TypeError(f"blocks {tuple(data.shape)} {data.stride()} are not of neighbours")
         address = pointer(data, torch.uint8, contiguous=False)
-        return native.Given(address=address, type=part.of.type, row=data.stride(0), skipped=part.of.skipped)
+        return native.Given(
+            address=address, type=part.of.type, row=data.stride(0), skipped=part.of.skipped, factor=part.of.factor
+        )
     scales, zeros, of_scales, of_zeros, group, middle = *(elements(None) for _ in range(4)), 0, 0
     if isinstance(part, Nested):
         of_scales, of_zeros = elements(part.d), elements(part.dmin)

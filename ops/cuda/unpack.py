@@ -58,7 +58,12 @@ def _levels(quants: Tensor, format: Format, shape: tuple[int, ...]) -> Tensor:
 def _scaled(values: Tensor, scales: Tensor, zeros: Tensor, format: Format) -> Tensor:
     """`values` (count, row blocks, ROWS, columns) with zero points taken off, times their scales."""
     spec, lead, groups = format.spec, values.shape[:2], values.shape[-1] // format.group
-    if nesting := spec.nesting:
+    if (nesting := spec.nesting) and nesting.of_rows:
+        by_block = scales.reshape(*lead, -1)
+        of_rows = by_block[..., : 4 * ROWS].reshape(-1).view(torch.float32).view(*lead, 1, ROWS)
+        e4m3 = by_block[..., 4 * ROWS :].reshape(-1).view(torch.float8_e4m3fn).float()
+        return _by_column(of_rows * e4m3.view(*lead, -1, ROWS), values) * values
+    if nesting:
         halves = nesting.group_bytes // 2
         by_group = scales.reshape(*lead, groups, -1)
         of_scales = by_group[..., : 2 * ROWS * halves].reshape(-1).view(torch.float16).float()

@@ -22,6 +22,7 @@ class Undecoded:
     columns: int
     kept: Format | None  # the format that keeps them
     decode: "Callable[[Tensor], Tensor | Quantised]"  # all columns of blocks, as levels or as floats
+    factor: float = 1.0  # of all weights, which a tensor of its own holds
 
     @cached_property
     def decoded(self) -> "Tensor | Quantised":

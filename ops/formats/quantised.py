@@ -74,12 +74,12 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Nested(Quantised):
-    """m rows in one of GGUF's formats whose scales have scales: w = (d * scale) * (value of the level - middle)
+    """m rows in one of the formats whose scales have scales: w = (d * scale) * (value of the level - middle)
     - dmin * minimum, all in float32. `scales` are bytes, one for each `columns` of the format's `Nesting`, unsigned
-    with minimums and else signed. `zeros` are the minimums, uint8 (m, K / 32). d and dmin are the same for `group`
-    columns, which `columns` makes smaller where it cuts."""
+    with minimums and else signed, or e4m3 floats. `zeros` are the minimums, uint8 (m, K / 32). d and dmin are the same
+    for `group` columns, which `columns` makes smaller where it cuts."""
 
-    d: "Tensor"  # (m, K / group) float16
+    d: "Tensor"  # (m, K / group) float16; of e4m3 floats (m, 1) float32
     dmin: "Tensor | None" = None
 
     @property
@@ -88,7 +88,8 @@ class Nested(Quantised):
 
     @property
     def finite(self) -> bool:
-        return all(bool(x.isfinite().all()) for x in (self.d, self.dmin) if x is not None)
+        floats = self.d, self.dmin, self.scales.float()
+        return all(bool(x.isfinite().all()) for x in floats if x is not None)
 
     def fits(self, format: Format) -> bool:
         return format.kind == self.spec.name and self.group % format.group == 0
@@ -139,7 +140,7 @@ def floats(part: "Tensor | Quantised") -> "Tensor":
 
 
 def _times(halves: "Tensor", bytes_: "Tensor") -> "Tensor":
-    """Each byte times the half of its group."""
+    """Each byte times the float of its group."""
     return halves.float().repeat_interleave(bytes_.shape[1] // halves.shape[1], 1) * bytes_.float()
 
 

@@ -30,14 +30,20 @@ class BlockType:
 @dataclass(frozen=True)
 class Nesting:
     """Scales that have scales: `columns` neighbours share a byte, which a float16 of their group multiplies. With
-    `minimums`, 32 columns also share a byte of a second kind with a float16 of its own, which is subtracted."""
+    `minimums`, 32 columns also share a byte of a second kind with a float16 of its own, which is subtracted. With
+    `of_rows` the bytes are e4m3 floats, and a float32 of each row multiplies them."""
 
     columns: int
     minimums: bool = False
+    of_rows: bool = False
 
     @property
     def group_bytes(self) -> int:
-        return 4 if self.minimums else 2
+        return 0 if self.of_rows else 4 if self.minimums else 2
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.of_rows
 
     @property
     def block_bytes(self) -> int:

@@ -40,7 +40,7 @@ ROW = Row(
     offload=dict(num_hidden_layers=2, head_dim=8),
     gguf={"swiglu_limit": 7.0},
     gguf_wide={"swiglu_limit": 7.0},
-    kept=[("Q4_1 MXFP4 Q8_0 Q5_K", "q4_k mxfp4 q8 q5_k"), ("Q8_0 Q8_0 F16 F16", "q8 q8 float32 float32")],
+    kept=[("Q4_1 MXFP4 Q8_0 Q5_K", "q4_k mxfp4 q8 q5_k"), ("NVFP4 Q8_0 NVFP4 F16", "nvfp4 q8 nvfp4 float32")],
     ascend=dict(head_dim=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=64),
     inner="intermediate_size",
 )

@@ -77,6 +77,7 @@ ROW = Row(
     },
     offload={},
     kept=[
+        ("NVFP4 NVFP4 NVFP4 Q8_0", "nvfp4 nvfp4 nvfp4 q8"),
         ("Q4_0 Q4_0 Q8_0 Q8_0", "q4 q4 q8 q8"),
         ("Q4_K Q6_K Q4_K Q6_K", "q4_k q6_k q4_k q6_k"),
         ("MXFP4 Q5_K Q5_0 Q5_1", "mxfp4 q5_k q5_k q5_k"),

@@ -120,6 +120,13 @@ def quantization(folder: Path) -> Target:
         compressed("pack-quantized", strategy="group", group_size=32),
         compressed("mixed-precision", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
         compressed("int-quantized", num_bits=8, strategy="channel"),
+        compressed("nvfp4-pack-quantized", type="float", group_size=16),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate*"]},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a.b": {"quant_algo": "FP8"}},
+        },
     ]
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
 

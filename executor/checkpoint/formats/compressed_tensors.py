@@ -1,5 +1,5 @@
-"""compressed-tensors: pack-quantized, int-quantized, and float-quantized (fp8.py); or several of them, each for a group
-of modules.
+"""compressed-tensors: pack-quantized, int-quantized, float-quantized (fp8.py) and nvfp4-pack-quantized (nvfp4.py); or
+several of them, each for a group of modules.
 
 pack-quantized  weight_packed int32 (N, ceil(K bits / 32)), weight_shape int64 (2), weight_scale (N, K / group) and,
                 with zero points, weight_zero_point int32 (ceil(N bits / 32), K / group), packed along N
@@ -15,6 +15,7 @@ from torch import Tensor
 from umbra.base.errors import UserError
 from umbra.executor.checkpoint.formats.bitpack import covering, groups_of, order_in
 from umbra.executor.checkpoint.formats.fp8 import BLOCK, SHARING, Fp8Matrix
+from umbra.executor.checkpoint.formats.nvfp4 import GROUP, Nvfp4Matrix
 from umbra.executor.checkpoint.formats.patterns import target, vagueness
 from umbra.executor.checkpoint.formats.scheme import (
     Encoding,
@@ -32,7 +33,8 @@ from umbra.ops.formats.quantised import Quantised
 from umbra.ops.formats.w8a8 import W8A8
 from umbra.ops.words import Words
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+NVFP4 = "nvfp4-pack-quantized"
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", NVFP4)
 MIXED = "mixed-precision"  # each group has a format of its own
 MOST_GROUPS = 16
 
@@ -67,6 +69,11 @@ class CompressedTensors(Scheme):
 
 def _encoding(format: str, weights: HfConfig, inputs: HfConfig | None) -> Encoding:
     """Returns the encoding of a group of modules in `format`, which may say how `inputs` are rounded."""
+    if format == NVFP4:
+        weights.one_of("num_bits", allowed=(4,))
+        weights.one_of("type", allowed=("float",))
+        weights.one_of("group_size", allowed=(GROUP,))
+        return Nvfp4Matrix(divided=True)
     if format != "float-quantized":
         return Integers(format, weights, inputs)
     weights.one_of("num_bits", allowed=(8,))

@@ -11,6 +11,7 @@ from umbra.executor.checkpoint.formats.compressed_tensors import CompressedTenso
 from umbra.executor.checkpoint.formats.fp8 import Fp8, Fp8Matrix
 from umbra.executor.checkpoint.formats.gguf import GgufScheme
 from umbra.executor.checkpoint.formats.gptq import Gptq
+from umbra.executor.checkpoint.formats.modelopt import FILE, ModelOpt
 from umbra.executor.checkpoint.formats.modelslim import Modelslim
 from umbra.executor.checkpoint.formats.mxfp4 import Mxfp4
 from umbra.executor.checkpoint.formats.scheme import Scheme, Unquantised
@@ -25,6 +26,8 @@ SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
     "auto-round": AutoRound,
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
+    "modelopt": ModelOpt,
+    "modelopt_fp4": ModelOpt,
     "mxfp4": Mxfp4,
 }
 
@@ -35,7 +38,7 @@ def read_scheme(folder: Path) -> Scheme:
         return GgufScheme(read_index(folder))
     config = HfConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     description = description_in(folder)
-    scheme = Modelslim(description) if description else _said(config)
+    scheme = Modelslim(description) if description else _said(config) or _beside(folder)
     scheme.aliases = aliases_of(config.data)
     scheme.names = names_in(folder, scheme.aliases)
     # Matrices of an FP8 original may have been left next to those that were quantised again.
@@ -45,10 +48,16 @@ def read_scheme(folder: Path) -> Scheme:
     return scheme
 
 
-def _said(config: HfConfig) -> Scheme:
+def _said(config: HfConfig) -> Scheme | None:
     for holder, key in itertools.product((config, config.text), ("quantization_config", "compression_config")):
         if holder.value(key) is not None:
             inner = holder.inner(key)
             method = inner.one_of("quant_method", allowed=tuple(SCHEMES))
             return SCHEMES[method](inner)
-    return Unquantised()
+    return None
+
+
+def _beside(folder: Path) -> Scheme:
+    """The format that a file of modelopt's says, if there is one."""
+    path = folder / FILE
+    return ModelOpt(HfConfig(read_json(path), str(path)).inner("quantization")) if path.is_file() else Unquantised()

@@ -39,7 +39,7 @@ class Fp8Matrix(Encoding):
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
             down, in_rows = covering(outputs, tall)
             right, cut = groups_of(inputs, wide)
-            stored_scales = fetch(scale, down)[:, None] if self.rows < 0 else fetch(scale, down, right)
+            stored_scales = fetch(scale).view(1, 1) if self.rows < 0 else fetch(scale, down, right)
             scales = stored_scales.float().repeat_interleave(tall, 0)[in_rows]
             return Quantised(F8, levels=fetch(weight, outputs, inputs), scales=cut(scales), zeros=None)
 

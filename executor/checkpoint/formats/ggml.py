@@ -8,6 +8,7 @@ kept formats (ops/cpu/csrc/kernels/blocks.cpp) goes from the blocks to its own l
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from umbra.models.gguf.types import FLOATS
 from umbra.ops.formats import SPECS, Format, FormatSpec
 from umbra.ops.formats.iq4 import IQ4
 from umbra.ops.formats.mxfp4 import MXFP4
+from umbra.ops.formats.nvfp4 import NVFP4
 from umbra.ops.formats.q4 import Q4
 from umbra.ops.formats.q4_k import Q4_K
 from umbra.ops.formats.q5_k import Q5_K
@@ -38,12 +40,15 @@ KEPT, ROUNDED = _formats(exact=True), _formats(exact=False)
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def values_of(kind: str, blocks: Tensor) -> Tensor | Quantised:
+def values_of(kind: str, blocks: Tensor, factor: float = 1.0) -> Tensor | Quantised:
     """The rows in their format if it keeps them, else as floats: the three float types in their own type, the others in
-    float32."""
+    float32. `factor`: of all weights, in a format that keeps it."""
     if kind in FLOATS:
         return blocks.flatten(1).view(FLOAT_TYPES[kind])
-    return quantised(kind, blocks) if kind in KEPT else DEQUANTISED[kind](blocks).flatten(1)
+    if kind not in KEPT:
+        return DEQUANTISED[kind](blocks).flatten(1)
+    values = quantised(kind, blocks)
+    return values if factor == 1 or not isinstance(values, Nested) else replace(values, d=values.d * factor)
 
 
 def quantised(kind: str, blocks: Tensor) -> Quantised:
@@ -63,6 +68,13 @@ def _mxfp4(blocks: Tensor) -> Quantised:  # its table is doubled, and its expone
     return Quantised(
         MXFP4, _row(_nibbles(blocks[..., 1:])), blocks[..., 0].contiguous().view(torch.float8_e8m0fnu), None
     )
+
+
+def _nvfp4(blocks: Tensor) -> Nested:  # its table is doubled, and its scales are halved
+    """Eight bytes are sixteen columns. A scale of 0x7f is 0."""
+    scales = blocks[..., :4] & 0x7F
+    scales = torch.where(scales == 0x7F, 0, scales).flatten(1).view(torch.float8_e4m3fn)
+    return Nested(NVFP4, _row(_pieces(blocks[..., 4:], 8, 4)), scales, None, torch.ones(len(blocks), 1))
 
 
 def _iq4_nl(blocks: Tensor) -> Nested:
@@ -172,6 +184,7 @@ LEVELS: dict[str, Callable[[Tensor], Quantised]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
     "Q4_1": _with_minimum,
     "Q5_0": _q5_0,
     "Q5_1": _with_minimum,

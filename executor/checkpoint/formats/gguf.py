@@ -14,10 +14,11 @@ from umbra.executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
 from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
 from umbra.models.gguf.container import TensorInfo
 from umbra.models.gguf.folder import Index
-from umbra.models.gguf.names import Tiled
+from umbra.models.gguf.names import FACTOR, Tiled
 from umbra.models.gguf.types import BY_NAME, FLOATS, TYPES
-from umbra.ops.formats import Format
+from umbra.ops.formats import FORMATS, Format
 from umbra.ops.formats.ggml import Blocks, Undecoded
+from umbra.ops.formats.nvfp4 import NVFP4
 from umbra.ops.formats.quantised import Nested, Quantised, floats
 from umbra.ops.formats.rows import Alternating
 
@@ -123,7 +124,15 @@ class GgufScheme(Scheme):
 
 def in_blocks(name: str, shape: tuple[int, ...], kind: str) -> Stored:
     """A weight of any shape, each of whose rows is so many blocks."""
-    return Stored({name: Needed(shape, (kind,))}, partial(part_of, name, kind))
+    needed = {name: Needed(shape, (kind,))}
+    if KEPT.get(kind) == FORMATS[NVFP4.name]:
+        needed[factor_of(name)] = Needed(shape[:-2] or (1,), ("F32",), optional=True)
+    return Stored(needed, partial(part_of, name, kind))
+
+
+def factor_of(name: str) -> str:
+    """The name of the number that all of a weight is multiplied by."""
+    return name.removesuffix(".weight") + FACTOR
 
 
 def part_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quantised:
@@ -131,9 +140,13 @@ def part_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quanti
     start = columns.start // block * block
     first, end = columns.start - start, columns.stop - start
     data = fetch(name, *part).flatten(0, -3)
+    factor = 1.0
+    if (own := factor_of(name)) in fetch:
+        factor = floats_of(own, "F32", fetch, part[0] if part[2:] else slice(0, 1)).item()
+    decode = partial(values_of, kind, factor=factor)
     if kind not in FLOATS and first % BLOCK == end % BLOCK == 0:
-        return Blocks(Undecoded(NUMBERS[kind], data, first, end - first, KEPT.get(kind), partial(values_of, kind)))
-    return floats(values_of(kind, data))[:, first:end].reshape([cut.stop - cut.start for cut in part])
+        return Blocks(Undecoded(NUMBERS[kind], data, first, end - first, KEPT.get(kind), decode, factor))
+    return floats(decode(data))[:, first:end].reshape([cut.stop - cut.start for cut in part])
 
 
 def of_heads(heads: Tiled, name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quantised:
@@ -158,10 +171,8 @@ def keys_and_values(names: Sequence[tuple[str, TensorInfo]], shape: tuple[int, .
     rows, columns = shape
     heads, key = of_keys.shape[0], of_keys.shape[-1]
     per_head = rows // heads if rows % heads == 0 else 0
-    needed = {
-        k: Needed((heads, columns, key), (of_keys.kind,)),
-        v: Needed((heads, per_head - key, columns), (of_values.kind,)),
-    }
+    needed = in_blocks(k, (heads, columns, key), of_keys.kind).tensors
+    needed |= in_blocks(v, (heads, per_head - key, columns), of_values.kind).tensors
 
     def read(fetch: Fetch, part: slice, columns: slice) -> Tensor:
         whole = slice(part.start // per_head, -(-part.stop // per_head))
@@ -182,4 +193,5 @@ def alternating(gates: str, ups: str, shape: tuple[int, ...], kinds: tuple[str, 
         return Alternating(even, odd)
 
     half = shape[0], shape[1] // 2, *shape[2:]
-    return Stored({name: Needed(half, (kind,)) for name, kind in zip((gates, ups), kinds, strict=True)}, read)
+    stored = (in_blocks(name, half, kind) for name, kind in zip((gates, ups), kinds, strict=True))
+    return Stored({name: need for one in stored for name, need in one.tensors.items()}, read)

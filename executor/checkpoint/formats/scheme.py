@@ -32,13 +32,17 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Needed:
-    """The shape that a tensor of the checkpoint must have, and the types that it may have, by safetensors' names. One
-    of `zeros` has no meaning, unless it is also a weight of its own; all of its values must then be zero."""
+    """The shape that a tensor of the checkpoint must have, and the types that it may have, by safetensors' names. A
+    single number may also have none. One of `zeros` has no meaning, unless it is also a weight of its own; all of its
+    values must then be zero."""
 
     shape: tuple[int, ...]
     types: tuple[str, ...] = FLOATS
     optional: bool = False
     zeros: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return shape == self.shape or (self.shape == (1,) and shape == ())
 
 
 @dataclass(frozen=True)

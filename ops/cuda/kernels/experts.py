@@ -22,7 +22,7 @@ from umbra.ops.formats import Format
 from umbra.ops.formats.mxfp4 import E2M1
 
 FLOATS, BYTES, NIBBLES, E4M3 = 0, 1, 2, 3  # how quants are stored
-NONE, HALVES, WIDE, EXPONENTS, NESTED, MINIMUMS, SIXTEENS = 0, 1, 2, 3, 4, 5, 6  # kinds of scales
+NONE, HALVES, WIDE, EXPONENTS, NESTED, MINIMUMS, SIXTEENS, OF_ROWS = 0, 1, 2, 3, 4, 5, 6, 7  # kinds of scales
 NUMBERS, FLOAT_CODES, TABLE_CODES = 0, 1, 2  # what levels stand for: themselves, e2m1, the table of iq4
 
 
@@ -71,6 +71,17 @@ def _scale(
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
         scale = bits.to(tl.float32, bitcast=True)
         return scale, scale, scale
+    elif SCALES == 7:  # behind a float for each row, two e4m3 floats for each block
+        behind = row_block * (64 + K)
+        of_row = tl.load(floats + _aligned(at, 4) + behind // 4 + r, mask=mask, other=0)
+        of_row *= 1329227995784915872903807060280344576.0
+        both = memory + _aligned(at, 1) + behind + 64 + block * 32 + r
+        low = tl.load(both, mask=mask, other=0).to(tl.int32)
+        high = tl.load(both + 16, mask=mask, other=0).to(tl.int32)
+        # The bits of an e4m3 float stand in those of a float32 whose bias is 127 in place of 7: 2^120.
+        low = (((low << 24) >> 4) & -2014314496).to(tl.float32, bitcast=True)
+        high = (((high << 24) >> 4) & -2014314496).to(tl.float32, bitcast=True)
+        return of_row * low, of_row * high, of_row
     else:
         HALVES_OF: tl.constexpr = 2 if SCALES == 5 else 1
         BYTES_OF: tl.constexpr = 1 if SCALES == 4 else 2
@@ -210,13 +221,13 @@ def _sums(
                     x_high = tl.load(column + 16 + c, mask=inside, other=0).to(tl.float32) * factor
                     part += _product(lows, x_low[:, None], zero, 8 * c, MASK, CODES)
                     of_high = _product(highs, x_high[:, None], zero, 8 * c + UPPER, MASK, CODES)
-                    if SCALES == 6:
+                    if SCALES >= 6:
                         other += of_high
                     else:
                         part += of_high
                     seen += x_low + x_high
                 sums += part * low
-                if SCALES == 6:
+                if SCALES >= 6:
                     sums += other * high
                 if SCALES == 5:
                     sums -= minimum * seen[:, None]
@@ -314,6 +325,8 @@ def kind_of_scales(format: Format) -> int:
     if not spec.quantised:
         return NONE
     if nesting := spec.nesting:
+        if nesting.of_rows:
+            return OF_ROWS
         return MINIMUMS if nesting.minimums else SIXTEENS if nesting.columns == 16 else NESTED
     return {"float16": HALVES, "float32": WIDE, "uint8": EXPONENTS}[spec.scale_type]
 

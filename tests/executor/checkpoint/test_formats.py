@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.quantised import mxfp4_tiny, quantise_tiny
+from tests.quantised import modelopt_fp8, mxfp4_tiny, quantise_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from umbra.base.errors import UserError
 from umbra.commands.logits import prefill_logits
@@ -50,6 +50,7 @@ FORMATS += [("float-quantized", -1, 8, True, True), ("float-quantized", 0, 8, Tr
 FORMATS += [("auto_round:auto_gptq", 128, 4, True, True), ("auto_round", 64, 4, False, True)]
 FORMATS += [("auto_round:auto_awq", 32, 4, False, True), ("desc_act", 64, 4, False, False)]
 FORMATS += [("actorder", 128, 8, True, False)]
+FORMATS += [("modelopt", 16, 4, True, True), ("nvfp4-pack-quantized", 16, 4, True, True)]
 IDS = [f"{name}-{bits}bit-g{group}-{'sym' if sym else 'asym'}" for name, group, bits, sym, _ in FORMATS]
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
 
@@ -123,7 +124,9 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
     return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
 
 
-@pytest.mark.parametrize("format", ["awq", "int-quantized", "w8a8", "float-quantized", "fp8", "desc_act", "actorder"])
+@pytest.mark.parametrize(
+    "format", ["awq", "int-quantized", "w8a8", "float-quantized", "fp8", "desc_act", "actorder", "modelopt"]
+)
 def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None:
     """Also where the columns of a rank begin inside a quantisation group of 128, or its rows inside a packed word."""
     rows = format.endswith("-quantized") or format == "w8a8"
@@ -133,6 +136,36 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None
     sections: dict[str, Any] = {"world_size": 4, "quantization": {"method": "none" if "act" in format else "auto"}}
     for rank in range(4):
         assert_kept(built(tmp_path / "quantised", rank, **sections), means, kept="act" not in format)
+
+
+def test_modelopt_mixes_and_may_say_so_in_a_file_of_its_own(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention in FP8, experts in NVFP4, each matrix with a float32 of its own."""
+    floats = quantise_tiny(model, tmp_path / "quantised", "modelopt")
+    tensors, means = (load_file(folder / "model.safetensors") for folder in (tmp_path / "quantised", floats))
+    layers = {}
+    for name in [name for name in means if name.removesuffix(".weight") + ".weight_scale_2" in tensors]:
+        module = name.removesuffix(".weight")
+        layers[module] = {"quant_algo": "NVFP4", "group_size": 16}
+        if ".self_attn." in name:
+            layers[module] = {"quant_algo": "FP8"}
+            del tensors[f"{module}.weight_scale_2"]
+            written, means[name] = modelopt_fp8(load_file(model / "model.safetensors")[name])
+            tensors |= {f"{module}.{kind}": tensor for kind, tensor in written.items()}
+    save_file(tensors, tmp_path / "quantised" / "model.safetensors")
+    config = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    said = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": layers}
+    beside = tmp_path / "quantised" / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    assert_kept(built(tmp_path / "quantised"), means, kept=True)
+    assert "56 scales of activations are not used: activations are rounded with scales" in capsys.readouterr().out
+    said["quantized_layers"] = {"model.layers.0.self_attn.q_proj": {"quant_algo": "MXFP8"}}
+    beside.write_text(json.dumps({"quantization": said}))
+    with pytest.raises(UserError, match="quant_algo: 'MXFP8' must be one of NVFP4, W4A16_NVFP4, FP8"):
+        read_scheme(tmp_path / "quantised")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +356,14 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("desc_act", put(f"{Q}.g_idx", lambda x: x + 1), rf"{Q}\.g_idx: each group from 0 to 7 must have 32 inputs"),
         ("actorder", put(f"{Q}.weight_g_idx", lambda x: x - (x == 3).int()), rf"{Q}\.weight_g_idx: each group from 0"),
         ("actorder", lambda t, c: t.pop(f"{Q}.weight_g_idx"), rf"1 tensors missing: {Q}\.weight_g_idx"),
-        ("actorder", lambda t, c: c.update(format="nvfp4-pack-quantized"), "format: 'nvfp4-pack-quantized' must be"),
+        ("actorder", lambda t, c: c.update(format="mxfp4-pack-quantized"), "format: 'mxfp4-pack-quantized' must be"),
+        (
+            "modelopt",
+            lambda t, c: c.update(quant_algo="NVFP4_AWQ"),
+            "quant_algo: 'NVFP4_AWQ' must be one of NVFP4, W4A16",
+        ),
+        ("modelopt", put(f"{Q}.weight_scale_2", lambda x: x / 0), rf"{Q}\.weight_scale_2: scales are not all finite"),
+        ("modelopt", lambda t, c: c.update(ignore=["*" * 9]), "ignore: .*at most 4 '\\*' in each"),
         ("auto_round", lambda t, c: c.update(extra_config={"a{9}": {"bits": 8}}), "is too intricate"),
         ("auto_round", lambda t, c: c.update(packing_format="auto_round:llm_compressor"), "packing_format: '.*must be"),
         ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),

@@ -39,7 +39,12 @@ def _planes(count: int, rows: int, columns: int, format: Format) -> list[Tensor]
         return [quants & 0xF7, _scales(count, weights // format.group, torch.float32)]
     if spec.scale_type == "uint8":
         return [quants, torch.randint(118, 124, (count, weights // format.group), dtype=torch.uint8)]
-    if nesting := spec.nesting:
+    if (nesting := spec.nesting) and nesting.of_rows:
+        lead = count * rows // 16
+        floats = _scales(lead, 16, torch.float32)
+        e4m3 = torch.randint(0x38, (lead, columns), dtype=torch.uint8)
+        return [quants, torch.cat((floats, e4m3), 1).view(count, -1)]
+    if nesting:
         halves = _scales(count * weights // format.group // 16, 8 * nesting.group_bytes, torch.float16)
         of_bytes = (len(halves), format.group // 32 * 16 * nesting.block_bytes)
         bytes_ = torch.randint(64, of_bytes, dtype=torch.uint8)

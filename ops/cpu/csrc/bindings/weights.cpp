@@ -59,12 +59,13 @@ void bind_weights(py::module_& m) {
              }),
              py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("group"), py::arg("middle"),
              py::arg("of_scales"), py::arg("of_zeros"), "Ordinary rows.")
-        .def(py::init([](uintptr_t address, int type, int64_t row, int64_t skipped) {
+        .def(py::init([](uintptr_t address, int type, int64_t row, int64_t skipped, float factor) {
                  Given given;
-                 given.blocks = {at<const uint8_t>(address), static_cast<Ggml>(type), row, skipped};
+                 given.blocks = {at<const uint8_t>(address), static_cast<Ggml>(type), row, skipped, factor};
                  return given;
              }),
-             py::arg("address"), py::arg("type"), py::arg("row"), py::arg("skipped"), "Rows of blocks.");
+             py::arg("address"), py::arg("type"), py::arg("row"), py::arg("skipped"), py::arg("factor"),
+             "Rows of blocks.");
     m.def(
         "pack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, int64_t columns,

@@ -33,6 +33,7 @@ constexpr Layout kLayouts[] = {
     {Ggml::iq4_nl, 32, 18, 128, kIq4},
     {Ggml::iq4_xs, 256, 136, 128, kIq4},
     {Ggml::mxfp4, 32, 17, 12, kE2m1, 0.5f},
+    {Ggml::nvfp4, 64, 36, 12, kE2m1, 0.5f},
 };
 const Layout& layout_of(Ggml type) {
     const Layout* at = kLayouts;
@@ -111,6 +112,14 @@ ALWAYS_INLINE void levels_of(Ggml type, const Lanes16& from, int s, Words& to) {
         case Ggml::q6_k: return pieces(from, 64 * h + j % 2 * 32, j / 2 * 4, 4, 128 + 32 * h, 2 * j, 2, to);
         case Ggml::q3_k: return pieces(from, 32 + 32 * h, 2 * j, 2, 0, s, 1, to);
         case Ggml::q2_k: return pieces(from, 16 + 32 * h, 2 * j, 2, 0, 0, 0, to);
+        case Ggml::nvfp4:  // eight bytes are sixteen columns
+            for (int i = 0; i < 4; i++) {
+                Bits v;
+                gather(from, 4 + 16 * s + 4 * i, v);
+                store(v & 15 * kEach, to.of[i / 2 * 4 + i % 2]);
+                store(v >> 4 & 15 * kEach, to.of[i / 2 * 4 + 2 + i % 2]);
+            }
+            return;
         case Ggml::q8_0:
             for (int i = 0; i < 8; i++) {
                 Bits v;
@@ -173,6 +182,10 @@ ALWAYS_INLINE void scales_of(Ggml type, const uint8_t* b, int s, int l, BlockSca
             scale[0] = scale[1] = b[0];
             to.finite &= b[0] != 255;
             break;
+        case Ggml::nvfp4:
+            d = 0;
+            for (int i = 0; i < 2; i++) scale[i] = b[2 * s + i] == 0x7f ? 0 : b[2 * s + i] & 0x7f;
+            break;
         default: break;
     }
     to.finite &= (d & 0x7c00) != 0x7c00 && (dmin & 0x7c00) != 0x7c00;
@@ -213,7 +226,9 @@ CLONES bool dequantise_blocks(const Blocks& from, const LaneRows& rows, int64_t 
         for (int l = 0; l < kRows; l++) {
             const uint8_t byte = scales.scale[i][l];
             const float wide = static_cast<float>(unsigned_scales ? byte : static_cast<int8_t>(byte));
-            scale[i][l] = exponents ? of.unit * e8m0_to_float(byte) : half_to_float(scales.d[l]) * wide;
+            scale[i][l] = exponents                  ? of.unit * e8m0_to_float(byte)
+                          : from.type == Ggml::nvfp4 ? of.unit * (from.factor * f8_to_float(byte))
+                                                     : half_to_float(scales.d[l]) * wide;
             lowest[i][l] = half_to_float(scales.dmin[l]) * static_cast<float>(scales.minimum[i][l]);
         }
     for (int c = 0; c < kBlock; c++) {

@@ -21,7 +21,8 @@ enum class Ggml : int32_t {
     q6_k = 14,
     iq4_nl = 20,
     iq4_xs = 23,
-    mxfp4 = 39
+    mxfp4 = 39,
+    nvfp4 = 40
 };
 
 struct Blocks {
@@ -29,6 +30,7 @@ struct Blocks {
     Ggml type = Ggml::q4_0;
     int64_t row = 0;      // bytes from a row to the next
     int64_t skipped = 0;  // columns of a row that come before the given ones, a multiple of 32
+    float factor = 1;     // of all weights, which a tensor of its own holds
 };
 
 // The levels of 32 columns of sixteen rows, unsigned: word i of a row has those of columns 4i .. 4i+3, one in each byte.
@@ -37,7 +39,8 @@ struct alignas(64) Words {
 };
 
 // What 32 columns of sixteen rows are scaled by: a weight is d * scale * value - dmin * minimum, where each half of the
-// columns has a scale and a minimum, and value is what a level stands for. In mxfp4, `scale` are the exponents.
+// columns has a scale and a minimum, and value is what a level stands for. In mxfp4, `scale` are the exponents; in
+// nvfp4, e4m3 floats.
 struct BlockScales {
     uint16_t d[kRows], dmin[kRows];
     uint8_t scale[2][kRows], minimum[2][kRows];

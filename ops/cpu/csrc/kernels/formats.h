@@ -24,6 +24,7 @@ enum class Scales : int32_t {
     halves,               // of groups; these formats may have zero points too
     floats,               // of groups
     exponents,            // powers of two, of groups of 32
+    f8_sixteens,          // e4m3 floats of 16 columns, times a float of the row
     nested,               // signed bytes of 32 columns
     nested_sixteens,      // signed bytes of 16 columns
     nested_with_minimums  // unsigned bytes of 32 columns, and minimums likewise
@@ -49,8 +50,9 @@ struct FormatTraits {
     constexpr bool zeros() const { return scales == Scales::halves; }
     constexpr bool nested() const { return scales >= Scales::nested; }
     constexpr bool minimums() const { return scales == Scales::nested_with_minimums; }
-    constexpr bool sixteens() const { return scales == Scales::nested_sixteens; }
-    // Vectors of 16 halves for each group, and of 16 bytes for each 32 columns, where scales are nested.
+    constexpr bool f8_scales() const { return scales == Scales::f8_sixteens; }
+    constexpr bool sixteens() const { return scales == Scales::nested_sixteens || f8_scales(); }
+    // Vectors of 16 halves for each group, and of 16 bytes for each 32 columns, where blocks of these have scales.
     constexpr int scale_halves() const { return minimums() ? 2 : nested() ? 1 : 0; }
     constexpr int scale_bytes() const { return minimums() || sixteens() ? 2 : nested() ? 1 : 0; }
 
@@ -80,6 +82,7 @@ constexpr FormatTraits kFormatTraits[] = {
     {"q6_k", 6, Storage::nibbles, 32, Scales::nested_sixteens},
     {"iq4", 4, Storage::nibbles, 128, Scales::nested, kIq4},
     {"w8a8", 8, Storage::bytes, 128, Scales::floats},
+    {"nvfp4", 4, Storage::nibbles, 12, Scales::f8_sixteens, kE2m1, 0.5f},
 };
 constexpr int kFormats = sizeof kFormatTraits / sizeof *kFormatTraits;
 

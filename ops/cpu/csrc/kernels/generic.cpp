@@ -26,7 +26,12 @@ template <Format F>
 float scaled(const Matrix& w, int block, int c, int r, const int32_t* dots, int32_t sum) {
     constexpr FormatTraits kOf = kTraits<F>;
     const int32_t dot = dots[0] + dots[1];
-    if constexpr (kOf.nested()) {
+    if constexpr (kOf.f8_scales()) {
+        const uint16_t* scales = w.scales + block * w.scale_count();
+        float both = 0;
+        for (int i = 0; i < 2; i++) both += f8_to_float(w.nested_bytes(scales, c, i)[r]) * static_cast<float>(dots[i]);
+        return kOf.unit * w.float_scales(block)[r] * both;
+    } else if constexpr (kOf.nested()) {
         const uint16_t* scales = w.scales + block * w.scale_count();
         const auto half = [&](int which) { return half_to_float(w.nested_halves(scales, c, which)[r]); };
         const auto byte = [&](int which) { return w.nested_bytes(scales, c, which)[r]; };

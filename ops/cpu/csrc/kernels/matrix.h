@@ -14,6 +14,8 @@
 //              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
 //                                                                                       the zero point is 8
 //   mxfp4      as q4; a nibble is the code of an e2m1 float                             e8m0 u8 [k/32][16]
+//   nvfp4      as mxfp4                                                                f32 [16] of rows, then
+//                                                                                      [k/32] of two scales e4m3 [16]
 //   q4_k       as q4                                                                   [k/group] of d, dmin fp16 [16] and
 //                                                                                      [group/32] of scale, minimum u8 [16]
 //   q5_k       as q4, then a vector whose byte 4r + c % 4 has the fifth bit of row r,   the same
@@ -21,8 +23,8 @@
 //   q6_k       as q4, then two vectors, of 16 columns each, whose byte 4r + c % 4 has   [k/group] of d fp16 [16] and
 //              bits 4 and 5 of row r, column c, the lower as its bit 2(c / 4 % 4)       [group/32] of two scales i8 [16]
 //   iq4        as q4; a nibble is the code of one of 16 levels                          the same with one scale
-//   w = (quant - zero) * scale; in f8 and mxfp4, w = value * scale. Activations of f8 stay floats, as those of float formats;
-//   sets with products of bfloat16 round those of bf16 to it.
+//   w = (quant - zero) * scale; in f8 and mxfp4, w = value * scale, in nvfp4 value * scale * that of the row. Activations
+//   of f8 stay floats, as those of float formats; sets with products of bfloat16 round those of bf16 to it.
 //   In the last four, GGUF's, whose `group` are the columns that share d: w = d * scale * quant - dmin * minimum in q4_k
 //   and q5_k, d * scale * (quant - 32) with a scale for each 16 columns in q6_k, d * scale * level in iq4.
 //   Any matrix may have a bias, float [n] in a plane of its own, which mixtures of experts add to their products.
@@ -84,22 +86,25 @@ struct Matrix {
     // Of one row block, in units of two bytes.
     size_t scale_count() const {
         const size_t scales_of_block = group ? static_cast<size_t>(k) / group * kRows : 0;
-        if (traits().nested()) {
-            const size_t bytes = static_cast<size_t>(k) / kBlock * traits().scale_bytes() * kRows;
-            return scales_of_block * traits().scale_halves() + bytes / 2;
-        }
+        const size_t bytes = static_cast<size_t>(k) / kBlock * traits().scale_bytes() * kRows;
+        if (traits().nested()) return scales_of_block * traits().scale_halves() + bytes / 2;
+        if (traits().f8_scales()) return 2 * kRows + bytes / 2;
         if (traits().scales == Scales::floats) return scales_of_block * 2;
         return traits().scales == Scales::exponents ? scales_of_block / 2 : scales_of_block;
     }
     // Of a row block's nested scales: the 16 halves of number `which` of the group that column c is in, and the bytes
-    // of its 32 columns.
+    // of its 32 columns, which e4m3 floats of 16 columns are too.
     const uint16_t* nested_halves(const uint16_t* of_block, int64_t c, int which) const {
         const int of_group = traits().scale_halves() * kRows + group / kBlock * traits().scale_bytes() * kRows / 2;
         return of_block + c / group * of_group + which * kRows;
     }
     const uint8_t* nested_bytes(const uint16_t* of_block, int64_t c, int which) const {
+        if (traits().f8_scales()) return f8_scales(of_block) + (2 * (c / kBlock) + which) * kRows;
         const uint8_t* first = reinterpret_cast<const uint8_t*>(nested_halves(of_block, c, traits().scale_halves()));
         return first + (c % group / kBlock * traits().scale_bytes() + which) * kRows;
+    }
+    static const uint8_t* f8_scales(const uint16_t* of_block) {  // behind the rows' floats
+        return reinterpret_cast<const uint8_t*>(of_block + 2 * kRows);
     }
     const float* float_scales(int64_t block) const {
         return reinterpret_cast<const float*>(scales + block * scale_count());

@@ -25,7 +25,21 @@ Place place_of(const Matrix& w, int64_t block) {
             w.zeros ? const_cast<uint8_t*>(w.zeros) + block * w.scale_count() : nullptr};
 }
 
-// 32 columns from c on. Scales are multiplied by theirs first, as by GGUF's other readers.
+// 32 columns from c on. Scales are multiplied by the row's first.
+void unpack_sixteens(const Matrix& w, const Place& from, int64_t c, int lane, float* to) {
+    const FormatTraits& of = w.traits();
+    const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
+    float scale[2];
+    for (int i = 0; i < 2; i++) {
+        scale[i] =
+            reinterpret_cast<const float*>(from.scales)[lane] * f8_to_float(w.nested_bytes(from.scales, c, i)[lane]);
+        scale[i] *= of.unit;
+    }
+    for (int i = 0; i < kBlock; i++)
+        to[i] = static_cast<float>(byte_at(of, w.order, block, lane, i) - of.middle) * scale[i / 16];
+}
+
+// Scales are multiplied by theirs first, as by GGUF's other readers.
 void unpack_nested(const Matrix& w, const Place& from, int64_t c, int lane, float* to) {
     const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
     const auto half = [&](int which) { return half_to_float(w.nested_halves(from.scales, c, which)[lane]); };
@@ -52,8 +66,8 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
     const FormatTraits& of = w.traits();
     for (int64_t c = 0; c < w.k; c += kBlock) {
         const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
-        if (of.nested()) {
-            unpack_nested(w, from, c, lane, to + c);
+        if (of.nested() || of.f8_scales()) {
+            (of.nested() ? unpack_nested : unpack_sixteens)(w, from, c, lane, to + c);
             continue;
         }
         const int64_t at = c / w.group * kRows + lane;
@@ -129,6 +143,11 @@ int pack_nested(const RowBlock& to, const Given& from, int64_t c) {
         bytes(0)[l] = byte_at(from.scales, row, c / each);
         if (of.minimums()) bytes(1)[l] = byte_at(from.zeros, row, c / each);
         if (of.sixteens()) bytes(1)[l] = byte_at(from.scales, row, c / each + 1);
+        if (of.f8_scales()) {
+            const float factor = reinterpret_cast<float*>(to.place.scales)[l] = scale_at(from.of_scales, row, 0);
+            for (int which = 0; which < 2; which++)
+                if ((bytes(which)[l] & 0x7f) == 0x7f || !std::isfinite(factor)) flags = kStrange;
+        }
         for (int which = 0; which < of.scale_halves() && c % w.group == 0; which++) {
             const uint16_t half = half_at(which ? from.of_zeros : from.of_scales, row, c / from.group);
             if ((half & 0x7c00) == 0x7c00) flags = kStrange;
@@ -151,16 +170,20 @@ int pack_blocks(const RowBlock& to, const Blocks& from, int64_t c) {
     };
     if (of.scales == Scales::exponents) {
         put(reinterpret_cast<uint8_t*>(to.place.scales) + c / w.group * kRows, scales.scale[0]);
-    } else if (!of.nested()) {
+    } else if (!of.nested() && !of.f8_scales()) {
         put(to.place.scales + c / w.group * kRows, scales.d);
     } else {
         const uint8_t* second = of.minimums() ? scales.minimum[0] : scales.scale[1];
         for (int which = 0; which < of.scale_bytes(); which++)
             put(const_cast<uint8_t*>(w.nested_bytes(to.place.scales, c, which)), which ? second : scales.scale[0]);
+        if (of.f8_scales()) {
+            float* factors = reinterpret_cast<float*>(to.place.scales);
+            std::fill_n(factors + to.rows.lane, to.rows.count, from.factor);
+        }
         for (int which = 0; which < of.scale_halves() && c % w.group == 0; which++)
             put(const_cast<uint16_t*>(w.nested_halves(to.place.scales, c, which)), which ? scales.dmin : scales.d);
     }
-    return scales.finite ? 0 : kStrange;
+    return scales.finite && std::isfinite(from.factor) ? 0 : kStrange;
 }
 
 // The levels of 32 columns from `c` on, and at the beginning of a group its scales and zero points.
@@ -171,7 +194,7 @@ int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
     Panel panel;
     read_levels(from.values, to.rows, c, kBlock, panel);
     write_levels(of, w.order, panel, to.rows, to.place.quants + c / kBlock * w.block_bytes());
-    if (of.nested()) return pack_nested(to, from, c);
+    if (of.nested() || of.f8_scales()) return pack_nested(to, from, c);
     if (c % w.group) return 0;
     int flags = 0;
     for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {

@@ -65,6 +65,16 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
         pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
         return;
     }
+    if (w.traits().f8_scales()) {  // likewise
+        std::vector<uint8_t> levels(count * w.k), scales(levels.size() / 16);
+        for (size_t i = 0; i < levels.size(); i++) levels[i] = bits_of(from[i]) >> 4 & 15;
+        for (size_t i = 0; i < scales.size(); i++)
+            scales[i] = static_cast<uint8_t>(0x20 + (bits_of(from[i * 16]) >> 6) % 24);
+        Given given{table(levels.data(), Kind::u8, w.k, 4), table(scales.data(), Kind::u8, w.k / 16, 1), {}, w.k};
+        given.of_scales = table(from, Kind::f32, w.k, 0);
+        pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
+        return;
+    }
     if (w.traits().scales != Scales::floats) {
         pack_rows(context, w, {index, first, 1}, count, w.k, {table(from, Kind::f32, w.k, 4), {}, {}}, false);
         return;
@@ -128,6 +138,15 @@ struct Weights {
         if (matrix.traits().scales == Scales::exponents) {
             uint8_t* bytes = reinterpret_cast<uint8_t*>(scales.data());
             for (size_t i = 0; i < 2 * scales.size(); i++) bytes[i] = static_cast<uint8_t>(unit ? 127 : 115 + below(8));
+            return;
+        }
+        if (matrix.traits().f8_scales()) {
+            uint8_t* bytes = reinterpret_cast<uint8_t*>(scales.data());
+            for (size_t i = 0; i < 2 * scales.size(); i++)
+                bytes[i] = static_cast<uint8_t>(unit ? 0x38 : 0x20 + below(24));
+            for (int64_t b = 0; b < matrix.n / kRows; b++)
+                for (int r = 0; r < kRows; r++)
+                    const_cast<float*>(matrix.float_scales(b))[r] = unit ? 1.0f : random_floats(1)[0] / 16;
             return;
         }
         if (traits_of(matrix.format).nested()) {

@@ -67,6 +67,7 @@ struct Stream {
     static constexpr FormatTraits kOf = kTraits<F>;
     static constexpr int kBytes = kOf.block_bytes();      // of a block of 32 columns
     static constexpr bool kTwo = kOf.scale_bytes() == 2;  // factors
+    static constexpr bool kByBlock = kOf.scale_bytes() > 0;
     static constexpr int kSums = kOf.sixteens() ? 2 : 1;  // of a block, with factors of their own
     static constexpr bool kSixteenths = kOf.plain_nibbles();
     // What weights, as they are multiplied, are less by than the bytes of formats.h. If it is not the middle, sums start
@@ -78,30 +79,35 @@ struct Stream {
     const uint16_t* scales;
     const uint8_t* zeros;
     int per_group, left = 0;  // blocks
+    const float* rows;        // of e4m3 scales
     const float16_t* halves;  // the scales of the group that is being read
-    const uint8_t* bytes;     // those of the block, where scales are nested
+    const uint8_t* bytes;     // those of the block, where it has some
     int32x4_t zero[kFours];   // the group's zero points, less the middle of the levels; set only with Zeros
 
     INLINE Stream(const Matrix& w, int block)
         : quants(w.quants + block * w.quant_stride()), scales(w.scales + block * w.scale_count()),
-          zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr), per_group(w.group / kBlock) {}
+          zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr), per_group(w.group / kBlock),
+          rows(reinterpret_cast<const float*>(scales)) {
+        if (kOf.f8_scales()) scales += 2 * kRows;
+    }
 
     // Called before each block: prefetches what comes later and, where a group begins, reads its scales and zero
     // points.
     INLINE void enter() {
         for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(quants + kAhead + i);
         if (left-- > 0) {
-            if (kOf.nested()) next();
+            if (kByBlock) next();
             return;
         }
         left = per_group - 1;
         __builtin_prefetch(scales + kAhead / 4);
         halves = reinterpret_cast<const float16_t*>(scales);
         scales += kOf.nested()                      ? kOf.scale_halves() * kRows
+                  : kOf.f8_scales()                 ? 0
                   : kOf.scales == Scales::exponents ? kRows / 2
                   : kOf.scales == Scales::floats    ? 2 * kRows
                                                     : kRows;
-        if (kOf.nested()) next();
+        if (kByBlock) next();
         if constexpr (Zeros) {
             const uint8x16_t bytes = vld1q_u8(zeros);
             const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
@@ -119,13 +125,18 @@ struct Stream {
         scales += kOf.scale_bytes() * kRows / 2;
     }
 
-    // Nested scales of row group `four`: number `Which` of the block times its own.
+    // Scales of row group `four`: number `Which` of the block times its own.
     template <int Which>
     INLINE float32x4_t factor(int four) const {
         uint32_t word;
         __builtin_memcpy(&word, bytes + Which * kRows + kFour * four, 4);
         const uint8x8_t of_rows = vcreate_u8(word);
         const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(of_rows));
+        if constexpr (kOf.f8_scales()) {  // f8_to_float, less its unit
+            const uint16x8_t moved = vreinterpretq_u16_s16(vshlq_n_s16(wide, 7));
+            const float16x8_t scales = vreinterpretq_f16_u16(vandq_u16(moved, vdupq_n_u16(0xbf80)));
+            return vmulq_f32(vld1q_f32(rows + kFour * four), vcvt_f32_f16(vget_low_f16(scales)));
+        }
         const float32x4_t scale = kOf.minimums() ? vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(of_rows))))
                                                  : vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
         const float32x4_t own = vcvt_f32_f16(vld1_f16(halves + (kOf.minimums() ? Which * kRows : 0) + kFour * four));
@@ -136,7 +147,7 @@ struct Stream {
 
     // Of row group `four`, read anew at each use: registers are scarcer than loads.
     INLINE float32x4_t scale(int four) const {
-        if constexpr (kOf.nested()) return factor<0>(four);
+        if constexpr (kByBlock) return factor<0>(four);
         if constexpr (kOf.scales == Scales::exponents) {  // e8m0_to_float
             uint32_t word;
             __builtin_memcpy(&word, reinterpret_cast<const uint8_t*>(halves) + kFour * four, 4);
@@ -200,7 +211,7 @@ struct Stream {
     // Sums of integers as floats, and the last thing that is done to the sums of those.
     static INLINE float32x4_t to_float(int32x4_t dots) { return vcvtq_n_f32_s32(dots, kSixteenths ? 4 : 1); }
     static INLINE float32x4_t result(float32x4_t sum) {
-        constexpr float kUnit = (kSixteenths ? 1 : 2) * kOf.unit;
+        constexpr float kUnit = (kSixteenths ? 1 : 2) * kOf.unit * (kOf.f8_scales() ? kF8Unit : 1);
         return kUnit == 1 ? sum : kUnit == 2 ? vaddq_f32(sum, sum) : vmulq_n_f32(sum, kUnit);
     }
 };

@@ -8,7 +8,7 @@
 //
 // Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mxfp4, -128 .. 127 of q8 and w8a8 (q8 with
 // zero points of its own can be more, and stays with avx512.cpp). Of GGUF's formats, minimums are added to the scaled
-// sums; q6_k, whose scales are for 16 columns, stays with avx512.cpp. One chunk of columns of some row blocks is unpacked,
+// sums; formats with scales for 16 columns stay with avx512.cpp. One chunk of columns of some row blocks is unpacked,
 // then meets all activation rows: 9 KB of weights, 5 of activations and 8 of sums stay in the first cache. The tiles of
 // one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
 //

@@ -6,7 +6,7 @@
 // The sixteen rows of a block are two halves of eight, taken one after the other through the same 64-byte vectors. AVX2
 // itself has maddubs, which adds only two neighbours, into 16 bits and saturating, so:
 //   q4: quants 0 .. 15 times |q| <= 127, two products: at most 3,810; eight such sums fit 16 bits (30,480).
-//   mxfp4: bytes 0 .. 24 times |q| <= 127, two products: at most 6,096; four such sums fit 16 bits (24,384).
+//   mxfp4, nvfp4: bytes 0 .. 24 times |q| <= 127, two products: at most 6,096; four such sums fit 16 bits (24,384).
 //   q5_k: at most 7,874; four fit (31,496). q6_k: at most 16,002; two fit (32,004).
 //   q8, w8a8, iq4: bytes minus 128 are signed; |w| <= 128 times q with w's sign, two products: at most 32,512, fits once.
 #pragma once
@@ -36,6 +36,10 @@ struct Vector {
     }
     static INLINE Floats halves(const uint8_t* at) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    }
+    static INLINE Floats e4m3(const uint8_t* at) {  // e4m3 floats, as 2^-8 of their values
+        const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+        return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbf80))));
     }
     static INLINE Floats floats(const uint8_t* at) { return _mm256_loadu_ps(reinterpret_cast<const float*>(at)); }
     static INLINE Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }

@@ -34,6 +34,7 @@ struct RowScales {
     const uint8_t* at;
     const uint8_t* zeros;
     int first_row;
+    Floats of_rows;      // of e4m3 scales
     Floats of_group[2];  // of nested scales
     Floats factor[2];
     Ints zero;
@@ -41,8 +42,9 @@ struct RowScales {
     INLINE RowScales(const Matrix& w, int block, int first_row = 0)
         : at(reinterpret_cast<const uint8_t*>(w.scales + block * w.scale_count())),
           zeros(Zeros ? w.zeros + block * w.scale_count() + first_row : nullptr), first_row(first_row),
-          zero(Vector::none()) {
+          of_rows(Vector::all(kOf.unit)), zero(Vector::none()) {
         of_group[0] = of_group[1] = factor[0] = factor[1] = Vector::nothing();
+        if (kOf.f8_scales()) of_rows = Vector::times(floats(), Vector::all(kF8Unit * kOf.unit));
     }
 
     INLINE Ints bytes() {
@@ -55,6 +57,11 @@ struct RowScales {
         at += 2 * kRows;
         return Vector::halves(from);
     }
+    INLINE Floats e4m3() {
+        const uint8_t* from = at + first_row;
+        at += kRows;
+        return Vector::e4m3(from);
+    }
     INLINE Floats floats() {
         const uint8_t* from = at + 4 * first_row;
         at += 4 * kRows;
@@ -63,6 +70,7 @@ struct RowScales {
 
     // Where a group begins.
     INLINE void enter() {
+        if (kOf.f8_scales()) return;
         if (kOf.scales == Scales::exponents) {  // e8m0_to_float
             factor[0] =
                 Vector::as_floats(Vector::larger(Vector::template shift_left<23>(bytes()), Vector::all(1 << 22)));
@@ -80,6 +88,7 @@ struct RowScales {
     }
     // At each block.
     INLINE void next() {
+        if (kOf.f8_scales()) factor[0] = e4m3(), factor[1] = e4m3();
         if (!kOf.nested()) return;
         factor[0] = Vector::times(of_group[0], Vector::to_floats(bytes()));
         if (kTwo) factor[1] = Vector::times(of_group[kOf.minimums()], Vector::to_floats(bytes()));
@@ -106,7 +115,7 @@ struct RowScales {
         return Vector::multiply_add(Vector::multiply_add(factor[1], other, scaled), scale, to);
     }
     // The last thing that is done to sums.
-    static INLINE Floats result(Floats sum) { return kOf.unit == 1 ? sum : Vector::times(sum, Vector::all(kOf.unit)); }
+    INLINE Floats result(Floats sum) const { return kOf.unit == 1 ? sum : Vector::times(sum, of_rows); }
 };
 
 }  // namespace
