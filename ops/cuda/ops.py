@@ -16,7 +16,7 @@ from umbra.ops.cpu import ops as cpu
 from umbra.ops.cuda.layout import CudaLayout
 from umbra.ops.cuda.unpack import biases, unpacked
 from umbra.ops.cuda.weights import BlockExperts, FloatHeads, FloatMatrix, ResidentExperts
-from umbra.ops.interface import Heads, LatentCache, LatentNorm, Paged, Recurrent
+from umbra.ops.interface import LatentCache, LatentNorm, Paged, Recurrent
 from umbra.ops.sampling import Choice
 
 UNPACKED = 1 << 28  # most elements of matrices that are unpacked at a time
@@ -30,6 +30,10 @@ class CudaOps(CudaLayout):
         super().__init__(dtype)
         self.gemv_tokens = gemv_tokens
         self.kernels: Any = import_module("umbra.ops.cuda.kernels") if kernels else None
+        of_rows: Any = self.kernels or reference
+        self.rms_norm, self.add_rms_norm = of_rows.rms_norm, of_rows.add_rms_norm
+        self.norm_rope_write, self.silu_mul = of_rows.norm_rope_write, of_rows.silu_mul
+        self.route_softmax, self.route_sigmoid = of_rows.route_softmax, of_rows.route_sigmoid
 
     def embedding(self, ids: Tensor, table: Tensor | FloatMatrix, first_id: int | None) -> Tensor:
         rows = table.data if isinstance(table, FloatMatrix) else table
@@ -44,9 +48,7 @@ class CudaOps(CudaLayout):
     def head_linear(self, x: Tensor, weights: FloatHeads) -> Tensor:
         return torch.bmm(x.transpose(0, 1), weights.data.transpose(1, 2)).transpose(0, 1)
 
-    rms_norm, add_rms_norm = staticmethod(reference.rms_norm), staticmethod(reference.add_rms_norm)
     rope, write_kv = staticmethod(reference.rope), staticmethod(reference.write_kv)
-    silu_mul = staticmethod(reference.silu_mul)
 
     def split_rms_norm(
         self,
@@ -61,11 +63,6 @@ class CudaOps(CudaLayout):
             (x.float() * torch.rsqrt(square / count + eps)[:, None] * weight.float()).to(x.dtype)
             for x, square, weight, count in zip(parts, squares.unbind(), weights, counts, strict=True)
         ]
-
-    def norm_rope_write(
-        self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
-    ) -> Tensor:
-        return reference.norm_rope_write(qkv, heads, k_cache, v_cache, slot_mapping, None)
 
     def attention(
         self,
@@ -131,7 +128,6 @@ class CudaOps(CudaLayout):
         out: Tensor = rule(qkv, a, b, rates, dt_bias, states, inputs, recurrent)
         return out
 
-    route_softmax, route_sigmoid = staticmethod(reference.route_softmax), staticmethod(reference.route_sigmoid)
     argmax = staticmethod(reference.argmax)
 
     def sample(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:

@@ -4,5 +4,18 @@ program of its kernel computes."""
 from umbra.ops.cuda.kernels.experts import mixture
 from umbra.ops.cuda.kernels.paged import attention, latent_attention
 from umbra.ops.cuda.kernels.recurrent import causal_conv, gated_delta_rule
+from umbra.ops.cuda.kernels.rows import add_rms_norm, norm_rope_write, rms_norm, route_sigmoid, route_softmax, silu_mul
 
-__all__ = ["attention", "causal_conv", "gated_delta_rule", "latent_attention", "mixture"]
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "causal_conv",
+    "gated_delta_rule",
+    "latent_attention",
+    "mixture",
+    "norm_rope_write",
+    "rms_norm",
+    "route_sigmoid",
+    "route_softmax",
+    "silu_mul",
+]

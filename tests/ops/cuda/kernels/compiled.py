@@ -28,7 +28,7 @@ from umbra.ops.cpu.shadow import ExpertBlocks
 from umbra.ops.cuda import kernels
 from umbra.ops.cuda.kernels.publish import publish
 from umbra.ops.formats import Format
-from umbra.ops.interface import Paged, Recurrent
+from umbra.ops.interface import Heads, Paged, Recurrent
 
 Resources = dict[str, dict[str, int]]  # by call and kernel, the most of all its variants in the call
 
@@ -70,6 +70,16 @@ def states() -> None:
     kernels.gated_delta_rule(empty(4, 8192), *pair, rates, rates, floats(6, 32, 128, 128), inputs, tables)
 
 
+def of_rows() -> None:
+    """Rows of a layer of Qwen3-30B-A3B, and a sigmoid router with a bias."""
+    kernels.add_rms_norm(empty(4, 2048), empty(4, 2048), empty(2048), 1e-6)
+    cos, cache = floats(4, 128), empty(512, 64, 4, 128)
+    heads = Heads(4, 1e-6, empty(128), empty(128), cos, cos)
+    kernels.norm_rope_write(empty(4, 5120), heads, cache, cache, integers(4), None)
+    kernels.route_sigmoid(floats(4, 128), floats(128), 8, True)
+    kernels.silu_mul(empty(4, 1536))
+
+
 def published() -> None:
     out = empty(4, 2048), words(4, 8), floats(4, 8), words(128), integers(128)
     publish((empty(4, 2048), integers(4, 8), floats(4, 8), integers(128)), out)
@@ -83,6 +93,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "latents": latents,
     "states": states,
     "publish": published,
+    "rows": of_rows,
 }
 
 
