@@ -27,6 +27,12 @@ FAMILIES = {  # the record of each family, as `module:name`
     "gpt_oss": "umbra.models.gpt_oss.family:GPT_OSS",
     "qwen3_next": "umbra.models.qwen3_next.family:QWEN3_NEXT",
     "qwen3_5_moe": "umbra.models.qwen3_5_moe.family:QWEN3_5_MOE",
+    "qwen3": "umbra.models.dense.family:QWEN3",
+    "qwen2": "umbra.models.dense.family:QWEN2",
+    "llama": "umbra.models.dense.family:LLAMA",
+    "mistral": "umbra.models.dense.family:MISTRAL",
+    "ministral": "umbra.models.dense.family:MINISTRAL",
+    "ministral3": "umbra.models.dense.family:MINISTRAL3",
     "qwen3_5": "umbra.models.qwen3_5.family:QWEN3_5",
     "deepseek_v2": "umbra.models.deepseek.family:DEEPSEEK_V2",
     "deepseek_v3": "umbra.models.deepseek.family:DEEPSEEK_V3",
@@ -65,8 +71,9 @@ def family_of(config: Mapping[str, Any]) -> str | None:
     """Returns the name of the family that the contents of a config.json belong to; None: it is not supported."""
     kind, architectures = config.get("model_type"), config.get("architectures")
     for record in families():
-        known = kind == record.name or kind in record.pictured
-        if known or (kind in record.old_types and architectures == [record.architecture]):
+        of_text = inner.get("model_type") if isinstance(inner := config.get("text_config"), dict) else None
+        pictured = kind in record.pictured and of_text in (None, record.name, *record.old_types)
+        if kind == record.name or pictured or (kind in record.old_types and architectures == [record.architecture]):
             return record.name
     return None
 

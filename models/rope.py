@@ -1,11 +1,13 @@
 """Settings of rotary position embedding: plain, or YaRN (arXiv 2309.00071) or Llama 3's, which extend the trained
-length."""
+length, or with a divisor for each frequency."""
 
 import math
 from dataclasses import dataclass
 
 from umbra.base.errors import UserError, short
-from umbra.models.hf_config import HfConfig
+from umbra.models.hf_config import LARGEST, SMALLEST, HfConfig
+
+BETA = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class RopeConfig:
     dim: int  # columns of a head that rotate, the first ones; the others stay as they are
     yarn: YarnConfig | None
     llama3: Llama3Config | None = None
+    divisors: tuple[float, ...] = ()  # of the frequencies
+    query_beta: float = 0.0  # how fast queries grow with the logarithm of their position, in YaRN's original lengths
 
     @property
     def softmax_factor(self) -> float:
@@ -40,9 +44,16 @@ class RopeConfig:
         weight = self.yarn.mscale_all_dim if self.yarn else 0.0
         return _mscale(self.yarn.factor, weight) ** 2 if self.yarn and weight else 1.0
 
+    @property
+    def plain_frequencies(self) -> list[float]:
+        """The angle per position of each of the dim / 2 pairs of columns, if nothing extends the trained length."""
+        return [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
+
     def inverse_frequencies(self) -> list[float]:
         """The angle per position of each of the dim / 2 pairs of columns."""
-        plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
+        plain = self.plain_frequencies
+        if self.divisors:
+            return [f / divisor for f, divisor in zip(plain, self.divisors, strict=True)]
         if own := self.llama3:
             low, width = own.low_freq_factor, own.high_freq_factor - own.low_freq_factor
             turns = (own.original_length * f / (2 * math.pi) for f in plain)
@@ -82,6 +93,8 @@ def read_rope(
         raise UserError(f"{inner.where}: rope type {short(kind)} is not implemented, only {' and '.join(kinds)}")
     if kind == "default":
         return RopeConfig(theta, dim, None)
+    if kind == "longrope":
+        return RopeConfig(theta, dim, None, divisors=_divisors(inner, dim))
     original = inner.size("original_max_position_embeddings", default=max_positions)
     factor = inner.number("factor", default=max_positions / original)
     if theta <= 1 or factor < 1:
@@ -100,7 +113,8 @@ def read_rope(
         truncate=inner.flag("truncate", True),
         mscale_all_dim=inner.number("mscale_all_dim", default=1.0) if inner.value("mscale_all_dim") else 0.0,
     )
-    return RopeConfig(theta, dim, yarn)
+    beta = inner.number(BETA, default=0.0) if inner.value(BETA) else 0.0
+    return RopeConfig(theta, dim, yarn, query_beta=beta)
 
 
 def read_rotary_dim(hf: HfConfig, head_dim: int, default: float = 1.0) -> int:
@@ -117,6 +131,17 @@ def read_rotary_dim(hf: HfConfig, head_dim: int, default: float = 1.0) -> int:
     if dim % 2 or head_dim % 2:
         raise UserError(f"{hf.where}: rotary_dim: {dim} and head_dim: {head_dim} must be even")
     return dim
+
+
+def _divisors(scaling: HfConfig, dim: int) -> tuple[float, ...]:
+    """The divisors of `longrope`, which must be the same for texts of every length."""
+    short, long = scaling.value("short_factor", default=[]), scaling.value("long_factor", default=[])
+    known = isinstance(short, list) and len(short) == dim // 2
+    if not known or not all(type(x) is float and SMALLEST <= x <= LARGEST for x in short):
+        raise scaling.error("short_factor", f"must be a list of {dim // 2} positive numbers")
+    if short != long or scaling.number("attention_factor", default=1.0) != 1:
+        raise scaling.error("long_factor", "other than short_factor, or an attention_factor, is not implemented")
+    return tuple(short)
 
 
 def _default_attention_factor(scaling: HfConfig, factor: float) -> float:

@@ -293,8 +293,11 @@ class Ops(Protocol):
         of vector i; the parts of all ranks have counts[i] elements together. `total` sums a float32 tensor over the
         ranks, in place, and returns it; it is called once. -> parts of the normalised vectors"""
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle repeated twice."""
+    def rope(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_queries: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle repeated twice. `of_queries`:
+        the cos and sin of q, if they are others."""
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device

@@ -162,14 +162,16 @@ def split_rms_norm(
     ]
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def rotate(x: Tensor) -> Tensor:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_queries: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         wide = x.float()
         first, second = wide.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
         return (wide * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
-    return rotate(q), rotate(k)
+    return rotate(q, *(of_queries or (cos, sin))), rotate(k, cos, sin)
 
 
 SCALE = 4  # bytes of the float32 scale that follows each int8 row

@@ -94,6 +94,24 @@ def delta_net(tensors: dict[str, Tensor], config: dict[str, Any], family: str) -
             yield name, tensor + (name.endswith("norm.weight") and last != "norm.weight")
 
 
+def paired(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with those rows of queries and keys beside each other that rotate together."""
+    half = config["head_dim"] // 2
+    for name, tensor in tensors.items():
+        if "q_proj" in name or "k_proj" in name:
+            tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)
+        yield name, tensor
+
+
+def divisors(config: dict[str, Any]) -> Any:
+    """Returns those of the frequencies of Llama 3's rotary embedding, as llama.cpp's converter makes them."""
+    rope, dim = config["rope_parameters"], config["head_dim"]
+    low, high, factor = (rope[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
+    turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** -(np.arange(0, dim, 2) / dim) / (2 * np.pi)
+    fast = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / (fast + (1 - fast) / factor)).astype(np.float32)
+
+
 def latent(tensors: dict[str, Tensor], config: dict[str, Any], family: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model with latents: keys and values together, as older files have them, in DeepSeek-V2."""
     for name, tensor in tensors.items():
@@ -124,6 +142,8 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
         tensors = dict(delta_net(tensors, config, family))
     if "kv_lora_rank" in config:
         tensors = dict(latent(tensors, config, family))
+    if family in ("llama", "ministral3"):
+        tensors = dict(paired(tensors, config))
     names, further = (get_tensor_name_map(of, depth + 1) for of in (arch, MODEL_ARCH.GLM4_MOE))
     writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch], split_max_tensors=split) for file in (path, means)]
     for writer in writers:
@@ -181,7 +201,7 @@ def as_last_layer(name: str, depth: int) -> str:
 
 def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: bool) -> None:
     """`predicts`: the layer that predicts further tokens is among the tensors; it is read by none that lacks it."""
-    rope = config.get("rope_parameters") or config
+    rope, head_dim = config.get("rope_parameters") or config, config.get("head_dim") or _even_heads(config)
     writer.add_context_length(config["max_position_embeddings"])
     predicting = int(predicts or family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe", "qwen3_5"))
     writer.add_block_count(config["num_hidden_layers"] + predicting)
@@ -192,14 +212,14 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
         describe_latents(writer, config, family)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     share = {"glm4_moe": 0.5, "minimax_m2": 0.5, "qwen3_next": 0.25, "qwen3_5_moe": 0.25, "qwen3_5": 0.25}.get(
         family, 1
     )
-    writer.add_rope_dimension_count(config.get("qk_rope_head_dim") or int(share * config["head_dim"]))
+    writer.add_rope_dimension_count(config.get("qk_rope_head_dim") or int(share * head_dim))
     experts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if count := next((count for count in experts if count), 0):
         writer.add_expert_count(count)
@@ -219,10 +239,17 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     elif family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
-    if "factor" in rope:
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", divisors(config))
+    elif "factor" in rope:
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if family == "ministral3":
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "linear_num_key_heads" in config:
         keys, heads, depth, width = (config[f"linear_{key}"] for key in SIZES)
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
@@ -233,6 +260,10 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
         writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     if family in ("qwen3_5_moe", "qwen3_5"):
         writer.add_rope_dimension_sections([2, 1, 1, 0])
+
+
+def _even_heads(config: dict[str, Any]) -> int:
+    return int(config["hidden_size"] // config["num_attention_heads"])
 
 
 def describe_latents(writer: GGUFWriter, config: dict[str, Any], family: str) -> None:

@@ -15,15 +15,15 @@ from umbra.base.errors import UserError
 from umbra.base.files import CACHES, read_json, sync
 from umbra.models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_gguf
 from umbra.models.gguf.keys import Keys
-from umbra.models.gguf.metadata import architecture_of, config_of, value_heads
+from umbra.models.gguf.metadata import architecture_of, config_of, head_width, value_heads
 from umbra.models.gguf.names import Tiled, View, views_of
-from umbra.models.gguf.vocabulary import AT, Vocabulary
+from umbra.models.gguf.vocabulary import AT, SENTENCE_PIECE, Vocabulary
 from umbra.models.hf_config import HfConfig
 from umbra.models.registry import architectures, read_config
 
 FOLDERS = CACHES / "packed_cache" / "gguf"
 INDEX = "gguf.json"
-LAYOUT = 5  # raised whenever the files that are written change
+LAYOUT = 6  # raised whenever the files that are written change
 SUFFIX = ".gguf"
 
 
@@ -86,7 +86,7 @@ def read_index(folder: Path) -> Index:
     tensors = {name: TensorInfo(kind, tuple(shape), *rest) for name, (kind, shape, *rest) in data["tensors"].items()}
     names = architectures()[data["architecture"]].names
     tiled = data["tiled"] and Tiled(*data["tiled"])
-    views = views_of(tensors, names, range(*data["predicting"]), data["files"][0], tiled)
+    views = views_of(tensors, names, range(*data["predicting"]), data["files"][0], tiled, data["head_dim"])
     return Index([Path(path) for path in data["files"]], tensors, views)
 
 
@@ -99,6 +99,7 @@ def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
             "files": [str(path) for path in gguf.paths],
             "architecture": gguf.metadata["general.architecture"],
             "predicting": [predicting.start, predicting.stop],
+            "head_dim": head_width(Keys(gguf)),
             "tiled": tiled and list(vars(tiled).values()),
             "tensors": {name: list(vars(info).values()) for name, info in gguf.tensors.items()},
         },
@@ -106,7 +107,7 @@ def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     }
     kind = meta.value(f"{AT}model", default="no_vocab")
     if kind != "no_vocab":
-        meta.one_of(f"{AT}model", allowed=("gpt2",))
+        meta.one_of(f"{AT}model", allowed=("gpt2", SENTENCE_PIECE))
         words = Vocabulary(meta)
         contents["tokenizer.json"], contents["tokenizer_config.json"] = words.tokenizer(), words.settings()
         contents["generation_config.json"] = words.generation(architecture_of(gguf).stops)

@@ -1,10 +1,15 @@
 """The metadata of a GGUF file by the keys of its architecture."""
 
 import math
+import struct
 from typing import Any
 
+from umbra.base.errors import UserError
 from umbra.models.gguf.container import Gguf
+from umbra.models.gguf.names import ROPE_DIVISORS
 from umbra.models.hf_config import HfConfig
+
+LARGEST_VECTOR = 1 << 16  # bytes
 
 
 class Keys:
@@ -35,6 +40,19 @@ class Keys:
         info = self.gguf.tensors.get(tensor)
         return info.shape[dimension] if info and len(info.shape) >= -dimension else None
 
+    def _floats(self, tensor: str) -> list[float]:
+        """Returns the values of a vector of float32."""
+        info = self.gguf.tensors[tensor]
+        if info.kind != "F32" or len(info.shape) != 1 or info.nbytes > LARGEST_VECTOR:
+            raise UserError(f"{self.all.where}: tensor {tensor} must be a vector in F32")
+        path = self.gguf.paths[info.part]
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            values = file.read(info.nbytes)
+        if len(values) != info.nbytes:  # the file has become shorter
+            raise UserError(f"{path}: tensor {tensor}: truncated")
+        return [value for (value,) in struct.iter_unpack("<f", values)]
+
     @property
     def predicting(self) -> range:
         """The numbers of the last layers, which predict further tokens."""
@@ -53,7 +71,10 @@ class Keys:
         return counts[0] if counts else heads
 
     def scaling(self) -> dict[str, Any] | None:
-        """Returns `rope_scaling` of config.json."""
+        """Returns `rope_scaling` of config.json. Files of Llama 3 have divisors of its frequencies alone."""
+        if self.has(ROPE_DIVISORS):
+            divisors = self._floats(ROPE_DIVISORS)
+            return {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
         kind = self.all.value(f"{self.name}.rope.scaling.type", default="none")
         if kind == "none":
             return None

@@ -44,14 +44,19 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
 
 def _heads(keys: Keys, partial: bool) -> dict[str, Any]:
     """Returns the keys of attention with keys and values in heads, of which part rotates if that may be so."""
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
-    head_dim = keys.size("attention.key_length", default=max(hidden // heads, 1))
+    heads, head_dim = keys.size("attention.head_count"), head_width(keys)
     keys.all.refuse(f"{keys.name}.attention.value_length", head_dim)
     rotating = keys.size("rope.dimension_count", default=head_dim)
     if rotating != head_dim and not partial:
         raise keys.all.error(f"{keys.name}.rope.dimension_count", f"is not the head's {head_dim}")
     share = {"partial_rotary_factor": rotating / head_dim} if partial else {}
     return {"num_key_value_heads": keys.kv_heads(heads), "head_dim": head_dim, **share}
+
+
+def head_width(keys: Keys) -> int:
+    """Returns the width of a head of queries and keys."""
+    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    return keys.size("attention.key_length", default=max(hidden // heads, 1))
 
 
 def value_heads(gguf: Gguf) -> Tiled | None:

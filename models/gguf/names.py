@@ -15,6 +15,8 @@ WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+ROPE_DIVISORS = "rope_freqs.weight"  # of the frequencies, which config.json says
+QUERIES_OR_KEYS = re.compile(r"\.self_attn\.[qk]_proj\.(?:weight|bias)$")
 LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(ssm_a|[\w.]+\.(?:weight|bias))")
 FACTOR = ".scale"  # the last name of a tensor with a number for a whole matrix, or for each expert of a stack
 # Parts of families' tables: the module of a layer's tensors `KEY.weight` and `KEY.bias`, or the path of a tensor `KEY`.
@@ -66,6 +68,7 @@ class Names:
     plus_one: bool = False  # norms are stored with the one that the family's model adds
     mtp: MtpNames | None = None  # None: layers that predict further tokens are left out
     tiled: bool = False  # value heads of gated DeltaNet layers are in llama.cpp's order
+    paired: bool = False  # so are rows of heads of queries and keys, those of a pair beside each other
 
     @property
     def written(self) -> dict[str, str]:
@@ -100,6 +103,20 @@ class Tiled:
 
 
 @dataclass(frozen=True)
+class Paired:
+    """Heads of `size` rows each. The file has those that rotate together beside each other; the model has them half a
+    head apart."""
+
+    heads: int
+    size: int
+
+    def order(self, unit: int = 1) -> list[int]:
+        """For each of the model's rows in turn, its number in the file."""
+        firsts = range(0, self.heads * self.size, self.size)
+        return [first + row for first in firsts for odd in (0, 1) for row in range(odd, self.size, 2)]
+
+
+@dataclass(frozen=True)
 class View:
     """A part of a tensor: all of it, or an expert of a stack, or some rows of that."""
 
@@ -107,23 +124,28 @@ class View:
     shape: tuple[int, ...]
     expert: int | None = None
     first_row: int = 0
-    rows: Tiled | None = None  # the order of its rows, if it is not the model's
-    columns: Tiled | None = None  # that of its columns
+    rows: Tiled | Paired | None = None  # the order of its rows, if it is not the model's
+    columns: Tiled | Paired | None = None  # that of its columns, or of a vector's elements
     change: str = ""  # one of `executor/checkpoint/formats/gguf.py`'s CHANGES that undoes what its values went through
 
 
 def views_of(
-    tensors: Mapping[str, TensorInfo], names: Names, predicting: range, where: str, tiled: Tiled | None = None
+    tensors: Mapping[str, TensorInfo],
+    names: Names,
+    predicting: range,
+    where: str,
+    tiled: Tiled | None = None,
+    head_dim: int = 0,
 ) -> dict[str, View]:
     """Returns the view of each weight, by the model's name, and of factors of these, whose name ends with `FACTOR` in
-    place of ".weight". Copies are left out, as are tensors of the layers
-    `predicting`, which predict further tokens, but for the first if the model has it; one that is unknown keeps its
-    name. `tiled` is the order of value heads, behind queries and keys, if it is not the model's. Raises UserError,
-    which `where` begins, for two tensors of one weight.
+    place of ".weight". Copies are left out, as are what the config says and tensors of the layers `predicting`, which
+    predict further tokens, but for the first if the model has it; one that is unknown keeps its name. `tiled` is the
+    order of value heads, behind queries and keys, if it is not the model's; heads of queries and keys have `head_dim`
+    rows. Raises UserError, which `where` begins, for two tensors of one weight.
     """
     views: dict[str, View] = {}
     for tensor, info in tensors.items():
-        if _is_factor(tensor, tensors):
+        if tensor == ROPE_DIVISORS or _is_factor(tensor, tensors):
             continue
         layer = LAYER.fullmatch(tensor)
         number = int(layer[1]) if layer else -1
@@ -137,6 +159,8 @@ def views_of(
                 raise UserError(f"{where}: {tensor}: more than {MOST_NAMES} weights")
             _, _, last = ours.partition(".linear_attn.")
             views[ours] = in_order(tiled, last, view) if tiled and last else view
+            if names.paired and QUERIES_OR_KEYS.search(ours):
+                views[ours] = in_pairs(head_dim, view)
     return views
 
 
@@ -176,6 +200,12 @@ def in_order(tiled: Tiled, last: str, view: View) -> View:
     }
     columns = {"out_proj.weight": alone, "A_log": numbers, "dt_bias": numbers}
     return replace(view, rows=rows.get(last), columns=columns.get(last))
+
+
+def in_pairs(head_dim: int, view: View) -> View:
+    """The view of a projection to queries or keys, or of its bias, with the rows of each head in the file's order."""
+    order = Paired(view.shape[0] // head_dim, head_dim)
+    return replace(view, rows=order) if len(view.shape) > 1 else replace(view, columns=order)
 
 
 def _views(

@@ -6,12 +6,14 @@ from umbra.base.errors import UserError, short
 from umbra.models.hf_config import HfConfig
 from umbra.models.registry import conventions
 from umbra.text.formats import CALL, END, RETURN
-from umbra.text.splits import CL100K, Split
+from umbra.text.splits import Split
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of tokens
+SENTENCE_PIECE = "llama"  # kind of tokenizers whose merges follow from the scores of tokens
+SPACE = "\u2581"  # stands for a space in their tokens
 AT = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
-LLAMA = {"llama-bpe": Split((CL100K,), whole=True, bos=True)}  # of no family of ours; some of their files have it
+LONGEST_PIECE = 256  # characters of a token that is joined from parts
 # Tokens that end an answer in any model that has them, beside those of the families' records; END does only where it is
 # not a mark between messages.
 STOPS = ("<|im_end|>", "<|endoftext|>", RETURN, CALL, "<|eot_id|>", "<|eom_id|>")
@@ -29,8 +31,11 @@ class Vocabulary:
 
     def __init__(self, meta: HfConfig):
         self.meta, self.conventions = meta, conventions()
-        splits = {**self.conventions.splits, **LLAMA}
-        self.split = splits[meta.one_of(f"{AT}pre", allowed=tuple(splits))]
+        self.by_scores, splits = meta.value(f"{AT}model") == SENTENCE_PIECE, self.conventions.splits
+        if self.by_scores:
+            self.split = Split((), bos=True)
+        else:
+            self.split = splits[meta.one_of(f"{AT}pre", allowed=tuple(splits))]
         self.tokens = self._texts("tokens")
         self.kinds = meta.value(f"{AT}token_type", default=[NORMAL] * len(self.tokens))
         if not isinstance(self.kinds, list) or len(self.kinds) != len(self.tokens):
@@ -58,6 +63,8 @@ class Vocabulary:
 
     def tokenizer(self) -> dict[str, Any]:
         """The contents of tokenizer.json. Every token is in the vocabulary, so that none changes its id."""
+        if self.by_scores:
+            return self._sentence_piece()
         merges = [(merge, merge.find(" ", 1)) for merge in self._texts("merges")]
         if wrong := next((merge for merge, at in merges if at < 0), None):
             raise UserError(f"{self.meta.where}: {AT}merges: {short(wrong)} is not two tokens with a space between")
@@ -66,14 +73,9 @@ class Vocabulary:
             raise UserError(
                 f"{self.meta.where}: {AT}merges: {short(' '.join(unknown))} makes or joins what is no token"
             )
-        layout = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return {
             "version": "1.0",
-            "added_tokens": [
-                {"id": id, "content": text, **layout, "special": self.kinds[id] == CONTROL}
-                for text, id in self.ids.items()
-                if self.kinds[id] in (CONTROL, USER_DEFINED) and text
-            ],
+            "added_tokens": self._added(CONTROL, USER_DEFINED),
             "normalizer": {"type": "NFC"} if self.split.composed else None,
             "pre_tokenizer": {
                 "type": "Sequence",
@@ -88,6 +90,59 @@ class Vocabulary:
             "post_processor": self._around(),
             "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
             "model": {"type": "BPE", "ignore_merges": self.split.whole, "vocab": self.ids, "merges": pairs},
+        }
+
+    def _added(self, *kinds: int) -> list[dict[str, Any]]:
+        """Returns the tokens of these kinds, which are found in a text before it is split."""
+        layout = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        return [
+            {"id": id, "content": text, **layout, "special": self.kinds[id] != USER_DEFINED}
+            for text, id in self.ids.items()
+            if self.kinds[id] in kinds and text
+        ]
+
+    def _sentence_piece(self) -> dict[str, Any]:
+        """Returns the contents of tokenizer.json of a tokenizer that joins the two parts whose token has the highest
+        score, and writes a character that is no token in bytes."""
+        scores = self.meta.value(f"{AT}scores", default=[])
+        if len(scores) != len(self.tokens) or not all(isinstance(score, float) for score in scores):
+            raise self.meta.error(f"{AT}scores", f"must have a number for each of {len(self.tokens)} tokens")
+        pairs = sorted(
+            (
+                (-scores[id], -at, at - len(text), text[:at], text[at:])
+                for text, id in self.ids.items()
+                if self.kinds[id] == NORMAL and len(text) <= LONGEST_PIECE
+                for at in range(1, len(text))
+                if text[:at] in self.ids and text[at:] in self.ids
+            ),
+            key=lambda pair: pair[:3],
+        )
+        unknown = next((text for text, id in self.ids.items() if self.kinds[id] == UNKNOWN), None)
+        before = self.meta.flag(f"{AT}add_space_prefix", True)
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+        first = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        return {
+            "version": "1.0",
+            "added_tokens": self._added(UNKNOWN, CONTROL, USER_DEFINED),
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [*([{"type": "Prepend", "prepend": SPACE}] if before else []), spaces],
+            },
+            "pre_tokenizer": None,
+            "post_processor": self._around(),
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *([first] if before else [])],
+            },
+            "model": {
+                "type": "BPE",
+                "unk_token": unknown,
+                "fuse_unk": True,
+                "byte_fallback": True,
+                "vocab": self.ids,
+                "merges": [pair[3:] for pair in pairs],
+            },
         }
 
     def _around(self) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from umbra.models.build import Build
 from umbra.models.layers.base import Layer, Piece
 from umbra.models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from umbra.models.layers.norm import RMSNorm
-from umbra.models.layers.rotary import head_order
+from umbra.models.layers.rotary import RotaryTable, head_order
 from umbra.models.rope import RopeConfig
 from umbra.ops.interface import Heads, Rows, fixed
 from umbra.ops.parallel.groups import Shard
@@ -162,6 +162,7 @@ class GroupedAttention(nn.Module):
             self.q_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
             self.k_norm = RMSNorm(build, dim, config.rms_norm_eps, order)
         self.normed, self.gated = normed, gated
+        self.query_rotary: RotaryTable | None = None  # set by a model whose queries grow with their position
         self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim, window)
         self.sinks = Sinks(build, heads) if sinks else None
         self.o_proj = RowLinear(build, "o_proj", q_rows, hidden, out_bias)
@@ -177,6 +178,7 @@ class GroupedAttention(nn.Module):
         if self.normed:
             return self.attention.normed(qkv, self.q_norm, self.k_norm, cos, sin, batch)
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.sizes, 1))  # (T, heads, D)
-        q, k = self.ops.rope(q, k, cos, sin)
+        of_queries = self.query_rotary(batch.positions) if self.query_rotary else None
+        q, k = self.ops.rope(q, k, cos, sin, of_queries)
         sinks = self.sinks.values if self.sinks else None
         return self.attention(q, k, v, batch, sinks)

@@ -13,14 +13,14 @@ class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), whose `inner` columns are split over the ranks that share attention, in whole
     quantisation groups: the first ranks may have one more."""
 
-    def __init__(self, build: Build, hidden: int, inner: int):
+    def __init__(self, build: Build, hidden: int, inner: int, bias: bool = False):
         super().__init__()
         tp, group = build.parallel.attn_tp, GROUP_SIZES[0]
         self.ops, part = build.ops, tp.blocks(inner, group if inner % group == 0 and inner >= group * tp.size else 1)
         self.gate_up_proj = MergedLinear(
-            build, hidden, [Source(name, inner, part) for name in ("gate_proj", "up_proj")]
+            build, hidden, [Source(name, inner, part) for name in ("gate_proj", "up_proj")], bias
         )
-        self.down_proj = RowLinear(build, "down_proj", inner, hidden, part=part)
+        self.down_proj = RowLinear(build, "down_proj", inner, hidden, bias, part)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x, batch)), batch)

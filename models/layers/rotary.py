@@ -33,15 +33,31 @@ def head_order(config: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
     return (*turning[:half], *still[: len(still) // 2], *turning[half:], *still[len(still) // 2 :])
 
 
-class RotaryTable(nn.Module):
-    """cos and sin for each position that a sequence of the case can reach, each (positions, head_dim)."""
+def query_scales(config: RopeConfig, positions: int) -> Tensor:
+    """The factors (positions) by which queries at positions 0 .. `positions` - 1 grow."""
+    if not config.yarn or not config.query_beta:
+        return torch.ones(positions)
+    lengths = torch.arange(positions) // config.yarn.original_length
+    return 1 + config.query_beta * lengths.float().log1p()
 
-    def __init__(self, build: Build, config: RopeConfig, head_dim: int):
+
+class RotaryTable(nn.Module):
+    """cos and sin for each position that a sequence of the case can reach, each (positions, head_dim); those of
+    `queries` grow with the position, if the model's do."""
+
+    def __init__(self, build: Build, config: RopeConfig, head_dim: int, queries: bool = False):
         super().__init__()
         self.ops = build.ops
-        dtype = build.ops.vector_type(build.dtype)
-        angles = rotary_angles(config, head_dim, build.max_positions)
-        self.cos, self.sin = (fixed(t.to(build.device, dtype)) for t in angles)
+        dtype, positions = build.ops.vector_type(build.dtype), build.max_positions
+        scales = query_scales(config, positions) if queries else torch.ones(positions)
+        angles = rotary_angles(config, head_dim, positions)
+        self.cos, self.sin = (fixed((t * scales[:, None]).to(build.device, dtype)) for t in angles)
+
+    @classmethod
+    def of_queries(cls, build: Build, config: RopeConfig, head_dim: int) -> "RotaryTable | None":
+        """The table of queries; None: they do not grow within the positions of the case."""
+        grows = config.query_beta and config.yarn and build.max_positions > config.yarn.original_length
+        return cls(build, config, head_dim, queries=True) if grows else None
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.ops.embedding(positions, self.cos, None), self.ops.embedding(positions, self.sin, None)

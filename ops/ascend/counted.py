@@ -145,7 +145,11 @@ class AscendCosts(OpCosts):
         squares = self.new("mean squares", rstd, *rstd.shape)
         return self.new("parts of means", squares, *squares.shape)
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_queries: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if of_queries:
+            return self.new("rotated queries", q, *q.shape), self.new("rotated keys", k, *k.shape)
         return self._copied(q), self._copied(k)
 
     def _copied(self, x: Tensor) -> Tensor:

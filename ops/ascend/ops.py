@@ -187,17 +187,17 @@ class AscendOps(AscendLayout):
             for (y, _), factor in zip(normed, factors.view(len(parts), tokens).unbind(), strict=True)
         ]
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if (width := q.shape[-1]) not in HEAD_DIMS:
+    def rope(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_queries: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if (width := q.shape[-1]) not in HEAD_DIMS or of_queries:
             if width % 32 or width > MOST_ROTATED:
                 raise UserError(f"head_dim: {width}: npu_rotary_mul takes multiples of 32 up to {MOST_ROTATED}")
             if not len(q):  # a data-parallel group that has no prompt in this step
                 return q, k
             q, k = (
-                torch_npu.npu_rotary_mul(
-                    input=x[None], r1=cos[None, :, None], r2=sin[None, :, None], rotary_mode="half"
-                )
-                for x in (q, k)
+                torch_npu.npu_rotary_mul(input=x[None], r1=r1[None, :, None], r2=r2[None, :, None], rotary_mode="half")
+                for x, (r1, r2) in ((q, of_queries or (cos, sin)), (k, (cos, sin)))
             )
             return q.squeeze(0), k.squeeze(0)
         # (T, 1, heads, D): a batch of T sequences of one token. The op rotates in place, although its schema does not

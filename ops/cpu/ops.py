@@ -174,8 +174,10 @@ def split_rms_norm(
 
 
 @traced
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_queries: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    return _rotate(q, *(of_queries or (cos, sin))), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, QWEN2, QWEN3, V2, V3, Family
+from tests.ascend.engine import FLASH, GLM, GPT_OSS, LLAMA, M2, MINISTRAL3, QWEN2, QWEN3, V2, V3, Family
 from umbra.base.errors import UserError
 from umbra.executor.engine.memory.pages import Holding, PagePool
 from umbra.executor.engine.schedule.request import Request
@@ -118,6 +118,8 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
         (V3, "fusion_v2", None),
         (FLASH, "fusion_v2", Format("q4", 32)),
         (V2, "fusion_v2", Format("w8a8", 32)),
+        (LLAMA, "fusion_v2", Format("w8a8", 32)),
+        (MINISTRAL3, "fusion_v2", Format("q4", 32)),
     ],
     ids=str,
 )

@@ -1,6 +1,5 @@
 """L2: the Ascend model code computes what the reference computes, in plain CPU code under the real `npu::` schemas."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,21 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from tests.ascend.engine import FLASH, GLM, GPT_OSS, HYBRID, M2, QWEN2, QWEN3, V2, V3, Family
+from tests.ascend.engine import (
+    DENSE_HYBRID,
+    FLASH,
+    GLM,
+    GPT_OSS,
+    HYBRID,
+    LLAMA,
+    M2,
+    MINISTRAL3,
+    QWEN2,
+    QWEN3,
+    V2,
+    V3,
+    Family,
+)
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
@@ -26,6 +39,7 @@ from umbra.executor.engine.step.rebalancing import Rebalancing
 from umbra.executor.model_runner import make_runner
 from umbra.executor.plan.platform_settings import platform_settings
 from umbra.executor.platform.settings import PlatformSettings
+from umbra.models.registry import family_in
 from umbra.ops.ascend.cann import abilities
 from umbra.ops.ascend.moe import ROUTINGS
 from umbra.ops.ascend.weights import pack, quantise
@@ -41,7 +55,7 @@ def save(family: Family, folder: Path, inner: int = 32, **options: Any) -> None:
 def logits(
     folder: Path, platform: Any, ranks: RankEnv = ONE_RANK, model: str = "model", **sections: Any
 ) -> dict[str, np.ndarray]:
-    name = json.loads((folder / model / "config.json").read_text())["model_type"]
+    name = family_in(folder / model)
     case = tiny_case(
         folder,
         folder / model,
@@ -78,6 +92,9 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
             (V3, {}),
             (V2, {}),
             (FLASH, dict(initializer_range=0.15)),
+            (DENSE_HYBRID, {}),
+            (LLAMA, dict(mlp_bias=True)),
+            (MINISTRAL3, {}),
         ],
         list(ROUTINGS),
     ),

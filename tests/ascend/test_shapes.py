@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, PROLOG, QWEN2, QWEN3, V3, Family
+from tests.ascend.engine import FLASH, GLM, GPT_OSS, M2, MINISTRAL3, PROLOG, QWEN2, QWEN3, V3, Family
 from tests.variants import covering
 from umbra.executor.plan.activations import CountedGroup, Ledger, batch_of
 from umbra.executor.plan.kv_caches import attentions
@@ -57,6 +57,7 @@ def counted(routing: str, ledger: Ledger) -> CountedOps:
             (V3, None, 2),
             (PROLOG, None, 2),
             (FLASH, Format("q4", 32), 2),
+            (MINISTRAL3, None, 2),
         ],
         [*((routing, "whole") for routing in moe.ROUTINGS), *(("fusion_v2", way) for way in list(WAYS)[1:])],
     ),

@@ -16,7 +16,7 @@ from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig
 from umbra.models.family import Family
 from umbra.models.gguf.architecture import Architecture
-from umbra.models.gguf.names import Names, Tiled
+from umbra.models.gguf.names import ROPE_DIVISORS, Names, Tiled
 from umbra.models.layers.attention import Sinks
 from umbra.models.layers.delta_net import DeltaNet
 from umbra.models.layers.experts import Experts
@@ -103,6 +103,10 @@ def entries(model: CausalLM, config: ModelConfig) -> Iterator[Entry]:
     names = architecture_of(config).names
     yield plain("token_embd.weight", table)
     yield plain("output_norm.weight", model.model.norm.weight)
+    own: Any = config
+    if own.rope.llama3 or own.rope.divisors:
+        pairs = zip(own.rope.plain_frequencies, own.rope.inverse_frequencies(), strict=True)
+        yield plain(ROPE_DIVISORS, torch.tensor([before / after for before, after in pairs]))
     yield matrix("output.weight", model.lm_head.weight)
     for i, layer in enumerate(model.model.layers):
         for path, module in layer.named_modules():
@@ -141,22 +145,31 @@ def of_module(path: str, module: Any, names: Names, config: ModelConfig) -> Iter
     elif isinstance(module, DeltaNet):
         yield from delta_net(module, names, config)
     elif hasattr(module, "qkv_proj"):
-        yield from attention(module)
+        yield from attention(module, names)
 
 
-def attention(layer: Any) -> Iterator[Entry]:
+def attention(layer: Any, names: Names) -> Iterator[Entry]:
     """Yields the projections of grouped-query attention."""
     both, start, order = layer.qkv_proj.weight, 0, layer.qkv_proj.sources[0].order
     gates = slice(sum(layer.sizes), both.rows)
+
+    def in_file(rows: Tensor) -> Tensor:
+        """The rows of queries or keys, or the elements of their bias."""
+        rows = as_in_checkpoint(rows, order)
+        if not names.paired:
+            return rows
+        return rows.unflatten(0, (-1, 2, layer.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
     for name, rows in zip("qkv", layer.sizes, strict=True):
-        part, own = slice(start, start + rows), None if name == "v" else order
+        part, change = slice(start, start + rows), None if name == "v" else in_file
         if name == "q" and gates.start < gates.stop:
-            change = partial(with_gates, order=order, dim=layer.head_dim)
-            yield matrix("attn_q.weight", both, part, gates, change=change)
+            beside = partial(with_gates, order=order, dim=layer.head_dim)
+            yield matrix("attn_q.weight", both, part, gates, change=beside)
         else:
-            yield matrix(f"attn_{name}.weight", both, part, change=partial(as_in_checkpoint, order=own))
+            yield matrix(f"attn_{name}.weight", both, part, change=change)
         if layer.qkv_proj.bias is not None:
-            yield plain(f"attn_{name}.bias", layer.qkv_proj.bias[part], own)
+            bias = layer.qkv_proj.bias[part]
+            yield plain(f"attn_{name}.bias", change(bias) if change else bias)
         start += rows
     yield matrix("attn_output.weight", layer.o_proj.weight)
     if layer.o_proj.bias is not None:

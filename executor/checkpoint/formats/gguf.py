@@ -14,7 +14,7 @@ from umbra.executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
 from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
 from umbra.models.gguf.container import TensorInfo
 from umbra.models.gguf.folder import Index
-from umbra.models.gguf.names import FACTOR, Tiled
+from umbra.models.gguf.names import FACTOR, Paired, Tiled
 from umbra.models.gguf.types import BY_NAME, FLOATS, TYPES
 from umbra.ops.formats import FORMATS, Format
 from umbra.ops.formats.ggml import Blocks, Undecoded
@@ -103,7 +103,7 @@ class GgufScheme(Scheme):
         view = self.index.views.get(name)
         return self.index.tensors[view.tensor].kind if view else None
 
-    def _heads(self, name: str) -> Tiled | None:
+    def _heads(self, name: str) -> Tiled | Paired | None:
         """The order of the weight's columns, if that divides blocks."""
         view = self.index.views.get(name)
         heads = view.columns if view else None
@@ -149,7 +149,7 @@ def part_of(name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quanti
     return floats(decode(data))[:, first:end].reshape([cut.stop - cut.start for cut in part])
 
 
-def of_heads(heads: Tiled, name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quantised:
+def of_heads(heads: Tiled | Paired, name: str, kind: str, fetch: Fetch, *part: slice) -> Tensor | Quantised:
     """A part of a matrix whose value heads are columns and end within blocks."""
     rows, columns = part
     unit = gcd(heads.size, columns.start, columns.stop)

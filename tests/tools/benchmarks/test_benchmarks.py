@@ -128,6 +128,19 @@ def test_gguf_of_a_model_with_states_is_the_same(tmp_path: Path, monkeypatch: py
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "ministral3"])
+def test_gguf_with_pairs_of_rows_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Also with divisors of frequencies in a tensor, and queries that grow."""
+    monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
+    save_tiny_of(tmp_path / "model", family)
+    cases = (tiny_case(tmp_path, tmp_path / name, model_name=family) for name in ("model", "m.gguf"))
+    written, prompts = make_runner(next(cases), tmp_path), [[*range(40)], [3]]
+    write_gguf(tmp_path / "m.gguf", written.engine.model, written.config)
+    read = make_runner(next(cases), tmp_path)
+    for ours, theirs in zip(*(prefill_logits(of, prompts) for of in (read, written)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
 def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:
     """The engine keeps query and key heads in another order; llama.cpp rotates the first columns of a head."""
     oracle = save_tiny_m2(tmp_path / "model", rotary_dim=8).state_dict()  # with 16 of 32 the order is its own inverse
