@@ -39,7 +39,7 @@ TILES = {
     FLOATS: (Tile(256, 4), Tile(512, 8)),
     BYTES: (Tile(64, 4), Tile(256, 8)),
     NIBBLES: (Tile(64, 4), Tile(256, 8)),
-    E4M3: (Tile(128, 4, 4), Tile(128, 4, 6)),
+    E4M3: (Tile(256, 8), Tile(512, 16)),
 }
 
 
@@ -136,13 +136,15 @@ def _sums(
     """The sum, over PAIRS pairs in turn, of a pair's row by ROWS rows of its expert's matrix, from row block
     `first_block` on, times `weights` if WEIGHTED. `x` (PAIRS, K)."""
     COLUMNS: tl.constexpr = 4 if STORED == 1 else 8 if STORED == 2 else 1  # of a unit
+    # Tiles of floats of 8 bits may lie in one group of one pair each, whose scales are then loaded once.
+    ONE_GROUP: tl.constexpr = STORED == 3 and GROUP % UNITS == 0
     PER: tl.constexpr = K // COLUMNS
     IN_BLOCK: tl.constexpr = 32 // COLUMNS
     lane = tl.arange(0, ROWS)[None, :]
     r, row_block = lane % 16, first_block + lane // 16
     sums = tl.zeros((UNITS, ROWS), tl.float32)
     for first in tl.range(0, PAIRS * PER, UNITS, num_stages=STAGES):
-        if STORED == 3:  # no tile has columns of two groups, or of two pairs
+        if ONE_GROUP:
             pair, start = first // PER, first % PER
             u = start + tl.arange(0, UNITS)
             inside = u < PER
@@ -163,7 +165,7 @@ def _sums(
         if WEIGHTED:
             factor = tl.load(weights + pair).to(tl.float32)
         column = x + pair * K + (u // IN_BLOCK * 32 + u % IN_BLOCK * min(COLUMNS, 4))
-        if PAIRS > 1 and STORED != 3:
+        if PAIRS > 1 and not ONE_GROUP:
             block_at = block_at[:, None]
         mask, at = inside[:, None], block_at + AT
         low, high, minimum = _scale(
@@ -314,7 +316,7 @@ def constants(shape: ExpertBlocks, name: str) -> dict[str, int | bool]:
         BITS=spec.bits,
         MIDDLE=spec.middle,
         CODES=NUMBERS if not spec.codes else FLOAT_CODES if spec.codes == E2M1 else TABLE_CODES,
-        UNITS=min(tile.units, group & -group) if stored == E4M3 else tile.units,
+        UNITS=tile.units,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
