@@ -15,9 +15,11 @@ from torch import Tensor
 from umbra.ops.interface import LatentCache, Paged
 
 KEYS = 32  # keys at a time
-SPAN = 512  # keys of a program
+SPANS = 64, 128, 256, 512  # keys of a program
+PROGRAMS = 200  # that keep a GPU busy
+AT_ONCE = 16  # spans whose means are loaded together
 LEAST = 16  # rows and columns that a product of tiles takes
-MOST_LATENT_HEADS = 16  # heads of a program over latents
+MOST_LATENT_HEADS = 32  # heads of a program over latents, whose keys it reads once for all of them
 
 
 @triton.jit
@@ -89,35 +91,45 @@ def _attend(
     at = (span * tl.num_programs(0) + row) * heads + head
     tl.store(peaks + at, peak, mask=mine)
     tl.store(weights + at, weight, mask=mine)
-    tl.store(means + at[:, None].to(tl.int64) * OUT + o[None, :], mean, mask=mine[:, None] & (o < OUT)[None, :])
+    kept = (mine & (begin < end))[:, None] & (o < OUT)[None, :]
+    tl.store(means + at[:, None].to(tl.int64) * OUT + o[None, :], mean, mask=kept)
 
 
 @triton.jit
 def _join(
-    means, peaks, weights, sinks, out, spans, OUT: tl.constexpr, PADDED_OUT: tl.constexpr, SINKS: tl.constexpr
+    means, peaks, weights, sinks, out, spans, OUT: tl.constexpr, PADDED_OUT: tl.constexpr, SINKS: tl.constexpr,
+    SPANS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """out (T, heads, OUT): one head of one row."""
+    """out (T, heads, OUT): one head of one row. Spans without keys that the row sees have no means."""
     row, head = tl.program_id(0), tl.program_id(1)
     rows, heads = tl.num_programs(0), tl.num_programs(1)
-    o = tl.arange(0, PADDED_OUT)
-    top = tl.full((), float("-inf"), tl.float32)
+    o, n, some = tl.arange(0, PADDED_OUT), tl.arange(0, SPANS), tl.arange(0, AT_ONCE)
+    at = (n * rows + row) * heads + head
+    peak = tl.load(peaks + at, mask=n < spans, other=float("-inf"))
+    top = tl.max(peak)
     if SINKS:
-        top = tl.load(sinks + head).to(tl.float32)
-    for span in range(spans):
-        top = tl.maximum(top, tl.load(peaks + (span * rows + row) * heads + head))
-    total = tl.full((), 0.0, tl.float32)
+        top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.load(weights + at, mask=n < spans, other=0) * tl.exp(peak - top))
     if SINKS:
-        total = tl.exp(tl.load(sinks + head).to(tl.float32) - top)
+        total += tl.exp(tl.load(sinks + head).to(tl.float32) - top)
     mean = tl.zeros((PADDED_OUT,), tl.float32)
-    for span in range(spans):
-        at = (span * rows + row) * heads + head
-        peak = tl.load(peaks + at)
-        if peak > float("-inf"):
-            factor = tl.exp(peak - top)
-            total += tl.load(weights + at) * factor
-            mean += tl.load(means + at.to(tl.int64) * OUT + o, mask=o < OUT, other=0) * factor
+    for first in range(0, spans, AT_ONCE):
+        span = first + some
+        means_at = (span * rows + row) * heads + head
+        factor = tl.exp(tl.load(peaks + means_at, mask=span < spans, other=float("-inf")) - top)
+        mask = (factor > 0)[:, None] & (o < OUT)[None, :]
+        part = tl.load(means + means_at[:, None].to(tl.int64) * OUT + o[None, :], mask=mask, other=0)
+        mean += tl.sum(part * factor[:, None], 0)
     mean = mean / tl.where(total > 0, total, 1.0)
     tl.store(out + (row * heads + head) * OUT + o, mean.to(out.dtype.element_ty), mask=o < OUT)
+
+
+def span_of(programs: int, tokens: int, latents: bool) -> int:
+    """The keys of a program: the most with which there are enough programs. `programs` take the same keys, of `tokens`
+    at most. The means of latents are large, so shorter spans of them would cost more than they bring."""
+    least = SPANS[1 if latents else 0]
+    return max(least, *(span for span in SPANS if programs * triton.cdiv(tokens, span) >= PROGRAMS), 0)
 
 
 def attention(
@@ -157,7 +169,8 @@ def _attention(
     out = q.new_empty(rows, heads, out_width)
     if not rows:
         return out
-    spans = triton.cdiv(tables.shape[1] * page, SPAN)
+    span = span_of(rows * triton.cdiv(heads, group), tables.shape[1] * page, latents)
+    spans = triton.cdiv(tables.shape[1] * page, span)
     means = torch.empty(spans, rows, heads, out_width, dtype=torch.float32, device=q.device)
     peaks, weights = (torch.empty(spans, rows, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     turned = q if rotated is None else rotated
@@ -169,13 +182,14 @@ def _attention(
         *v_cache.stride()[:3],
         PAGE=page, WIDTH=width, PADDED=max(LEAST, triton.next_power_of_2(width)), ROTARY=rotary,
         PADDED_ROTARY=max(LEAST, triton.next_power_of_2(max(rotary, 1))), OUT=out_width, PADDED_OUT=padded_out,
-        HEADS=max(LEAST, triton.next_power_of_2(group)), SEQUENCES=triton.next_power_of_2(len(lengths)), SPAN=SPAN,
+        HEADS=max(LEAST, triton.next_power_of_2(group)), SEQUENCES=triton.next_power_of_2(len(lengths)), SPAN=span,
         KEYS=KEYS, WINDOW=window, LATENTS=latents,
         WIDE=k_cache.dtype == torch.float32 or k_cache.device.type == "cpu",  # Triton's interpreter has no others
         num_warps=8 if padded_out > 256 else 4,  # means stay in registers
     )  # fmt: skip
     _join[(rows, heads)](
         means, peaks, weights, out if sinks is None else sinks, out, spans,
-        OUT=out_width, PADDED_OUT=padded_out, SINKS=sinks is not None,
+        OUT=out_width, PADDED_OUT=padded_out, SINKS=sinks is not None, SPANS=triton.next_power_of_2(spans),
+        AT_ONCE=AT_ONCE,
     )  # fmt: skip
     return out
