@@ -6,6 +6,7 @@ All of it is untrusted: depths, sizes and the work that a schema can cause are b
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ class Tool:
         # Digits beyond Python's limit for integers are no integer here.
         if types & {"integer", "number"} and INTEGER.fullmatch(bare) and len(bare) < 4000:
             return int(bare)
-        if "number" in types and NUMBER.fullmatch(bare) and math.isfinite(float(bare)):
-            return float(bare)
+        if "number" in types and NUMBER.fullmatch(bare):
+            return bounded(bare)
         if "boolean" in types and bare.lower() in BOOLEANS:
             return BOOLEANS[bare.lower()]
         if types & {"object", "array"}:
@@ -76,9 +77,9 @@ def unwrapped(text: str, lines: bool) -> str:
 
 
 def read_json_text(text: str) -> Any:
-    """The JSON value in `text`; None if it is none, is nested too deeply, or has a number that is not finite."""
+    """The JSON value in `text`; None if it is none, is nested too deeply, or has NaN or Infinity."""
     try:
-        value = json.loads(text)  # also reads NaN
+        value = json.loads(text, parse_float=bounded)
     except (ValueError, RecursionError):
         return None
     level = [value]
@@ -89,6 +90,12 @@ def read_json_text(text: str) -> Any:
         if not level:
             return value
     return None
+
+
+def bounded(text: str) -> float:
+    """The number in `text`; the largest float of its sign if floats end before it, so that 1e999 stays a number."""
+    value = float(text)
+    return value if math.isfinite(value) else math.copysign(sys.float_info.max, value)
 
 
 def repaired(text: str) -> dict[str, Any]:

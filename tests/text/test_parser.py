@@ -1,6 +1,7 @@
 """Outputs of models, split into reasoning, content and tool calls: the rules of docs/text.md, however text is cut."""
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -150,7 +151,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         M2,
         {},
         m2(invoke("f", i="9" * 5000, n="1e999", o='{"a":' * 9999, a="[" * 65 + "]" * 65)),
-        answer("", "", ("f", {"i": "9" * 5000, "n": "1e999", "o": '{"a":' * 9999, "a": "[" * 65 + "]" * 65})),
+        answer(
+            "", "", ("f", {"i": "9" * 5000, "n": sys.float_info.max, "o": '{"a":' * 9999, "a": "[" * 65 + "]" * 65})
+        ),
     ),
     # Calls of Qwen3-Coder
     "coder": (

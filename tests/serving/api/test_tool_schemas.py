@@ -21,9 +21,10 @@ from umbra.serving.api.raw_values import searched
 from umbra.serving.api.schemas import closed, held
 from umbra.text.formats import Mark
 from umbra.text.parser import reader
+from umbra.text.tool_arguments import bounded
 
 LONGEST = 150  # tokens of a walk, after which it closes whatever it can
-CLOSINGS = ("\n</parameter>\n", "</arg_value>", '"', "]", "}", "\n", "0", "x", "/", "b")
+CLOSINGS = ("\n</parameter>\n", "</arg_value>", '"', "]", "}", ",", "\n", "0", "x", "/", "b")
 CALLED = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"  # without messages before it
 WORDS = ["", "a", "null", "5", "true", "1", "two words", "a\nb", '"quoted"', "<b>", "{x", " led", "Österreich"]
 PATTERNS = [r"^\d{3}$", r"^[a-c]+$", r"x", r"^a|b$", r"^(red|blue)$", r"^\w+/\d*$", r"^[^<]{2,}$"]
@@ -144,7 +145,7 @@ def check(family: str, parameters: dict[str, Any], seed: int) -> None:
     grammar = structured.calls_grammar(tools, FORMAT_OF[family], False, None, marks(family))
     ids = walk(grammar, family, seed)
     (call,) = arguments(ids, family, tools)
-    jsonschema_rs.validate(parameters, json.loads(call))
+    jsonschema_rs.validate(parameters, json.loads(call, parse_float=bounded))  # a walk may write 1E999
 
 
 def strict_tool(**properties: Any) -> dict[str, Any]:
