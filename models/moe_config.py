@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from umbra.models import dense_config
-from umbra.models.config import check_choice, check_even_split, check_experts, check_some_each
+from umbra.models.config import LARGEST_DEPTH, check_choice, check_even_split, check_experts, check_some_each
 from umbra.models.dense_config import DenseConfig
 from umbra.models.hf_config import HfConfig
 
@@ -66,3 +66,15 @@ def sparse_by_step(hf: HfConfig, layers: int, experts: int) -> tuple[bool, ...]:
     """`MoeConfig.sparse_layers` as `mlp_only_layers` and `decoder_sparse_step` say."""
     dense, step = set(hf.sizes("mlp_only_layers")), hf.size("decoder_sparse_step", default=1)
     return tuple(experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def sparse_by_types(hf: HfConfig, layers: int, dense: int) -> tuple[bool, ...]:
+    """`MoeConfig.sparse_layers` as `mlp_layer_types` says or, without the key, with as many dense layers first as
+    `first_k_dense_replace` says, by default `dense`."""
+    first = hf.size("first_k_dense_replace", default=dense, minimum=0, maximum=LARGEST_DEPTH)
+    kinds = hf.names("mlp_layer_types")
+    if not kinds:
+        return tuple(layer >= first for layer in range(layers))
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise hf.error("mlp_layer_types", f"must say dense or sparse for each of {layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)

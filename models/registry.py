@@ -24,6 +24,7 @@ FAMILIES = {  # the record of each family, as `module:name`
     "qwen3_moe": "umbra.models.qwen3_moe.family:QWEN3_MOE",
     "qwen2_moe": "umbra.models.qwen2_moe.family:QWEN2_MOE",
     "glm4_moe": "umbra.models.glm4_moe.family:GLM4_MOE",
+    "hy_v3": "umbra.models.glm4_moe.family:HY_V3",
     "gpt_oss": "umbra.models.gpt_oss.family:GPT_OSS",
     "qwen3_next": "umbra.models.qwen3_next.family:QWEN3_NEXT",
     "qwen3_5_moe": "umbra.models.qwen3_5_moe.family:QWEN3_5_MOE",

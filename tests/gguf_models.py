@@ -22,6 +22,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
+from umbra.executor.checkpoint.index import renamed
 from umbra.models.registry import family as family_record
 from umbra.tools.benchmarks.gguf_file import describe_tokenizer
 
@@ -29,6 +30,8 @@ ARCHITECTURES = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 HALVES: dict[str, Any] = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 HALVES |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
 SIZES = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
+AS_GLM = {"mlp.router.gate": "mlp.gate", "mlp.expert_bias": "mlp.gate.e_score_correction_bias"}  # Hy3's names
+AS_GLM |= {"mlp.shared_mlp": "mlp.shared_experts", "final_layernorm": "shared_head.norm"}
 EXPERT = re.compile(r"(.*\.experts\.)\d+\.(.*)")
 Kinds = Callable[[str], str]  # the type of the tensor of this name
 
@@ -134,10 +137,13 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     record = family_record(family)
     assert record.gguf
-    arch, means = ARCHITECTURES[record.gguf.name], path.with_name(f"means-{path.name}")
+    arch = ARCHITECTURES.get(record.gguf.name, MODEL_ARCH.GLM4_MOE)  # Hy3's tensors have the names of GLM's
+    means = path.with_name(f"means-{path.name}")
     depth = config["num_hidden_layers"]
     tensors = {as_last_layer(name, depth): tensor for name, tensor in tensors.items()}
     predicting = f"model.layers.{depth}.eh_proj.weight" in tensors
+    if family == "hy_v3":
+        tensors = {renamed(name, AS_GLM.items()): tensor for name, tensor in tensors.items()}
     if "linear_num_key_heads" in config:
         tensors = dict(delta_net(tensors, config, family))
     if "kv_lora_rank" in config:
@@ -145,7 +151,7 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     if family in ("llama", "ministral3"):
         tensors = dict(paired(tensors, config))
     names, further = (get_tensor_name_map(of, depth + 1) for of in (arch, MODEL_ARCH.GLM4_MOE))
-    writers = [GGUFWriter(file, MODEL_ARCH_NAMES[arch], split_max_tensors=split) for file in (path, means)]
+    writers = [GGUFWriter(file, record.gguf.name, split_max_tensors=split) for file in (path, means)]
     for writer in writers:
         describe(writer, config, family, predicting)
         if (folder / "tokenizer.json").is_file():
@@ -237,6 +243,11 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
             writer.add_expert_weights_norm(config["norm_topk_prob"])
     elif "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    elif family == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config["num_shared_experts"] * config["moe_intermediate_size"])
+        writer.add_expert_weights_scale(config["router_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     elif family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
     if rope.get("rope_type") == "llama3":

@@ -7,7 +7,7 @@ from typing import ClassVar, TypeVar
 
 from umbra.models.config import LARGEST_DEPTH, Expansion
 from umbra.models.hf_config import HfConfig, read_hf_config
-from umbra.models.moe_config import MoeConfig, check_routing, read_sizes
+from umbra.models.moe_config import MoeConfig, check_routing, read_sizes, sparse_by_types
 from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import read_rope
 
@@ -149,9 +149,4 @@ class Glm4MoeLiteConfig(LatentMoeConfig):
 
     @classmethod
     def _sparse(cls, hf: HfConfig, layers: int) -> tuple[bool, ...]:
-        kinds = hf.names("mlp_layer_types")
-        if not kinds:
-            return super()._sparse(hf, layers)
-        if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-            raise hf.error("mlp_layer_types", f"must say dense or sparse for each of {layers} layers")
-        return tuple(kind == "sparse" for kind in kinds)
+        return sparse_by_types(hf, layers, cls.dense)

@@ -1,11 +1,11 @@
-"""GLM-4-MoE's config.json, that of GLM-4.5-Air, 4.5, 4.6 and 4.7, as one checked dataclass."""
+"""The config.json of GLM-4-MoE, that of GLM-4.5-Air, 4.5, 4.6 and 4.7, and of Hy3, as checked dataclasses."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from umbra.models.config import LARGEST_DEPTH
 from umbra.models.hf_config import read_hf_config
-from umbra.models.moe_config import MoeConfig, check_routing, read_sizes
+from umbra.models.moe_config import MoeConfig, check_routing, read_sizes, sparse_by_types
 from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import read_rope, read_rotary_dim
 
@@ -22,8 +22,22 @@ DEFAULTS = {
     "moe_intermediate_size": 1408,
     "n_shared_experts": 1,
 }
+HY3_DEFAULTS = {
+    "vocab_size": 120832,
+    "hidden_size": 4096,
+    "intermediate_size": 13312,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+}
 EXPERTS = "n_routed_experts"
 MTP = MtpNames("model.layers.{}", "enorm", "hnorm", "eh_proj", "", "shared_head.norm", "shared_head.head")
+HY3_MTP = MtpNames("model.layers.{}", "enorm", "hnorm", "eh_proj", "", "final_layernorm")
 
 
 @dataclass(frozen=True)
@@ -64,3 +78,31 @@ class Glm4MoeConfig(MoeConfig):
     @property
     def shared_width(self) -> int:
         return self.n_shared_experts * self.moe_intermediate_size
+
+
+class HyV3Config(Glm4MoeConfig):
+    """Heads rotate whole and have norms, and the weights of experts are always renormalised."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "HyV3Config":
+        hf = read_hf_config(folder)
+        hf.refuse("hidden_act", "silu")
+        for key in ("attention_bias", "mlp_bias"):
+            hf.refuse(key, False)
+        for key in ("qk_norm", "route_norm", "moe_router_enable_expert_bias", "moe_router_use_sigmoid"):
+            hf.refuse(key, True)
+        sizes = read_sizes(hf, HY3_DEFAULTS, ("num_experts", "num_local_experts"))
+        config = cls(
+            **sizes,
+            n_shared_experts=hf.size("num_shared_experts", default=1),
+            rms_norm_eps=hf.number("rms_norm_eps", default=1e-5),
+            rope=read_rope(hf, sizes["head_dim"], sizes["max_position_embeddings"], 11158840.0, kinds=("default",)),
+            norm_topk_prob=True,
+            sparse_layers=sparse_by_types(hf, sizes["num_hidden_layers"], dense=1),
+            attention_bias=False,
+            use_qk_norm=True,
+            routed_scaling_factor=hf.number("router_scaling_factor", default=2.826),
+            num_nextn_predict_layers=hf.size("num_nextn_predict_layers", default=1, minimum=0, maximum=LARGEST_DEPTH),
+        )
+        check_routing(hf, config, "num_experts")
+        return config

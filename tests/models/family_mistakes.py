@@ -122,6 +122,8 @@ GLM4_MOE: dict[str, Mistake] = {
     "softmax as_air": routing(lambda x, _, k, again, scale: reference.route_softmax(x, k, again)),
     "norms_after_rotation": norms_after_rotation,
 }
+HY_V3: dict[str, Mistake] = {name: GLM4_MOE[name] for name in ("no_bias", "weights_with_bias", "not_scaled")}
+HY_V3 |= {"norms_after_rotation": norms_after_rotation, "without_shared_experts": without_experts_that_all_take}
 QWEN2_MOE: dict[str, Mistake] = {
     "without_a_shared_expert": without_experts_that_all_take,
     "without_a_gate": without_a_gate,

@@ -208,6 +208,18 @@ def test_only_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> 
         logits_of(tmp_path / "model", "glm4_moe")
 
 
+def test_hy3_is_read_by_the_names_of_transformers_modules(tmp_path: Path) -> None:
+    oracle = save_tiny_of(tmp_path / "model", "hy_v3")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors, names = load_file(path), oracle.state_dict().keys()
+    own = {"mlp.router.gate": "mlp.gate", "expert_bias": "e_score_correction_bias", "shared_mlp": "shared_experts"}
+    for theirs, ours in own.items():
+        tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    assert tensors.keys() - names == {name for name in tensors if ".experts." in name}
+    save_file(tensors, path, {"format": "pt"})
+    assert largest_error(logits_of(tmp_path / "model", "hy_v3"), oracle) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("row", "change", "complaint"), [(row, *refused) for row in ROWS.values() for refused in row.refused], ids=str
 )

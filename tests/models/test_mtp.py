@@ -10,7 +10,7 @@ from tests.mtp import Oracle
 from tests.tiny import make_runner, save_tiny_of, tiny_case
 from umbra.base.errors import UserError
 
-FAMILIES = "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5"
+FAMILIES = "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "hy_v3"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
