@@ -4,7 +4,7 @@ here the mechanism itself reads one and falls back on the other."""
 import re
 from dataclasses import dataclass
 
-SIGN = re.compile(r"<[|｜].*?[|｜]>")  # a mark in a text
+SIGN = re.compile(r"<[|｜].*?[|｜]>|\[[A-Z_]+\]")  # a mark in a text
 THINK, THINK_END = "<think>", "</think>"  # the same in every format whose marks are text
 # Tokens of harmony, the format whose marks are special tokens (text/harmony.py).
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
@@ -22,7 +22,7 @@ class OutputMarks:
     """The marks of one format. A block holds calls, and a call holds parameters; the name of either follows its mark,
     up to `>`. Without a mark for calls, a block is one call: its name, then parameters; or, without a mark for
     parameters too, JSON, {"name": ..., "arguments": {...}}. With a mark for calls but none for parameters, a call is
-    its name and its arguments, a JSON object."""
+    its name and its arguments, a JSON object; without a block such calls follow one another."""
 
     signs: tuple[str, ...]  # a chat template that has all of these is of this format
     block: str = ""

@@ -38,8 +38,8 @@ class ParserState(Enum):
 
 
 class Marks:
-    """The marks that end the text of a state, whichever comes first. All but single characters begin with `<` or a
-    backslash; no mark is the beginning of another."""
+    """The marks that end the text of a state, whichever comes first. All but single characters begin with `<`, `[` or
+    a backslash; no mark is the beginning of another."""
 
     def __init__(self, marks: tuple[str, ...]):
         marks = tuple(filter(None, marks))
@@ -49,7 +49,7 @@ class Marks:
     def tail(self, text: str, start: int) -> int:
         """Returns where in `text[start:]`, which has no mark, one may have begun."""
         start = max(start, len(text) - self.longest + 1)
-        begin = max(text.rfind("<", start), text.rfind("\\", start))
+        begin = max(text.rfind(first, start) for first in "<[\\")
         return begin if begin >= 0 and any(m.startswith(text[begin:]) for m in self.marks) else len(text)
 
 

@@ -144,6 +144,8 @@ class GrammarMarks:
         """Rules for any text that begins no call, which the rule `calls` may follow, after the mark of a block."""
         marks = filter(None, (*format.blocks, format.call))
         text = f"({ANYTHING} & {without(marks)})"
+        if not format.block:  # calls begin with a mark of their own
+            return [f"{rule}: TEXT calls?", f"TEXT: {text}"]
         if format.block in self._ids:
             return [f"{rule}: TEXT ({self.one(format.block)} calls)?", f"TEXT: {text}"]
         return [f"{rule}: TEXT | OPENING calls", f"TEXT: {text}", f"OPENING: {text} {json.dumps(format.block)}"]
@@ -206,7 +208,7 @@ def calls_grammar(
     repeat = f"{{0,{MOST_CALLS - 1}}}"
     if format.call_is_json:
         more = f" (/\\n?/ {one}){repeat}" if several else ""
-        calls = f"{one}{more} {end}"
+        calls = f"{one}{more} {end}" if format.block else f"{one}{more}"
     elif format.call:
         more = f' ("\\n" {one}){repeat}' if several else ""
         calls = f'"\\n" {one}{more} "\\n" {end}'
@@ -218,7 +220,8 @@ def calls_grammar(
         text.append("answer: calls" if demanded else f'answer: calls | "final" {marks.one(MESSAGE)} said')
     else:
         text = ["start: answer" if opened is None else marks.reasoned("answer", opened), f"calls: {calls}"]
-        text += [f"answer: {block} calls"] if demanded else marks.free("answer", format)
+        whole = f"answer: {block} calls" if format.block else "answer: calls"
+        text += [whole] if demanded else marks.free("answer", format)
     grammar = "\n".join([*text, *rules]) + "\n"
     if len(grammar) > LARGEST:
         raise ApiError(400, f"tools: their schemas make a grammar of more than {LARGEST} characters", "tools")

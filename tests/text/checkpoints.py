@@ -41,6 +41,7 @@ SPECIAL: dict[str, Any] = {"minimax_m2": ["]~!b[", "]~b]", "[e~["], "qwen3": QWE
 SPECIAL |= {"qwen35": QWEN_SPECIAL, "glm45": GLM_SPECIAL, "glm47": GLM_SPECIAL}
 SPECIAL |= {"harmony": ["<|endoftext|>", *conventions().formats["harmony"].tokens]}
 SPECIAL |= {"kimi_k2": ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"]}
+SPECIAL |= {"mistral": ["[INST]", "[/INST]", "[TOOL_RESULTS]", "</s>"]}
 SPECIAL |= {"deepseek_v3": DEEPSEEK_SPECIAL, "deepseek_v31": DEEPSEEK_SPECIAL}
 
 

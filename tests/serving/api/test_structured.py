@@ -172,6 +172,7 @@ CALLS = {
     "harmony": f'{HM}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"town":"Bath"}}',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:7<|tool_call_argument_begin|>"
     '{"town":"Bath"}<|tool_call_end|><|tool_calls_section_end|>',
+    "mistral": '[TOOL_CALLS]weather[ARGS]{"town":"Bath"}',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     '{"town":"Bath"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
