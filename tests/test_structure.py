@@ -269,6 +269,7 @@ def family_words() -> re.Pattern[str]:
     classes = {record.architecture.removesuffix("ForCausalLM") for record in families()}
     names = {name for record in families() for name in (record.name, *record.old_types)}
     brands = {name if name.startswith("gpt") else re.split(r"[\d_]", name)[0] for name in names}  # GPTQ is a format
+    brands = {brand for brand in brands if len(brand) > 2}  # a shorter one is in many words
     words = [word.replace("_", "[-_ ]?") for word in sorted({*names, *classes, *brands})]
     return re.compile("|".join(words), re.IGNORECASE)
 
