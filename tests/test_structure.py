@@ -23,7 +23,7 @@ DEVICES = sorted(path.parent.name for path in (ROOT / "executor/platform").glob(
 # the longest name that fits.
 FLOORS = [
     ["umbra.base.errors"],
-    ["umbra.base.files"],
+    ["umbra.base.files", "umbra.base.progress"],
     ["umbra.ops", "umbra.text"],
     ["umbra.ops.parallel", "umbra.ops.cpu"],
     ["umbra.ops.ascend", "umbra.ops.cuda"],

@@ -86,7 +86,9 @@ def make_parser() -> CommandParser:
         prog="umbra",
         example="umbra run demo --set max_new_tokens=40    (COMMAND --help has one for each command)",
         description="Runs Mixture-of-Experts language models. A case is a YAML file: which model runs, where and how.",
+        add_help=False,  # it would take lines of one screen
     )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"umbra {VERSION}", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=CommandParser)
 
@@ -112,6 +114,18 @@ def make_parser() -> CommandParser:
     )
     case_argument(add, "demo_serve", server=True)
     add.add_argument("--restarts", type=int, metavar="N", help="the same as --set serve_config.restarts=N")
+
+    add = command(
+        "run-batch",
+        answer_batch,
+        "answer a file of requests of OpenAI's API, one a line",
+        "PATH/TO/MODEL -i requests.jsonl -o answers.jsonl",
+    )
+    case_argument(add, "demo_serve", server=True)
+    add.add_argument(
+        "-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, as in OpenAI's batches"
+    )
+    add.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="the file to write")
 
     add = command(
         "pull", pull_model, "fetch a model from a hub and print its path", "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8"
@@ -290,6 +304,16 @@ def serve_case(args: argparse.Namespace) -> None:
 
     restarts: dict[str, object] = {} if args.restarts is None else {"serve_config.restarts": args.restarts}
     serve(opened(args, SERVING, restarts))
+
+
+def answer_batch(args: argparse.Namespace) -> None:
+    try:
+        data = args.input_file.read_bytes()
+    except OSError as error:
+        raise UserError(f"--input-file {args.input_file}: cannot be read: {error.strerror}") from None
+    from umbra.serving.api.server import run_batch
+
+    run_batch(opened(args, SERVING), data, args.output_file)
 
 
 def pull_model(args: argparse.Namespace) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from umbra.base.errors import UserError, listed
+from umbra.base.progress import progress as showing
 from umbra.executor.checkpoint.files import TensorFiles
 from umbra.executor.checkpoint.formats.scheme import Scheme, Stored, by_input, plain
 from umbra.executor.checkpoint.gguf_files import open_files
-from umbra.executor.checkpoint.progress import loading_bar
 from umbra.models.layers.base import Piece, Separate, layers_of
 from umbra.ops.formats.ggml import Blocks
 from umbra.ops.formats.quantised import Quantised
@@ -54,7 +54,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
     strange: list[str] = []  # tensors with values that are not finite
     mine = {name: sum(p.kept_elements for p in pieces) / prod(pieces[0].shape) for name, pieces in wanted.items()}
     total = sum(share * files.nbytes(tensor) for name, share in mine.items() for tensor in stored[name].tensors)
-    with loading_bar(int(total), progress) as bar:
+    with showing("loading weights", total, "B", progress) as bar:
         # In the order of the files, by the first tensor of each weight.
         for name in sorted(wanted, key=lambda name: str(files.file_of.get(next(iter(stored[name].tensors))))):
             for piece in wanted[name]:
@@ -71,7 +71,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
                     if name not in strange:
                         strange.append(name)
             files.relieve()
-            bar.update(files.read - bar.n)
+            bar.reach(files.read)
     if strange:
         print(f"warning: {files.folder}: {len(strange)} tensors hold NaN or infinite values: {listed(strange)}")
     return files.read

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from umbra.base.errors import UserError
 from umbra.base.files import CACHES, read_json, sync
-from umbra.executor.checkpoint.progress import loading_bar
+from umbra.base.progress import progress as showing
 from umbra.models.gguf.folder import INDEX, name_of, read_index
 from umbra.models.layers.base import layers_of
 from umbra.ops.cpu import memory
@@ -129,12 +129,12 @@ class PackedCache:
             if (there := (self.folder / name).stat().st_size) != size:
                 raise OSError(f"{name} has {there} bytes, expected {size}")
         mapped = self.mapped
-        with loading_bar(sum(sizes.values()), progress) as bar:
+        with showing("loading weights", sum(sizes.values()), "B", progress) as bar:
             for name in sorted(sizes, key=lambda name: -sizes[name]):  # the largest show best whether mapping pays
                 mapped = mapped and memory.map_file(self.large[name], self.folder / name)
                 if not mapped:
                     memory.read_file(self.large[name], self.folder / name)
-                bar.update(sizes[name])
+                bar.reach(bar.done + sizes[name])
         with open(self.folder / SMALL, "rb") as file:
             for storage in self.small:
                 file.readinto(storage.numpy().data)

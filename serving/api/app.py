@@ -20,9 +20,11 @@ from umbra.base.errors import UserError, one_line, refusal
 from umbra.base.files import VERSION
 from umbra.serving.api import anthropic, ollama, openai_chat, openai_completions, openapi, responses, tokenizing
 from umbra.serving.api.auth import check_origin, is_allowed
+from umbra.serving.api.batches import Batches
 from umbra.serving.api.body import decoded, read_body
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import KNOWN, KnownFields, meant_by, unknown
+from umbra.serving.api.files import LARGEST_FILE, uploaded
 from umbra.serving.api.front import Front
 from umbra.serving.api.live import live_page
 from umbra.serving.api.metrics import CONTENT_TYPE
@@ -36,9 +38,17 @@ CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
 
 Result = TypeVar("Result")
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
+NO_VECTORS = (
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/score",
+    f"{ollama.PATH}/embed",
+    f"{ollama.PATH}/embeddings",
+)
 WHILE_DRAINING = frozenset({"GET", "HEAD"})
 PREFLIGHT = {  # what a page of an allowed origin may send
-    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-methods": "GET, POST, DELETE",
     "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version, "
     "anthropic-beta, x-stainless-arch, x-stainless-lang, x-stainless-os, x-stainless-package-version, "
     "x-stainless-retry-count, x-stainless-runtime, x-stainless-runtime-version, x-stainless-timeout",
@@ -131,6 +141,68 @@ async def ollama_tags(front: Front, request: Request) -> Response:
     return Json(ollama.tags(front))
 
 
+async def ollama_show(front: Front, request: Request) -> Response:
+    return Json(await read(front, request, partial(ollama.show, front)))
+
+
+async def ollama_ps(front: Front, request: Request) -> Response:
+    return Json(ollama.running(front))
+
+
+async def no_vectors(front: Front, request: Request) -> Response:
+    """Answers what no model of this server can do."""
+    raise ApiError(
+        400, f"{front.name} generates text: it has neither embeddings nor scores", "model", "unsupported_model"
+    )
+
+
+async def upload_file(front: Front, request: Request) -> Response:
+    body = await read_body(request, LARGEST_FILE)
+    kind, owner = request.headers.get("content-type", ""), request.state.salt
+    file = await front.work(lambda: uploaded(kind, body, owner))
+    return Json(front.files.add(file).body())
+
+
+async def list_files(front: Front, request: Request) -> Response:
+    own = [file.body() for file in front.files.of(request.state.salt)]
+    return Json({"object": "list", "data": own, "has_more": False})
+
+
+async def one_file(front: Front, request: Request) -> Response:
+    id, owner = request.path_params["id"], request.state.salt
+    return Json(front.files.delete(id, owner) if request.method == "DELETE" else front.files.get(id, owner).body())
+
+
+async def file_content(front: Front, request: Request) -> Response:
+    file = front.files.get(request.path_params["id"], request.state.salt)
+    return Response(file.data, media_type="application/jsonl")
+
+
+async def create_batch(front: Front, request: Request) -> Response:
+    async def use(data: Any) -> Any:
+        return batches_of(request).create(data, request.state.salt)
+
+    return Json(await read(front, request, use))
+
+
+async def list_batches(front: Front, request: Request) -> Response:
+    own = [batch.body() for batch in batches_of(request).of(request.state.salt)]
+    return Json({"object": "list", "data": own, "has_more": False})
+
+
+async def one_batch(front: Front, request: Request) -> Response:
+    return Json(batches_of(request).get(request.path_params["id"], request.state.salt).body())
+
+
+async def cancel_batch(front: Front, request: Request) -> Response:
+    return Json(batches_of(request).cancel(request.path_params["id"], request.state.salt))
+
+
+def batches_of(request: Request) -> Batches:
+    batches: Batches = request.app.batches
+    return batches
+
+
 async def tokenize(front: Front, request: Request) -> Response:
     return Json(await read(front, request, partial(tokenizing.tokenize, front)))
 
@@ -172,6 +244,18 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", f"{ollama.PATH}/generate", ollama_generate),
     ("GET", f"{ollama.PATH}/tags", ollama_tags),
     ("GET", f"{ollama.PATH}/version", version),
+    ("POST", f"{ollama.PATH}/show", ollama_show),
+    ("GET", f"{ollama.PATH}/ps", ollama_ps),
+    ("POST", "/v1/files", upload_file),
+    ("GET", "/v1/files", list_files),
+    ("GET", "/v1/files/{id}", one_file),
+    ("DELETE", "/v1/files/{id}", one_file),
+    ("GET", "/v1/files/{id}/content", file_content),
+    ("POST", "/v1/batches", create_batch),
+    ("GET", "/v1/batches", list_batches),
+    ("GET", "/v1/batches/{id}", one_batch),
+    ("POST", "/v1/batches/{id}/cancel", cancel_batch),
+    *[("POST", path, no_vectors) for path in NO_VECTORS],
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
 ]
@@ -186,7 +270,7 @@ class App:
     """The ASGI application of `front`."""
 
     def __init__(self, front: Front):
-        self.front = front
+        self.front, self.batches = front, Batches(front)
         routes = [Route(path, self._endpoint(call), methods=[method]) for method, path, call in ROUTES + PAGES]
         self.router = Router(routes, redirect_slashes=False)
 

@@ -14,13 +14,13 @@ LARGEST_BODY = 8 << 20  # bytes
 BODY_S = 30.0  # seconds that a body may take to come
 
 
-async def read_body(request: Request) -> bytes:
-    """Raises ApiError if the body is too large or too slow."""
+async def read_body(request: Request, largest: int = LARGEST_BODY) -> bytes:
+    """Raises ApiError if the body has more than `largest` bytes or is too slow."""
     body = bytearray()
     try:
-        if int(request.headers.get("content-length", 0)) > LARGEST_BODY:
-            raise _too_large()
-        await asyncio.wait_for(_read(request, body), BODY_S)
+        if int(request.headers.get("content-length", 0)) > largest:
+            raise _too_large(largest)
+        await asyncio.wait_for(_read(request, body, largest), BODY_S)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
     return bytes(body)
@@ -38,17 +38,17 @@ def decoded(body: bytes) -> Any:
     return data
 
 
-async def _read(request: Request, body: bytearray) -> None:
+async def _read(request: Request, body: bytearray, largest: int) -> None:
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         body += message.get("body", b"")
-        if len(body) > LARGEST_BODY:
-            raise _too_large()
+        if len(body) > largest:
+            raise _too_large(largest)
         if not message.get("more_body"):
             return
 
 
-def _too_large() -> ApiError:
-    return ApiError(413, f"the request's body is larger than {LARGEST_BODY >> 20} MB")
+def _too_large(largest: int) -> ApiError:
+    return ApiError(413, f"the request's body is larger than {largest >> 20} MB")

@@ -20,6 +20,7 @@ from umbra.models.tokenizers import tokenizer_in
 from umbra.serving.api.auth import ApiKeys
 from umbra.serving.api.compiling import Compiler
 from umbra.serving.api.errors import ApiError, unavailable
+from umbra.serving.api.files import Files
 from umbra.serving.api.limits import Admission, Ticket
 from umbra.serving.api.live import Live
 from umbra.serving.api.metrics import Metrics
@@ -64,6 +65,7 @@ class Front:
         self.limits = Admission(case.serve_config)
         self.metrics = Metrics(self.name, disk=bool(case.cache_config.disk_path))
         self.live = Live(client, self.metrics, lambda: {"model": self.name, **self.status})
+        self.files = Files()
         self.draining = False
         self.created = int(time.time())
         self.unread: set[str] = set()  # names of fields that requests had and nothing reads

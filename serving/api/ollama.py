@@ -1,4 +1,5 @@
-"""Ollama's API, translated to chats and completions: POST /api/chat and /api/generate, GET /api/tags and /api/version.
+"""Ollama's API, translated to chats and completions: POST /api/chat, /api/generate and
+/api/show, GET /api/tags, /api/ps and /api/version.
 
 An answer is a stream of lines of JSON, unless `stream` is false.
 """
@@ -16,7 +17,7 @@ import msgspec
 from umbra.executor.config.load import model_folder
 from umbra.serving.api import openai_chat, openai_completions
 from umbra.serving.api.errors import ApiError, invalid, renamed
-from umbra.serving.api.fields import KnownFields, converted
+from umbra.serving.api.fields import KnownFields, converted, typed
 from umbra.serving.api.front import Front
 from umbra.serving.api.request_log import Usage
 from umbra.serving.api.sse import EventStream
@@ -35,6 +36,7 @@ OPTIONS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "se
     "repeat_penalty": "repetition_penalty",
     "num_predict": "max_tokens",
 }
+NEVER = "9999-12-31T23:59:59Z"
 EMPTY = {"role": "assistant", "content": ""}
 
 
@@ -55,6 +57,12 @@ class OllamaGenerate(OllamaRequest, kw_only=True):
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
+
+
+class ShowRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    name: str | None = None  # as older clients call it
+    verbose: bool | None = None
 
 
 class JsonLines(EventStream):
@@ -282,10 +290,44 @@ async def events(answer: OllamaAnswer) -> AsyncGenerator[bytes, None]:
             yield line(part)
 
 
+async def show(front: Front, data: Any) -> dict[str, Any]:
+    """Answers POST /api/show: what there is to know of the model."""
+    _, text = front.check_serving()
+    request = typed(ShowRequest, data)
+    front.check_model((request.model or request.name or "").removesuffix(LATEST))
+    capabilities = ["completion"]
+    capabilities += ["tools"] if openai_chat.takes_tools(text) else []
+    capabilities += ["thinking"] if text.reasons else []
+    family = front.case.model_name
+    longest = front.client.ready.longest if front.client.ready else front.case.max_sequence_length
+    return {
+        "modelfile": f"FROM {front.name}",
+        "parameters": "",
+        "template": text.tokenizer.template,
+        "details": details(front),
+        "model_info": {"general.architecture": family, f"{family}.context_length": longest},
+        "capabilities": capabilities,
+        "modified_at": stamp(front.created),
+    }
+
+
+def details(front: Front) -> dict[str, Any]:
+    family = front.case.model_name
+    unknown = {"parameter_size": "", "quantization_level": "", "parent_model": ""}
+    return {"format": "", "family": family, "families": [family], **unknown}
+
+
 def tags(front: Front) -> dict[str, Any]:
     """The models of GET /api/tags: the one that there is, under each of its names."""
-    details = {"format": "", "family": front.case.model_name, "families": [front.case.model_name]}
-    details |= {"parameter_size": "", "quantization_level": "", "parent_model": ""}
+    return {"models": [shown | {"modified_at": stamp(front.created)} for shown in models(front)]}
+
+
+def running(front: Front) -> dict[str, Any]:
+    """The models of GET /api/ps, which are loaded: the same."""
+    return {"models": [shown | {"expires_at": NEVER, "size_vram": 0} for shown in models(front)]}
+
+
+def models(front: Front) -> list[dict[str, Any]]:
     size = sum(file.stat().st_size for file in model_folder(front.case).iterdir() if file.is_file())
-    shared = {"modified_at": stamp(front.created), "size": size, "digest": "", "details": details}
-    return {"models": [{"name": f"{name}{LATEST}", "model": f"{name}{LATEST}", **shared} for name in front.names]}
+    shared = {"size": size, "digest": "", "details": details(front)}
+    return [{"name": f"{name}{LATEST}", "model": f"{name}{LATEST}", **shared} for name in front.names]

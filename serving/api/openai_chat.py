@@ -172,7 +172,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Rea
         field = "tool_choice" if forced else grammar_field(request)
         raise invalid(field, "the answer that is begun does not follow it: leave out continue_final_message")
     format = text.format
-    if tools and not forced and not _takes_tools(text):
+    if tools and not forced and not takes_tools(text):
         raise invalid("tools", NO_TOOLS)
     if forced and not format:
         format = JSON_CALLS
@@ -412,7 +412,7 @@ def _forced_tools(request: ChatRequest, tools: list[dict[str, Any]]) -> list[dic
     return named
 
 
-def _takes_tools(text: Text) -> bool:
+def takes_tools(text: Text) -> bool:
     """Says whether the model is told of tools: by its chat template, or in a description."""
     format = text.format
     return format is not None and (renders_tools(text.tokenizer.template) or text.tokenizer.describes_tools(format))

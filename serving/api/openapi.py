@@ -1,11 +1,13 @@
 """GET /openapi.json: what the server takes, made from the types that read it."""
 
+import re
 from typing import Any
 
 import msgspec
 
 from umbra.serving.api import anthropic, ollama
 from umbra.serving.api.anthropic import CountRequest, MessagesRequest
+from umbra.serving.api.batches import BatchRequest
 from umbra.serving.api.openai_chat import ChatRequest
 from umbra.serving.api.openai_completions import CompletionRequest
 from umbra.serving.api.responses import ResponsesRequest
@@ -19,6 +21,8 @@ BODIES: dict[str, type] = {
     f"{anthropic.PATH}/count_tokens": CountRequest,
     f"{ollama.PATH}/chat": ollama.OllamaChat,
     f"{ollama.PATH}/generate": ollama.OllamaGenerate,
+    f"{ollama.PATH}/show": ollama.ShowRequest,
+    "/v1/batches": BatchRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -74,6 +78,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     f"{anthropic.PATH}/count_tokens": [{"messages": ASKED, "system": "Be brief."}],
     f"{ollama.PATH}/chat": [{"messages": ASKED, "options": {"num_predict": 8}}, {"messages": ASKED, "stream": False}],
     f"{ollama.PATH}/generate": [{"prompt": "Hi", "options": {"num_predict": 8}}, {"prompt": "Hi", "raw": True}],
+    f"{ollama.PATH}/show": [{"model": ""}],
+    "/v1/batches": [{"input_file_id": "file-1", "endpoint": "/v1/completions"}],
     "/tokenize": [{"prompt": "Hi"}, {"messages": ASKED}],
     "/detokenize": [{"tokens": [1, 2]}],
 }
@@ -112,6 +118,8 @@ def _operation(path: str) -> dict[str, Any]:
         examples = {str(i): {"value": example} for i, example in enumerate(EXAMPLES[path])}
         body = {"schema": {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}, "examples": examples}
         operation["requestBody"] = {"required": True, "content": {"application/json": body}}
-    if "{name:path}" in path:
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    for name in re.findall(r"{(\w+)", path):
+        operation.setdefault("parameters", []).append(
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        )
     return operation

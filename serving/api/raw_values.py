@@ -32,6 +32,33 @@ READ_AS |= {"integer": READ_AS["number"], "array": READ_AS["object"]}
 NUMBER_KEYS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
+GROUP = re.compile(r"\?(:|P?<[A-Za-z_]\w*>)")  # what may follow the parenthesis of a group
+LONG_MONTHS, SHORT_MONTHS = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])", "(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+DATE = f"[12][0-9]{{3}}-({LONG_MONTHS}|{SHORT_MONTHS}|02-(0[1-9]|1[0-9]|2[0-8]))"
+HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
+TIME = rf"{HOURS}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{HOURS})"
+SPAN = "T({n}H({n}M({n}S)?)?|{n}M({n}S)?|{n}S)".replace("{n}", "[0-9]{1,9}")
+DAYS = "({n}Y({n}M({n}D)?)?|{n}M({n}D)?|{n}D)".replace("{n}", "[0-9]{1,9}")
+LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
+BYTE, HEX = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", "[0-9a-fA-F]{1,4}"
+URI_LETTERS = "[A-Za-z0-9._~!$&'()*+,;=:@-]"
+# Of formats of strings, the most common texts: not all that a format allows, but nothing that it does not.
+FORMATS = {
+    "date": DATE,
+    "time": TIME,
+    "date-time": f"{DATE}T{TIME}",
+    "duration": f"P([0-9]{{1,9}}W|{DAYS}({SPAN})?|{SPAN})",
+    "email": rf"[A-Za-z0-9_+-]{{1,30}}(\.[A-Za-z0-9_+-]{{1,30}})?@{LABEL}(\.{LABEL}){{1,3}}",
+    "hostname": rf"{LABEL}(\.{LABEL}){{0,3}}",
+    "ipv4": rf"{BYTE}(\.{BYTE}){{3}}",
+    "ipv6": f"({HEX}:){{7}}{HEX}|({HEX}(:{HEX}){{0,2}})?::({HEX}(:{HEX}){{0,2}})?",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}:(//{LABEL}(\.{LABEL}){{0,3}}(:[0-9]{{1,4}})?"
+    rf"(/{URI_LETTERS}*)*|{URI_LETTERS}+)"
+    rf"(\?({URI_LETTERS}|/)*)?(#({URI_LETTERS}|/)*)?",
+}
+
+
 class RawValue(NamedTuple):
     """Says which texts may stand between the marks of a value."""
 
@@ -128,7 +155,7 @@ def _strings(parts: Sequence[Mapping[str, Any]], marks: Sequence[str], unlike: S
 
 
 def _limits(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Expressions of the lengths and patterns that `parts` demand of a string."""
+    """Expressions of the lengths, patterns and formats that `parts` demand of a string."""
     limits = []
     for part in parts:
         least, most = part.get("minLength") or 0, part.get("maxLength")
@@ -136,6 +163,8 @@ def _limits(parts: Sequence[Mapping[str, Any]]) -> list[str]:
             limits.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
         if isinstance(part.get("pattern"), str):
             limits.append(searched(part["pattern"]))
+        if part.get("format") in FORMATS:
+            limits.append(f"/{regex_to_lark(FORMATS[part['format']], 'dw')}/")
     return limits
 
 
@@ -159,16 +188,57 @@ def _scalars(parts: Sequence[Mapping[str, Any]], types: frozenset[str]) -> Itera
 def searched(pattern: str) -> str:
     """A regular expression of Lark for the texts in which `pattern` is found, as JSON schemas mean it."""
     texts = []
-    for part in alternatives(pattern):
-        begins, ends = part.startswith("^"), part.endswith("$") and (len(part) - len(part[:-1].rstrip("\\"))) % 2 == 1
+    for part in opened(pattern):
+        begins, ends = part.startswith("^"), _ends(part)
         inner = part[begins : len(part) - ends]
         texts.append(f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}")
     return f"/{regex_to_lark('|'.join(texts), 'dw')}/"
 
 
+def opened(pattern: str) -> list[str]:
+    """The alternatives of a regular expression, with those of groups that hold its beginning or end among them."""
+    cases, left = list[str](), alternatives(pattern)
+    while left and len(cases) + len(left) <= MOST_CASES:
+        part = left.pop(0)
+        begin, end = _anchored_group(part)
+        before, after, parts = part[:begin], part[end + 1 :], alternatives(GROUP.sub("", part[begin + 1 : end]))
+        if end < 0:
+            cases.append(part)
+            continue
+        for inner in parts:
+            first, last = inner.startswith("^"), _ends(inner)
+            if not (first and before not in ("", "^")) and not (last and after not in ("", "$")):
+                cut = inner[bool(first and before) : len(inner) - bool(last and after)]
+                left.append(before + cut + after)
+    return cases + left
+
+
+def _anchored_group(pattern: str) -> tuple[int, int]:
+    """Returns where the first group begins and ends that has ^ or $ in it and is not repeated; -1 and -1: none."""
+    begin, anchored = -1, False
+    for at, letter, depth in _structure(pattern):
+        if letter == "(" and not depth:
+            begin, anchored = at, False
+        anchored = anchored or letter in "^$"
+        if letter == ")" and not depth and anchored and pattern[at + 1 : at + 2] not in ("*", "+", "?", "{"):
+            return begin, at
+    return -1, -1
+
+
+def _ends(pattern: str) -> bool:
+    return pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1
+
+
 def alternatives(pattern: str) -> list[str]:
     """The parts of a regular expression between the bars that stand in no group and no class."""
-    parts, depth, in_class, escaped, start = [], 0, False, False, 0
+    bars = [at for at, letter, depth in _structure(pattern) if letter == "|" and not depth]
+    return [pattern[a + 1 : b] for a, b in zip([-1, *bars], [*bars, len(pattern)], strict=True)]
+
+
+def _structure(pattern: str) -> Iterator[tuple[int, str, int]]:
+    """The letters of a regular expression that are neither escaped nor in a class: where they are, and in how many
+    groups, which their own parentheses are not counted for."""
+    depth, in_class, escaped = 0, False, False
     for at, letter in enumerate(pattern):
         if escaped:
             escaped = False
@@ -178,9 +248,7 @@ def alternatives(pattern: str) -> list[str]:
             in_class = letter != "]"
         elif letter == "[":
             in_class = True
-        elif letter in "()":
-            depth += 1 if letter == "(" else -1
-        elif letter == "|" and not depth:
-            parts.append(pattern[start:at])
-            start = at + 1
-    return [*parts, pattern[start:]]
+        else:
+            depth -= letter == ")"
+            yield at, letter, depth
+            depth += letter == "("

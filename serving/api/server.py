@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from umbra.base.errors import UserError
+from umbra.base.progress import ProgressBar, progress
 from umbra.executor.config.case import Case
 from umbra.executor.config.env import node_env
 from umbra.executor.config.load import load_model_config
@@ -25,11 +27,13 @@ from umbra.executor.launch.preflight import check_ready
 from umbra.executor.plan.resolve import resolve
 from umbra.serving.api.app import App
 from umbra.serving.api.auth import ApiKeys, check_address, check_certificate
+from umbra.serving.api.batches import BatchLine, answer_all, parsed
 from umbra.serving.api.errors import ApiError
 from umbra.serving.api.front import Front
+from umbra.serving.ranks import messages
 from umbra.serving.ranks.client import EngineClient
 from umbra.serving.ranks.launcher import keep_ranks, launcher_of
-from umbra.serving.ranks.messages import ChannelMessage, Ready
+from umbra.serving.ranks.messages import ChannelMessage, Fatal, Ready
 from umbra.serving.ranks.supervisor import Supervisor
 
 HEADER_S = 10.0  # seconds that a request's headers may take to come
@@ -64,6 +68,51 @@ def serve(case: Case) -> None:
     sys.exit(status)
 
 
+def run_batch(case: Case, data: bytes, output: Path) -> None:
+    """Answers the requests in `data`, one a line, into the file `output`, with a server that nobody else can use; the
+    process then ends with the right status."""
+    lines, errors = parsed(data)
+    if errors:
+        raise UserError("; ".join(f"line {error['line']}: {error['message']}" for error in errors[:3]))
+    try:
+        output.touch()
+    except OSError as error:
+        raise UserError(f"--output-file {output}: cannot be written: {error.strerror}") from None
+    load_model_config(case)
+    check_ready(case)
+    case = resolve(case, silent=False)
+    with listening("127.0.0.1", 0) as listener:
+        sys.exit(asyncio.run(_answer_batch(case, lines, output, listener)))
+
+
+async def _answer_batch(case: Case, lines: list[BatchLine], output: Path, listener: socket.socket) -> int:
+    """Returns the status that the process ends with; answers so far are in the file if it is another than 0."""
+    run = ServerRun(case, ApiKeys.of([secrets.token_bytes(32)]), announced=False)
+    ended = asyncio.create_task(run.run(listener))
+    while run.front.state != "serving" and not ended.done():
+        await asyncio.sleep(LOOK_S)
+    failed = 0
+    if not ended.done():
+        with open(output, "wb") as file, progress("batch", len(lines), "requests") as shown:
+
+            def take(good: bool, line: bytes) -> None:
+                nonlocal failed
+                failed += not good
+                file.write(line)
+                file.flush()
+                shown.reach(shown.done + 1)
+
+            work = asyncio.create_task(answer_all(run.front, lines, b"", take))
+            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+            work.cancel()
+            await asyncio.wait({work})
+            print(f"{shown.done:.0f} of {len(lines)} requests answered, {failed} with errors: {output}", flush=True)
+            whole = shown.done == len(lines)
+        run.asked.set()
+        return await ended or (0 if whole else 1)
+    return ended.result() or 1
+
+
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -85,8 +134,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 class ServerRun:
     """One server from its start to its end."""
 
-    def __init__(self, case: Case, keys: ApiKeys):
-        self.case = case
+    def __init__(self, case: Case, keys: ApiKeys, announced: bool = True):
+        """`announced`: it says where it is when it is ready."""
+        self.case, self.announced = case, announced
         self.signals: list[int] = []
         self.asked = asyncio.Event()  # at the first signal
         self.forced = asyncio.Event()  # at the second
@@ -95,6 +145,7 @@ class ServerRun:
         self.client = EngineClient(folder / "engine", self._changed)
         self.supervisor = Supervisor(case, launcher_of(case, folder), self.client)
         self.front = Front(case, keys, self.client, self.supervisor)
+        self.shown: ProgressBar | None = None  # of what the ranks do until they are ready
 
     async def run(self, listener: socket.socket) -> int:
         """Returns the status that the process ends with."""
@@ -167,11 +218,18 @@ class ServerRun:
 
     def _changed(self, message: ChannelMessage) -> None:
         self.front.take(message)
+        stage = message.stage if isinstance(message, messages.Progress) else ""
+        if self.shown and self.shown.what != stage and (stage or isinstance(message, Ready | Fatal)):
+            self.shown.close()
+            self.shown = None
+        if isinstance(message, messages.Progress):
+            self.shown = self.shown or ProgressBar(stage, 1.0, "")
+            self.shown.reach(message.share)
         if isinstance(message, Ready):
             self._announce()
 
     def _announce(self) -> None:
-        if self.client.ready and self.front.text:
+        if self.client.ready and self.front.text and self.announced:
             settings = self.case.serve_config
             scheme = "https" if settings.ssl_certfile else "http"
             print(f"ready: {self.front.name} at {scheme}://{settings.host}:{settings.port}", flush=True)

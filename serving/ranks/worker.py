@@ -9,7 +9,6 @@ import faulthandler
 import functools
 import gc
 import itertools
-import os
 import signal
 import time
 from collections.abc import Sequence as ListOf
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from umbra.base.errors import UserError, refusal
+from umbra.base.progress import listeners
 from umbra.executor.checkpoint.stop_ids import stop_ids
 from umbra.executor.config import env
 from umbra.executor.config.case import Case
@@ -428,7 +428,7 @@ def serve(case: Case, results: Path, ranks: env.RankEnv) -> None:
     channel = open_channel() if ranks.rank == 0 else None
     try:
         if channel:
-            channel.send(Progress("loading weights", 0.0))
+            listeners.append(functools.partial(_tell, channel))
         runner = make_runner(case, results, ranks)
         with readable_connection_errors():
             matchers = matchers_of(runner)
@@ -442,7 +442,12 @@ def serve(case: Case, results: Path, ranks: env.RankEnv) -> None:
         raise
     finally:
         if channel:
+            listeners.clear()
             channel.close()
+
+
+def _tell(channel: Channel, what: str, share: float) -> None:
+    channel.send(Progress(what, share))
 
 
 def open_channel() -> Channel:
@@ -458,7 +463,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resolved", type=Path, required=True, help="the case, as its launcher has written it")
     args = parser.parse_args(argv)
     case = read_resolved(args.resolved)
-    os.environ.setdefault("TQDM_DISABLE", "1")
     run_rank(case, args.results, functools.partial(serve, case), own_results=True)
 
 

@@ -13,7 +13,20 @@ from umbra.cli import benchmarks, make_parser
 from umbra.executor.config.case import Case
 from umbra.flags import given
 
-COMMANDS = ["run", "chat", "serve", "pull", "init", "plan", "list", "clear-cache", "inspect", "quantize", "evaluate"]
+COMMANDS = [
+    "run",
+    "chat",
+    "serve",
+    "run-batch",
+    "pull",
+    "init",
+    "plan",
+    "list",
+    "clear-cache",
+    "inspect",
+    "quantize",
+    "evaluate",
+]
 COMMANDS += ["logits", "bench"]
 
 

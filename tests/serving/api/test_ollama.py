@@ -76,6 +76,11 @@ def test_models_and_errors() -> None:
         assert names == ["a:latest", "b:latest"]
         assert (await server.get("/api/tags")).json["models"][0]["size"] > 1000
         assert (await server.get("/api/version")).json.keys() == {"version"}
+        assert (await server.get("/api/ps")).json["models"][1]["name"] == "b:latest"
+        shown = (await server.ask("/api/show", {"model": "b:latest"})).json
+        assert shown["capabilities"] == ["completion", "tools", "thinking"]
+        assert shown["model_info"]["qwen3_moe.context_length"] == 2000
+        assert (await server.ask("/api/show", {"name": "c"})).status == 404
         for asked, status, said in (
             ({"model": "other"}, 404, "there is no model other"),
             ({"options": {"num_predict": 0}}, 400, "options.num_predict: 0 must be"),

@@ -27,7 +27,8 @@ LONGEST = 150  # tokens of a walk, after which it closes whatever it can
 CLOSINGS = ("\n</parameter>\n", "</arg_value>", '"', "]", "}", ",", "\n", "0", "x", "/", "b")
 CALLED = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"  # without messages before it
 WORDS = ["", "a", "null", "5", "true", "1", "two words", "a\nb", '"quoted"', "<b>", "{x", " led", "Österreich"]
-PATTERNS = [r"^\d{3}$", r"^[a-c]+$", r"x", r"^a|b$", r"^(red|blue)$", r"^\w+/\d*$", r"^[^<]{2,}$"]
+FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+PATTERNS = [r"(^a|b)c?$", r"^\d{3}$", r"^[a-c]+$", r"x", r"^a|b$", r"^(red|blue)$", r"^\w+/\d*$", r"^[^<]{2,}$"]
 NUMBERS = {"integer": st.integers(-20, 20), "number": st.integers(-40, 40).map(lambda n: n / 2)}
 
 
@@ -148,6 +149,16 @@ def check(family: str, parameters: dict[str, Any], seed: int) -> None:
     jsonschema_rs.validate(parameters, json.loads(call, parse_float=bounded))  # a walk may write 1E999
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_string_without_quotes_has_the_format_of_its_schema(format: str) -> None:
+    parameters = {"properties": {"town": {"type": "string", "format": format}}, "required": ["town"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    grammar = structured.calls_grammar(tools, FORMAT_OF["qwen35"], False, None, marks("qwen35"))
+    for seed in range(4):
+        (call,) = arguments(walk(grammar, "qwen35", seed), "qwen35", tools)
+        jsonschema_rs.validate(parameters, json.loads(call), validate_formats=True)
+
+
 def strict_tool(**properties: Any) -> dict[str, Any]:
     loose = tool("weather", **properties)
     return {**loose, "function": {**loose["function"], "strict": True}}
@@ -205,7 +216,15 @@ def test_classes_are_ascii_and_patterns_are_searched_for() -> None:
     assert follows(grammar, "1.2a")
     assert not follows(grammar, "\u0661.2a")
     assert not follows(grammar, "1.2é")
-    for pattern, good, bad in ((r"b/", "ab/c", "abc"), (r"^a|b$", "axx", "xxa"), (r"[|]\$", "a|$b", "a$")):
+    for pattern, good, bad in (
+        (r"b/", "ab/c", "abc"),
+        (r"^a|b$", "axx", "xxa"),
+        (r"[|]\$", "a|$b", "a$"),
+        (r"(^a|b)c", "xbc", "xac"),
+        (r"(?:^|/)x$", "a/x", "ax"),
+        (r"^(a$|b)c?$", "b", "ac"),
+        (r"(^a$|^b$)", "b", "ab"),
+    ):
         grammar = Grammar("lark", f"start: {searched(pattern)}")
         assert follows(grammar, good)
         assert not follows(grammar, bad)
