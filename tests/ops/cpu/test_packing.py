@@ -224,7 +224,7 @@ def test_scales_of_scales_are_kept_bit_for_bit(kind: str) -> None:
     assert torch.equal(floats.packed.dequantised(0, ROWS), part.floats())
     part.d[-1, -1] = math.inf
     assert NativeMatrix(ROWS, 512, FORMATS[kind], CPU).fill(0, part) is False
-    with pytest.raises(UserError, match=f"{kind} holds a GGUF file's own rows only"):
+    with pytest.raises(UserError, match=f"{kind} holds a checkpoint's own rows only"):
         NativeMatrix(ROWS, 512, FORMATS[kind], CPU).fill(0, torch.zeros(ROWS, 512))
 
 

@@ -449,7 +449,7 @@ void check_format(const Kernels& kernels, Format format) {
         for (bool zeros : {false, true}) check_several(kernels, format, 320, 64, zeros);
     }
     for (int group : {32, 128})
-        if (!traits_of(format).nested()) check_pack(format, kernels.order, group);
+        if (!traits_of(format).nested() && !traits_of(format).f8_scales()) check_pack(format, kernels.order, group);
     for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
     for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
     check_moe(kernels, format, 30, true);
