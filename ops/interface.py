@@ -380,9 +380,9 @@ class Ops(Protocol):
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate), in place of x (T, N). Rows of gate (T, N) may lie further apart. -> x"""
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """rms_norm(x) * silu(gate) of heads: x, gate (T, heads, D), weight (D). Tokens of `gate` may lie further apart.
-        -> (T, heads, D)"""
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, sigmoid: bool = False) -> Tensor:
+        """rms_norm(x) * silu(gate) of heads, or with `sigmoid` times that of the gate: x, gate (T, heads, D), weight
+        (D). Tokens of `gate` may lie further apart. -> (T, heads, D)"""
 
     def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
         """silu of a convolution of each channel over a sequence's rows, that is of the sum over j of
@@ -400,17 +400,21 @@ class Ops(Protocol):
         states: Tensor,
         inputs: Tensor,
         recurrent: Recurrent,
+        lowest: float = 0.0,
     ) -> Tensor:
         """The gated delta rule (arXiv 2412.06464), in float32. Of each row and value head, with q and k divided by
         the root of their sum of squares plus 1e-6, q also by sqrt(Dk), and beta = sigmoid(b):
 
             S = S * exp(-rates * softplus(a + dt_bias));  S = S + k (beta (v - S^T k))^T;  out = S^T q
 
+        With `lowest`, a negative number, S decays by exp(lowest * sigmoid(rates * (a + dt_bias))) instead. a (T, D) has
+        a number of each head, D = Hv, or one of each row of its state, D = Hv Dk (arXiv 2510.26692).
+
         qkv (T, 2 Hk Dk + Hv Dv) holds queries, keys and values side by side; an implementation may overwrite it. Value
-        heads share key heads in equal, consecutive groups. Rows of a, b (T, Hv) may lie further apart. rates, dt_bias
-        (Hv) float32. states (places, Hv, Dk, Dv) float32, places at any distance; within a head an implementation
-        orders the elements in its own way. inputs (places, rows, Hk Dk + Hv Dv + 2 Hv) float32, as far apart: those
-        that are kept. -> (T, Hv, Dv)"""
+        heads share key heads in equal, consecutive groups. Rows of a, b (T, Hv) may lie further apart. rates (Hv) and
+        dt_bias (D) float32. states (places, Hv, Dk, Dv) float32, places at any distance; within a head an
+        implementation orders the elements in its own way. inputs (places, rows, Hk Dk + Hv Dv + D + Hv) float32, as
+        far apart: those that are kept. -> (T, Hv, Dv)"""
 
     def route_softmax(
         self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None

@@ -30,6 +30,7 @@ def gated_delta_rule(
     states: Tensor,
     inputs: Tensor,
     recurrent: Recurrent,
+    lowest: float = 0.0,
 ) -> Tensor:
     _, heads, depth, width = states.shape
     keys = (qkv.shape[1] - heads * width) // 2
@@ -38,16 +39,17 @@ def gated_delta_rule(
         (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).flatten(1)
         for x in (q.unflatten(1, (-1, depth)), k.unflatten(1, (-1, depth)))
     )
-    decay, beta = (-rates * F.softplus(a.float() + dt_bias)).exp(), b.float().sigmoid()
-    new = torch.cat((k, v, decay, beta), 1)
+    passed, rate = a.float() + dt_bias, rates.repeat_interleave(a.shape[1] // heads)
+    decay = (lowest * (rate * passed).sigmoid() if lowest else -rate * F.softplus(passed)).exp()
+    new = torch.cat((k, v, decay, b.float().sigmoid()), 1)
     out = torch.zeros(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
     for s in recurrent.sequences():
         state = torch.zeros_like(states[0]) if s.read < 0 else states[s.read].clone()
         taken = torch.cat((inputs[max(s.read, 0)][: s.pending], new[s.start : s.end]))
         for number, row in enumerate(taken, 1):
-            by_key, value, decays, betas = row.split([keys, heads * width, heads, heads])
+            by_key, value, decays, betas = row.split([keys, heads * width, a.shape[1], heads])
             key, t = _of_heads(by_key, heads, depth), s.start + number - 1 - s.pending
-            state = state * decays[:, None, None]
+            state = state * decays.view(heads, -1, 1)
             change = betas[:, None] * (value.view(heads, width) - torch.einsum("hkv,hk->hv", state, key))
             state = state + key[:, :, None] * change[:, None]
             if t >= s.start:

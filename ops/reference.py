@@ -292,8 +292,9 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return x.copy_(x.float() * gate.float().sigmoid())
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return (rms_norm(x, weight, eps).float() * F.silu(gate.float())).to(x.dtype)
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, sigmoid: bool = False) -> Tensor:
+    open = gate.float().sigmoid() if sigmoid else F.silu(gate.float())
+    return (rms_norm(x, weight, eps).float() * open).to(x.dtype)
 
 
 causal_conv, gated_delta_rule = recurrent.causal_conv, recurrent.gated_delta_rule

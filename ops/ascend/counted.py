@@ -30,6 +30,7 @@ from umbra.ops.interface import (
 from umbra.ops.specs import SPECS, Work, in_int8
 
 CHUNK, CHUNKS = 64, 64  # rows of a chunk of the gated delta rule, and chunks that are prepared at once
+BY_ROW = 16, 16  # the same where rows of a state have decays of their own
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 APART_WIDTH, MOST_JOINED = 128, 256  # of heads whose keys and values are made of latents (ops/ascend/latents.py)
 # Kernels of a decode graph's ops, by the labels of their work, where they are not one. tests/ascend/test_eager.py holds
@@ -241,7 +242,7 @@ class AscendCosts(OpCosts):
         _ = self.new("sigmoid of the gate", gate, *gate.shape)
         return x
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, sigmoid: bool = False) -> Tensor:
         _ = self._normalised(x), self.new("silu of the gate", gate, *gate.shape)
         return self.new("gated", x, *x.shape)
 
@@ -260,16 +261,21 @@ class AscendCosts(OpCosts):
         states: Tensor,
         inputs: Tensor,
         recurrent: Recurrent,
+        lowest: float = 0.0,
     ) -> Tensor:
-        _, heads, _, width = states.shape
+        _, heads, depth, width = states.shape
         rows, sequences, keys = len(qkv), len(recurrent.reads), (qkv.shape[1] - heads * width) // 2
+        by_row = a.shape[1] > heads
         parts = [
-            ("queries, keys and values", rows, 3 * keys + heads * width),
+            ("queries, keys and values", rows, 3 * keys + heads * width + 2 * by_row * a.shape[1]),
             ("states", 2 * sequences, states[0].numel()),
         ]
         if rows > sequences:
-            chunks = min(-(-rows // CHUNK), CHUNKS) * heads
-            parts += [("chunks", 7 * chunks, CHUNK * width), ("products in chunks", 5 * chunks, CHUNK * CHUNK)]
+            length, most = BY_ROW if by_row else (CHUNK, CHUNKS)
+            chunks = min(-(-rows // length), most) * heads
+            parts += [("chunks", 7 * chunks, length * width), ("products in chunks", 5 * chunks, length * length)]
+            if by_row:
+                parts.append(("columns of products in chunks", 2 * chunks, length * length * depth))
         _ = [self.new(f"{what} in float32", qkv, *shape, dtype=torch.float32) for what, *shape in parts]
         return self.new("delta rule", qkv, len(qkv), heads, width)
 

@@ -304,10 +304,12 @@ class AscendOps(AscendLayout):
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x.mul_(gate.sigmoid())
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """One kernel multiplies by the gate, rounding once; it takes both side by side."""
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, sigmoid: bool = False) -> Tensor:
+        """One kernel multiplies by silu of the gate, rounding once; it takes both side by side."""
         if not len(x):
             return x
+        if sigmoid:
+            return self.rms_norm(x, weight, eps).mul_(gate.sigmoid())
         return moe.swiglu(torch.cat((gate, self.rms_norm(x, weight, eps)), -1))
 
     causal_conv = staticmethod(recurrent.causal_conv)

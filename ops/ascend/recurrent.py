@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from umbra.ops.ascend import recurrent_drafts as drafted
 from umbra.ops.interface import Recurrent, SequenceRows, fixed
 
-CHUNK = 64  # rows that a chunk has at most
-MOST_CHUNKS = 64  # that are prepared at once
+CHUNK, CHUNK_BY_ROW = 64, 16  # rows that a chunk has at most; where rows of a state have decays of their own
+MOST_CHUNKS = 64  # that are prepared at once; of the shorter ones a quarter
 # Attributes of states, set by `GraphStrips`.
 READ, WRITTEN, LAST, MASKS = "read_strips", "written_strips", "last", "masks"
 EPS = 1e-6  # beside the sums of squares of keys and queries
@@ -29,7 +29,7 @@ EPS = 1e-6  # beside the sums of squares of keys and queries
 
 class DeltaHeads(NamedTuple):
     """The inputs of the gated delta rule for each row: queries, keys (T, Hk, Dk), values (T, Hv, Dv), the logarithms of
-    decays and the shares beta of changes (T, Hv), in float32."""
+    decays (T, Hv, 1), or (T, Hv, Dk) by rows of a state, and the shares beta of changes (T, Hv), in float32."""
 
     q: Tensor
     k: Tensor
@@ -96,20 +96,22 @@ def gated_delta_rule(
     states: Tensor,
     inputs: Tensor,
     recurrent: Recurrent,
+    lowest: float = 0.0,
 ) -> Tensor:
-    drafts = inputs.shape[1]
+    drafts, gate = inputs.shape[1], (rates, dt_bias, lowest)
     if in_graph(qkv, recurrent, drafts):
         count = len(recurrent.pending)
         strips = _graph_strips(states, READ, recurrent.reads, count, last=False)
         if drafts:
-            heads = _heads(qkv, a, b, rates, dt_bias, states)
+            heads = _heads(qkv, a, b, gate, states)
             index = drafted.delta_indices(recurrent.query_starts, count, len(qkv), drafts)
             rows = _inputs_in_graph(inputs, heads, index.kept, recurrent, len(strips[1]))
             sizes, masks = (*heads.v.shape[1:], heads.k.shape[2]), getattr(states, MASKS)
             before = _read(*strips, count)
-            out, after = drafted.delta(before, rows, heads.q.flatten(1), index, recurrent.marks, masks, sizes)
+            compute = drafted.delta if a.shape[1] == len(rates) else drafted.delta_by_row
+            out, after = compute(before, rows, heads.q.flatten(1), index, recurrent.marks, masks, sizes)
         else:
-            out, after = _delta_step(_read(*strips, count), _heads(qkv, a, b, rates, dt_bias, states))
+            out, after = _delta_step(_read(*strips, count), _heads(qkv, a, b, gate, states))
         written = _graph_strips(states, WRITTEN, recurrent.writes, len(after), last=False)
         _write(*written, after)
         if getattr(states, LAST, False):  # the result depends on what no other layer reads
@@ -119,7 +121,7 @@ def gated_delta_rule(
     total = sequences[-1].end if sequences else 0
     if not total:
         return qkv.new_zeros(len(qkv), states.shape[1], states.shape[3])
-    heads = _heads(qkv[:total], a[:total], b[:total], rates, dt_bias, states)
+    heads = _heads(qkv[:total], a[:total], b[:total], gate, states)
     before = _before(states, sequences)
     own = sequences
     if drafts and any(s.pending or (s.mark and s.write < 0) for s in sequences):
@@ -312,14 +314,17 @@ def _conv_step(before: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 # --- gated delta rule ---
 
 
-def _heads(qkv: Tensor, a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor) -> DeltaHeads:
-    """With keys and queries normalised: by their mean squares, which are sums divided by Dk."""
+def _heads(qkv: Tensor, a: Tensor, b: Tensor, gate: tuple[Tensor, Tensor, float], states: Tensor) -> DeltaHeads:
+    """With keys and queries normalised: by their mean squares, which are sums divided by Dk. `gate`: rates, dt_bias and
+    lowest, as of the op."""
     _, heads, depth, width = states.shape
+    rates, dt_bias, lowest = gate
     qk, v = qkv.split([qkv.shape[1] - heads * width, heads * width], 1)
     qk = _floats(qk.unflatten(1, (2, -1, depth)).transpose(0, 1))  # (2, T, Hk, Dk)
     gamma = torch.full((depth,), depth**-0.5, dtype=torch.float32, device=qkv.device)
     q, k = torch_npu.npu_rms_norm(input=qk, gamma=gamma, epsilon=EPS / depth)[0]
-    decays = F.softplus(a.float() + dt_bias) * -rates
+    passed = (a.float() + dt_bias).view(len(a), heads, -1)
+    decays = (passed * rates[:, None]).sigmoid() * lowest if lowest else F.softplus(passed) * -rates[:, None]
     return DeltaHeads(q * depth**-0.5, k, _floats(v.unflatten(1, (-1, width))), decays, b.float().sigmoid())
 
 
@@ -354,9 +359,10 @@ def _with_pending(
     if kept:
         places, values = zip(*kept, strict=True)
         _write(*_strips(inputs, list(places)), torch.stack(values))
-    of_rows = torch.cat(parts).split([key_heads * depth, count * width, count, count], 1)
+    of_rows = torch.cat(parts).split([key_heads * depth, count * width, heads.decays[0].numel(), count], 1)
     k, v, decays, betas = (x.contiguous() for x in of_rows)
-    return DeltaHeads(torch.cat(q), k.unflatten(1, (-1, depth)), v.unflatten(1, (-1, width)), decays, betas), together
+    k, v, decays = k.unflatten(1, (-1, depth)), v.unflatten(1, (-1, width)), decays.unflatten(1, (count, -1))
+    return DeltaHeads(torch.cat(q), k, v, decays, betas), together
 
 
 def _floats(x: Tensor) -> Tensor:
@@ -367,7 +373,7 @@ def _delta_step(before: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor]:
     """The outputs (T, Hv, Dv) of a row for each state (T, elements), and the states after it, in the same memory."""
     (rows, count, width), (_, key_heads, depth) = heads.v.shape, heads.k.shape
     # Value heads of a key head are one matrix, which meets one key.
-    state = before.view(rows, count, width * depth).mul_(heads.decays.exp()[..., None])
+    state = before.view(rows, count, width, depth).mul_(heads.decays.exp()[:, :, None])
     state = state.view(rows * key_heads, -1, depth)
     q, k = (x.view(rows * key_heads, depth, 1) for x in (heads.q, heads.k))
     change = (heads.v - torch.bmm(state, k).view(heads.v.shape)) * heads.betas[..., None]
@@ -383,7 +389,7 @@ class Chunks(NamedTuple):
     q: Tensor  # (C, Dk): decayed from the chunk's begin
     k: Tensor  # (C, Dk): decayed to its end
     qk: Tensor  # (C, C)
-    decay: Tensor  # (1, 1): of the whole chunk
+    decay: Tensor  # (1, 1), or (1, Dk): of the whole chunk
 
 
 def _cuts(s: SequenceRows, length: int) -> list[int]:
@@ -399,7 +405,8 @@ def _delta_chunks(
 ) -> tuple[Tensor, list[tuple[SequenceRows, int, Tensor]]]:
     """The outputs, and the states after the numbers of rows that `_kept` says. All sequences advance by a chunk at a
     time, the ones with most chunks first. A chunk ends at a mark."""
-    length = min(CHUNK, 1 << (max(s.length for s in sequences) - 1).bit_length())
+    most = CHUNK if heads.decays.shape[2] == 1 else CHUNK_BY_ROW
+    length = min(most, 1 << (max(s.length for s in sequences) - 1).bit_length())
     cuts = [_cuts(s, length) for s in sequences]
     order = sorted(range(len(sequences)), key=lambda i: -len(cuts[i]))
     active = [sum(len(c) > step + 1 for c in cuts) for step in range(len(cuts[order[0]]) - 1)]
@@ -434,10 +441,10 @@ def _delta_chunks(
 def _prepared(heads: DeltaHeads, rows: Tensor, inside: Tensor, active: list[int]) -> Iterator[Chunks]:
     """The chunks of each step, of which there are as many as `active` says. Those of several steps are prepared at
     once."""
-    step, chunk = 0, 0
+    step, chunk, most = 0, 0, MOST_CHUNKS if heads.decays.shape[2] == 1 else MOST_CHUNKS // 4
     while step < len(active):
         end = step + 1
-        while end < len(active) and sum(active[step : end + 1]) <= MOST_CHUNKS:
+        while end < len(active) and sum(active[step : end + 1]) <= most:
             end += 1
         counts = active[step:end]
         part = slice(chunk, chunk + sum(counts))
@@ -457,10 +464,17 @@ def _prepare(heads: DeltaHeads, rows: Tensor, inside: Tensor) -> Chunks:
     )  # (chunks heads, C, ..)
     q, k = (x[:, None].expand(-1, groups, -1, -1).flatten(0, 1) for x in (q, k))
     outside = inside.repeat_interleave(heads.v.shape[1], 0)
-    sums, betas = (decays * outside).cumsum(1), (betas * outside)[..., None]
+    sums, betas = (decays * outside[..., None]).cumsum(1), (betas * outside)[..., None]
     number = torch.arange(length, device=rows.device)
-    between = (sums[:, :, None] - sums[:, None]).masked_fill(number > number[:, None], -torch.inf).exp()
-    low = (torch.bmm(k, k.mT) * between * betas).tril(-1)
+    after = number > number[:, None]
+    if decays.shape[2] == 1:
+        between = (sums - sums.mT).masked_fill(after, -torch.inf).exp()
+        kk, qk = torch.bmm(k, k.mT) * between, torch.bmm(q, k.mT) * between
+    else:  # each column of a product decays by itself
+        between = (sums[:, :, None] - sums[:, None]).masked_fill_(after[..., None], -torch.inf).exp_()
+        both = torch.stack((k, q), 3).flatten(0, 1)  # (chunks heads C, Dk, 2)
+        kk, qk = torch.bmm(between.mul_(k[:, None]).flatten(0, 1), both).view(-1, length, length, 2).unbind(3)
+    low = (kk * betas).tril(-1)
     # The inverse of 1 + low, by blocks of which two make one of the next size.
     inverse = torch.eye(length, device=rows.device).expand_as(low)
     size = 1
@@ -468,12 +482,12 @@ def _prepare(heads: DeltaHeads, rows: Tensor, inside: Tensor) -> Chunks:
         beside = (number ^ number[:, None]) // size == 1
         inverse = torch.baddbmm(inverse, inverse, torch.bmm(low * beside, inverse), alpha=-1)
         size *= 2
-    begun = sums.exp()[..., None]
+    begun = sums.exp()
     return Chunks(
         torch.bmm(inverse, v * betas),
         torch.bmm(inverse, k * (betas * begun)),
         q * begun,
-        k * (sums[:, -1:] - sums).exp()[..., None],
-        torch.bmm(q, k.mT) * between,
+        k * (sums[:, -1:] - sums).exp(),
+        qk,
         begun[:, -1:],
     )

@@ -127,10 +127,7 @@ def delta(
     products = torch.bmm(kq, k.mT).view(size, key_heads, 1, 2, length, length)
     products = products * between.view(size, key_heads, group, 1, length, length)
     low, shares = (x.flatten(0, 2) for x in products.unbind(3))  # (S Hv, L, L)
-    low = low * betas.view(-1, length, 1)
-    inverse = masks[1] - low * masks[2]
-    for mask in masks[3:]:
-        inverse = torch.baddbmm(inverse, inverse, torch.bmm(low * mask, inverse), alpha=-1)
+    inverse = _inverse(low * betas.view(-1, length, 1), masks)
     state = before.view(size * key_heads, group * width, depth)
     met = torch.bmm(state, kq.mT).view(size, count, width, 2 * length)
     by_key, by_query = (x * sums.exp()[:, :, None] for x in met.split(length, 3))
@@ -147,4 +144,47 @@ def delta(
         change.view(2 * len(state), group * width, length),
         k.expand(2, *k.shape).flatten(0, 1),
     )
+    return out, after.view(2 * size, -1)
+
+
+def _inverse(low: Tensor, masks: Tensor) -> Tensor:
+    """The inverse of one plus what is below the diagonal of each `low` (.., L, L)."""
+    inverse = masks[1] - low * masks[2]
+    for mask in masks[3:]:
+        inverse = torch.baddbmm(inverse, inverse, torch.bmm(low * mask, inverse), alpha=-1)
+    return inverse
+
+
+def delta_by_row(
+    before: Tensor, inputs: Tensor, q: Tensor, index: Delta, within: Tensor, masks: Tensor, heads: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """The same as `delta`, where each row of a head's state decays by itself."""
+    count, width, depth = heads
+    length, drafts = masks.shape[1], (masks.shape[1] - 1) // 2
+    keys, size = q.shape[1], len(index.kept) // drafts
+    group = count // (keys // depth)
+    rows = inputs.index_select(0, index.taken).view(size, length, -1)
+    k, v, decays, betas = rows.split([keys, count * width, count * depth, count], 2)
+    queries = torch.cat((q, q.new_zeros(1, keys))).index_select(0, index.queries).view(size, length, keys)
+    k, queries = (x.unflatten(2, (-1, depth)).repeat_interleave(group, 2) for x in (k, queries))
+    k, queries, v, decays = (
+        x.transpose(1, 2).flatten(0, 1)
+        for x in (k, queries, v.unflatten(2, (count, width)), decays.unflatten(2, (count, depth)))
+    )  # (S Hv, L, ..)
+    betas, sums = betas.transpose(1, 2).reshape(-1, length, 1), decays.cumsum(1)
+    between = (sums[:, :, None] - sums[:, None]).clamp(max=0).exp() * masks[0][..., None]
+    both = torch.stack((k, queries), 3).flatten(0, 1)  # (S Hv L, Dk, 2)
+    products = torch.bmm((between * k[:, None]).flatten(0, 1), both).view(-1, length, length, 2)
+    low, shares = products.unbind(3)
+    inverse, begun = _inverse(low * betas, masks), sums.exp()
+    state = before.view(size * count, width, depth)
+    changed = torch.bmm(inverse, (v - torch.bmm(k * begun, state.mT)) * betas)  # (S Hv, L, Dv)
+    out = torch.baddbmm(torch.bmm(queries * begun, state.mT), shares, changed)
+    out = out.view(size, count, length, width).transpose(1, 2).flatten(0, 1).index_select(0, index.back)
+    # Both states: what rows change decays to the end of those that come before it.
+    within = within.view(2, size, 1, length, 1).expand(-1, -1, count, -1, -1).flatten(1, 2)  # (2, S Hv, L, 1)
+    total = (decays * within).sum(2, keepdim=True)  # (2, S Hv, 1, Dk)
+    kept = ((total - sums).clamp(max=0).exp() * within * k).flatten(0, 1)
+    after = (state * total.exp()).flatten(0, 1)
+    after = torch.baddbmm(after, changed.mT.expand(2, -1, -1, -1).flatten(0, 1), kept)
     return out, after.view(2 * size, -1)

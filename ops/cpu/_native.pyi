@@ -232,7 +232,16 @@ def head_linear(
 def silu_mul(x: int, out: int, tokens: int, width: int) -> None: ...
 def add_gated(x: int, y: int, gate: int, tokens: int, width: int) -> None: ...
 def gated_rms_norm(
-    x: int, gate: int, weight: int, out: int, tokens: int, heads: int, width: int, stride: int, eps: float
+    x: int,
+    gate: int,
+    weight: int,
+    out: int,
+    tokens: int,
+    heads: int,
+    width: int,
+    stride: int,
+    eps: float,
+    sigmoid: bool,
 ) -> None: ...
 def sigmoid_mul(x: int, gate: int, tokens: int, width: int, stride: int) -> None: ...
 
@@ -274,6 +283,8 @@ def gated_delta_rule(
     a_stride: int,
     b_stride: int,
     place: int,
+    decays: int,
+    lowest: float,
 ) -> None: ...
 def route(
     logits: int,

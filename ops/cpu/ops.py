@@ -395,11 +395,11 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 @traced
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, sigmoid: bool = False) -> Tensor:
     out = torch.empty(x.shape)
     tokens, heads, width = x.shape
     native.gated_rms_norm(
-        pointer(x), strided(gate), pointer(weight), pointer(out), tokens, heads, width, gate.stride(0), eps
+        pointer(x), strided(gate), pointer(weight), pointer(out), tokens, heads, width, gate.stride(0), eps, sigmoid
     )
     return out
 

@@ -54,6 +54,7 @@ def gated_delta_rule(
     states: Tensor,
     inputs: Tensor,
     recurrent: Recurrent,
+    lowest: float = 0.0,
 ) -> Tensor:
     tokens, columns = qkv.shape
     _, heads, depth, width = states.shape
@@ -62,7 +63,7 @@ def gated_delta_rule(
     if width % SLAB:
         raise UserError(f"linear_value_head_dim: {width} is no multiple of {SLAB}, as the cpu's delta rule needs it")
     key_heads = (columns - heads * width) // (2 * depth)
-    out, factors = torch.empty(tokens, heads, width), torch.empty(tokens, key_heads + 2 * heads)
+    out, factors = torch.empty(tokens, heads, width), torch.empty(tokens, key_heads + a.shape[1] + heads)
     native.gated_delta_rule(
         _places(recurrent),
         pointer(qkv),
@@ -83,5 +84,7 @@ def gated_delta_rule(
         a.stride(0),
         b.stride(0),
         states.stride(0),
+        a.shape[1],
+        lowest,
     )
     return out

@@ -123,9 +123,10 @@ class CudaOps(CudaLayout):
         states: Tensor,
         inputs: Tensor,
         recurrent: Recurrent,
+        lowest: float = 0.0,
     ) -> Tensor:
         rule = self.kernels.gated_delta_rule if self.kernels else reference.gated_delta_rule
-        out: Tensor = rule(qkv, a, b, rates, dt_bias, states, inputs, recurrent)
+        out: Tensor = rule(qkv, a, b, rates, dt_bias, states, inputs, recurrent, lowest)
         return out
 
     argmax = staticmethod(reference.argmax)

@@ -29,8 +29,19 @@ Sequence = tuple[int, int, int, int, int]  # rows, read, write, mark, marked
 class Layer:
     """The states and the weights of a layer, and what its ops compute of them. `apart`: places do not overlap."""
 
-    def __init__(self, ops: Any, heads: tuple[int, int], depth: int, width: int, apart: bool, places: int = 6):
+    def __init__(
+        self,
+        ops: Any,
+        heads: tuple[int, int],
+        depth: int,
+        width: int,
+        apart: bool,
+        places: int = 6,
+        by_row: bool = False,
+        lowest: float = 0.0,
+    ):
         self.ops, (self.key_heads, self.heads), self.depth, self.width = ops, heads, depth, width
+        self.decays, self.lowest = self.heads * (depth if by_row else 1), lowest
         self.channels = 2 * self.key_heads * depth + self.heads * width
         size = self.heads * depth * width
         every = size + (KERNEL - 1) * self.channels
@@ -46,18 +57,19 @@ class Layer:
         generator = torch.Generator().manual_seed(5)
         self.weight = torch.randn(KERNEL, self.channels, generator=generator) / 2
         self.rates = torch.rand(self.heads, generator=generator).mul(4).add(0.01)
-        self.dt_bias = torch.randn(self.heads, generator=generator) - 2
+        self.dt_bias = torch.randn(self.decays, generator=generator) - 2
 
     def run(self, rows: Tensor, *sequences: Sequence) -> Tensor:
-        """rows (T, channels + 2 heads): x, b and a side by side, as one product makes them"""
+        """rows (T, channels + heads + decays): x, b and a side by side, as one product makes them"""
         lens, reads, writes, marks, marked = torch.tensor(sequences, dtype=torch.int32).unbind(1)
         starts = torch.cat((lens.new_zeros(1), lens.cumsum(0)))
         reads, writes, marked = (torch.where(x < 0, x, x * self.units).int() for x in (reads, writes, marked))
         at = Recurrent(starts.long(), reads, writes, marks, marked, torch.zeros_like(marks))
-        x, b, a = rows.split([self.channels, self.heads, self.heads], 1)
+        x, b, a = rows.split([self.channels, self.heads, self.decays], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.inputs, at)
-        drafts = rows.new_empty(len(self.states), 0, (self.channels + self.heads * (self.width + 4)) // 2)
-        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, drafts, at)
+        kept = (self.channels + self.heads * self.width) // 2 + self.decays + self.heads
+        states = self.states, rows.new_empty(len(self.states), 0, kept), at, self.lowest
+        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, *states)
         return out
 
     def kept(self, number: int) -> tuple[Tensor, Tensor]:
@@ -76,14 +88,25 @@ STEPS: list[list[Sequence]] = [
 ]
 
 
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize(("heads", "depth", "width"), [((2, 6), 24, 48), ((2, 4), 128, 128)])
-def test_a_layer_is_the_reference(heads: tuple[int, int], depth: int, width: int, apart: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "depth", "width", "apart", "decays"),
+    [
+        ((2, 6), 24, 48, True, {}),
+        ((2, 6), 24, 48, False, {}),
+        ((2, 4), 128, 128, True, {}),
+        ((2, 4), 128, 128, False, {}),
+        ((2, 6), 24, 48, True, {"by_row": True}),
+        ((2, 2), 128, 128, False, {"by_row": True, "lowest": -5.0}),
+    ],
+)
+def test_a_layer_is_the_reference(
+    heads: tuple[int, int], depth: int, width: int, apart: bool, decays: dict[str, Any]
+) -> None:
     torch.manual_seed(11)
     ops = AscendOps(torch.float32, torch.device("cpu"), "fusion_v2")
-    ours, wanted = (Layer(o, heads, depth, width, apart) for o in (ops, reference))
+    ours, wanted = (Layer(o, heads, depth, width, apart, **decays) for o in (ops, reference))
     for step in STEPS:
-        rows = torch.randn(sum(n for n, *_ in step) + 2, ours.channels + 2 * ours.heads)
+        rows = torch.randn(sum(n for n, *_ in step) + 2, ours.channels + ours.heads + ours.decays)
         rows[-2:] = torch.nan  # padding
         torch.testing.assert_close(ours.run(rows, *step), wanted.run(rows, *step), atol=1e-5, rtol=1e-5)
     for number in range(6):
@@ -132,19 +155,23 @@ def test_a_norm_with_a_float32_weight() -> None:
     assert not torch.equal(normed, reference.rms_norm(total.float(), weight.bfloat16().float(), 1e-6).bfloat16())
 
 
-@pytest.mark.parametrize("lengths", [[512], [64 * 80], [1] * 8, [40, 300]])
-def test_a_plan_counts_what_is_alive(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "by_row"),
+    [([512], False), ([64 * 80], False), ([1] * 8, False), ([40, 300], False), ([600], True), ([1] * 8, True)],
+)
+def test_a_plan_counts_what_is_alive(lengths: list[int], by_row: bool) -> None:
     rows, places = sum(lengths), torch.arange(len(lengths), dtype=torch.int32)
     starts, never = torch.tensor([0, *itertools.accumulate(lengths)]), torch.zeros_like(places)
     at = Recurrent(starts, places - len(lengths), places, never, never, never)
 
     def alive(ops: Any) -> list[int]:
-        layer, ledger = Layer(ops, (2, 4), 128, 128, True, len(lengths)), Ledger()
-        x, ba = torch.zeros(rows, layer.channels, dtype=torch.bfloat16), torch.zeros(rows, 4)
+        layer, ledger = Layer(ops, (4 if by_row else 2, 4), 128, 128, True, len(lengths), by_row), Ledger()
+        x = torch.zeros(rows, layer.channels, dtype=torch.bfloat16)
+        a, b = torch.zeros(rows, layer.decays), torch.zeros(rows, 4)
         of_layer = layer.rates, layer.dt_bias, layer.states, layer.states[:, 0, :0], at
         steps: list[Any] = [
             lambda _: ops.causal_conv(x, layer.weight, layer.inputs, at),
-            lambda _: ops.gated_delta_rule(x, ba, ba, *of_layer),
+            lambda _: ops.gated_delta_rule(x, a, b, *of_layer),
         ]
         return [ledger.fullest(torch.nn.Identity(), step, Any).nbytes for step in steps]  # type: ignore[arg-type]
 

@@ -31,8 +31,10 @@ CHANNELS = 2 * KEYS * DEPTH + HEADS * WIDTH
 class Layer:
     """The states of a layer in places that overlap, of which every `units`-th is used, and the last one by padding."""
 
-    def __init__(self, ops: Any, drafts: int, device: str):
-        shapes = (HEADS, DEPTH, WIDTH), (TAPS - 1 + drafts, CHANNELS), (drafts, (CHANNELS + HEADS * (WIDTH + 4)) // 2)
+    def __init__(self, ops: Any, drafts: int, device: str, by_row: bool):
+        self.decays = HEADS * (DEPTH if by_row else 1)
+        kept = (CHANNELS + HEADS * WIDTH) // 2 + self.decays + HEADS
+        shapes = (HEADS, DEPTH, WIDTH), (TAPS - 1 + drafts, CHANNELS), (drafts, kept)
         sizes = [math.prod(shape) for shape in shapes]
         self.ops, self.device, self.units = ops, device, -(-sum(sizes) // UNIT)
         arena = torch.full((PLACES * self.units, UNIT), torch.nan)
@@ -46,6 +48,7 @@ class Layer:
         generator = torch.Generator().manual_seed(5)
         weights = torch.randn(TAPS, CHANNELS, generator=generator) / 2, torch.rand(HEADS, generator=generator) * 4
         self.weight, self.rates = (x.to(device) for x in weights)
+        self.bias = self.rates.repeat_interleave(self.decays // HEADS)
         self.strips = GraphStrips([(self.conv, self.inputs, self.delta)], MOST)
 
     def run(self, rows: Tensor, sequences: list[tuple[int, ...]], graph: bool) -> Tensor:
@@ -57,9 +60,9 @@ class Layer:
         if graph:
             at = self.strips.tables(Recurrent(at[0], *(x[None] for x in at[1:])))
             at = Recurrent(at[0].to(self.device), *(x[0].to(self.device) for x in at[1:]))
-        x, b, a = rows.to(self.device).split([CHANNELS, HEADS, HEADS], 1)
+        x, b, a = rows.to(self.device).split([CHANNELS, HEADS, self.decays], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.conv, at)
-        out = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.rates, self.delta, self.inputs, at)
+        out = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.bias, self.delta, self.inputs, at)
         return out.cpu()[: int(lens.sum())]
 
     def kept(self, number: int) -> tuple[Tensor, Tensor]:
@@ -69,18 +72,18 @@ class Layer:
         return state, self.conv[number * self.units][: TAPS - 1].cpu()
 
 
-def follows(seed: int, drafts: int, graph: bool) -> None:
+def follows(seed: int, drafts: int, graph: bool, by_row: bool) -> None:
     """Steps of three sequences with drafts of which some come true, in place or into another place, some with a
     checkpoint after a pending row."""
     choose, device = random.Random(seed), torch.device("npu")
     torch.manual_seed(seed)
-    ours = Layer(AscendOps(torch.float32, device, "fusion_v2"), drafts, "npu")
-    wanted = Layer(reference, drafts, "cpu")
+    ours = Layer(AscendOps(torch.float32, device, "fusion_v2"), drafts, "npu", by_row)
+    wanted = Layer(reference, drafts, "cpu", by_row)
     live, free = [(0, 0), (1, 0), (2, 0)], list(range(3, PLACES - 1))  # place, pending
     step: list[tuple[int, ...]] = [(choose.randint(1, 9), -1, number, 0, 0, 0) for number, _ in live]
     for number in range(6):
         padding = choose.randint(0, 2)
-        rows = torch.randn(sum(n for n, *_ in step) + padding, CHANNELS + 2 * HEADS)
+        rows = torch.randn(sum(n for n, *_ in step) + padding, CHANNELS + HEADS + ours.decays)
         rows[len(rows) - padding :] = torch.nan
         expected = wanted.run(rows, step, False)
         torch.testing.assert_close(ours.run(rows, step, graph and number > 0), expected, atol=2e-5, rtol=1e-4)
@@ -102,8 +105,8 @@ def all_follow(rank: int) -> None:
     from tests.ascend import computing
 
     computing.start()
-    for graph in (True, False):
-        follows(1, 3, graph)
+    for graph, by_row in itertools.product((True, False), repeat=2):
+        follows(1, 3, graph, by_row)
 
 
 def test_steps_are_the_reference() -> None:

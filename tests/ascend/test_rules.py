@@ -128,10 +128,11 @@ def layer(size: Size, how: str, routing: str, tokens: int, decode: bool, cann: s
     ops.add_gated(ops.add_gated(y, x, None), x, x[:, :1].contiguous())
 
 
-def delta_net(heads: tuple[int, int], cann: str) -> None:
+def delta_net(heads: tuple[int, int], by_row: bool, cann: str) -> None:
     """A prompt of 70 rows beside a row, in two steps from a mark; then two rows of a graph and one of padding. So many
-    key and value heads of 128, also those of attention of 256 with partial rotation."""
+    key and value heads of 128, also those of attention of 256 with partial rotation. `by_row`: as in Kimi-Linear."""
     device, (keys, values), state = torch.device("npu"), heads, 128 * 128
+    decays = values * (128 if by_row else 1)
     ops = AscendOps(BF16, device, "fusion_v2", can=abilities(cann))
     channels, unit = (2 * keys + values) * 128, 4096
     arena = torch.zeros(6 * (values * state + 3 * channels + unit), device=device)
@@ -140,6 +141,7 @@ def delta_net(heads: tuple[int, int], cann: str) -> None:
     far = values * state // unit + 3 * channels // unit + 1
     strips = GraphStrips([(conv, fixed(delta[:, 0, :0]), delta)], 3)
     weight, rates = torch.zeros(4, channels, device=device), torch.ones(values, device=device)
+    bias = torch.ones(decays, device=device)
     steps = (0, 70, 71), [[-1, far], [0, far], [64, 0], [2 * far, 0], [0, 0]]
     graph = (0, 1, 2, 3), [[0, far, len(conv) - 1]] * 2 + [[0] * 3] * 3
     for starts, rows in (steps, graph):
@@ -148,11 +150,11 @@ def delta_net(heads: tuple[int, int], cann: str) -> None:
             at = strips.tables(Recurrent(at[0], *(table[None] for table in at[1:])))
             at = Recurrent(at[0].to(device), *(table[0].to(device) for table in at[1:]))
         count = starts[-1]
-        qkvz, ba = tensor(count, channels + values * 128), tensor(count, 2 * values)
+        qkvz, ba = tensor(count, channels + values * 128), tensor(count, values + decays)
         qkv, z = qkvz.split([channels, values * 128], 1)
         qkv = ops.causal_conv(qkv, weight, conv, at)
-        y = ops.gated_delta_rule(qkv, ba[:, :values], ba[:, values:], rates, rates, delta, delta[:, 0, :0], at)
-        ops.gated_rms_norm(y, z.unflatten(1, (-1, 128)), tensor(128), 1e-6)
+        y = ops.gated_delta_rule(qkv, ba[:, values:], ba[:, :values], rates, bias, delta, delta[:, 0, :0], at)
+        ops.gated_rms_norm(y, z.unflatten(1, (-1, 128)), tensor(128), 1e-6, by_row)
         x, norm = tensor(count, 256), torch.ones(256, device=device)
         ops.add_rms_norm(x, x, norm, 1e-6)
         k_cache, v_cache = (ops.kv_cache(2, PAGE, 1, 256, BF16, device) for _ in "kv")
@@ -224,6 +226,7 @@ LATENTS = {
     "k2_tp16": (4, 128, 128),
 }
 DELTA_NETS = {"35b": (16, 32), "35b_tp8": (2, 4), "122b": (16, 64), "397b_tp16": (1, 4)}
+DELTA_NETS |= {"kimi_linear": (32, 32), "kimi_linear_tp8": (4, 4)}
 Broken = dict[tuple[str, str, str], list[str]]
 
 
@@ -244,7 +247,7 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
                         by_op.setdefault((name, format, routing), []).append(str(error).splitlines()[0])
                     if rules := violations():
                         by_op.setdefault((name, format, routing), []).extend(rules)
-    others = {name: partial(delta_net, of, cann) for name, of in DELTA_NETS.items()}
+    others = {name: partial(delta_net, of, name.startswith("kimi"), cann) for name, of in DELTA_NETS.items()}
     others |= {name: partial(latents, *of, cann) for name, of in LATENTS.items()}
     others |= {f"guess of {name}": partial(guess, *of, cann) for name, of in GUESSES.items()}
     for name, steps in others.items():

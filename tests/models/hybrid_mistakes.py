@@ -54,17 +54,16 @@ def whole_heads_rotate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("umbra.models.hybrid_config.read_rotary_dim", lambda hf, dim, default: dim)
 
 
-FADE, ADD = ("            state = state * decays[:, None, None]\n", "state = state + key[:, :, None] * change[:, None]")
+FADE = "            state = state * decays.view(heads, -1, 1)\n"
+ADD = "state = state + key[:, :, None] * change[:, None]"
+NORMED = "rms_norm(x, weight, eps).float() * open", "rms_norm(x * open, weight, eps)"
 SQUARES, OUT = "torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)", 'torch.einsum("hkv,hk->hv", state, query)'
 LAST = "inputs[len(inputs) - taps + 1 :]"
 DENSE = {
     "norms_without_one": rewritten(RMSNorm, "pieces", (" + self.base)", ")")),
     "one_added_twice": rewritten(RMSNorm, "pieces", (" + self.base)", " + 2 * self.base)")),
     "one_added_to_the_gated_norm": rewritten(DeltaNet, "__init__", ("base=0.0", "base=1.0")),
-    "gate_before_norm": op(
-        "gated_rms_norm",
-        ("rms_norm(x, weight, eps).float() * F.silu(gate.float())", "rms_norm(x * F.silu(gate), weight, eps)"),
-    ),
+    "gate_before_norm": op("gated_rms_norm", NORMED),
     "sigmoid_of_the_gate": op("gated_rms_norm", ("F.silu(gate", "torch.sigmoid(gate")),
     "no_output_gate": op("sigmoid_mul", (" * gate.float().sigmoid()", "")),
     "output_gate_of_whole_parts": rewritten(GroupedAttention, "__init__", ("heads if gated else 1", "1")),
@@ -75,9 +74,9 @@ DENSE = {
     "key_heads_in_turn": key_heads_in_turn,
     "b_and_a_swapped": rewritten(DeltaNet, "forward", ("(b, a)", "(a, b)")),
     "no_dt_bias": rule((" + dt_bias", "")),
-    "no_softplus": rule(("F.softplus(a.float() + dt_bias)", "(a.float() + dt_bias).relu()")),
+    "no_softplus": rule(("F.softplus(passed)", "passed.relu()")),
     "sign_of_the_logarithm": rewritten(Decay, "pieces", ("x.float().exp()", "(-x.float()).exp()")),
-    "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decays[:, None, None]")),
+    "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decays.view(heads, -1, 1)")),
     "output_of_the_old_state": rule((FADE, f"            old = state\n{FADE}"), (OUT, OUT.replace("state", "old"))),
     "no_silu_after_the_convolution": conv(("F.silu", "")),
     "convolution_backwards": conv(("weight.T", "weight.flip(0).T")),

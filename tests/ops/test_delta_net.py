@@ -1,5 +1,5 @@
-"""Gated DeltaNet's ops: the reference against transformers, the native kernels against the reference, and the bits of
-these, which depend on no schedule."""
+"""Gated DeltaNet's ops, and Kimi delta attention's: the reference against transformers, the native kernels against the
+reference, and the bits of these, which depend on no schedule."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3NextConfig
+from transformers import KimiLinearConfig, Qwen3NextConfig
+from transformers.models.glm5_next import modeling_glm5_next as glm5
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from umbra.base.errors import UserError
@@ -22,6 +24,8 @@ KERNEL, AHEAD = 4, 3
 UNIT = 64  # floats between places, less than a state
 SETS = engine.module.instruction_sets()
 VECTORS = [s for s in ("generic", "avx2", SETS[-1]) if s in SETS]  # sets with kernels of their own
+# Decays of heads, and of each row of their states, of both kinds.
+DECAYS: dict[str, dict[str, Any]] = {"heads": {}, "rows": {"by_row": True}, "bounded": {"by_row": True, "lowest": -5.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +46,21 @@ def recurrent(*sequences: Sequence[int]) -> Recurrent:
 class Layer:
     """The states and the weights of a layer in an arena of `places` sets, and what its ops compute of them."""
 
-    def __init__(self, ops: Any, heads: tuple[int, int], depth: int, width: int, places: int = 6):
+    def __init__(
+        self,
+        ops: Any,
+        heads: tuple[int, int],
+        depth: int,
+        width: int,
+        places: int = 6,
+        by_row: bool = False,
+        lowest: float = 0.0,
+    ):
         self.ops, (self.key_heads, self.heads), self.depth, self.width = ops, heads, depth, width
+        self.decays, self.lowest = self.heads * (depth if by_row else 1), lowest
         self.channels = 2 * self.key_heads * depth + self.heads * width
         size = self.heads * depth * width
-        rows, kept = KERNEL - 1 + AHEAD, (self.channels + self.heads * width) // 2 + 2 * self.heads
+        rows, kept = KERNEL - 1 + AHEAD, (self.channels + self.heads * width) // 2 + self.decays + self.heads
         every = size + rows * self.channels + AHEAD * kept
         self.units = -(-every // UNIT)
         self.arena = torch.full((places * self.units * UNIT,), torch.nan)
@@ -59,23 +73,24 @@ class Layer:
         generator = torch.Generator().manual_seed(5)
         self.weight = torch.randn(KERNEL, self.channels, generator=generator) / 2
         self.rates = torch.rand(self.heads, generator=generator).mul(4).add(0.01)
-        self.dt_bias = torch.randn(self.heads, generator=generator) - 2
+        self.dt_bias = torch.randn(self.decays, generator=generator) - 2
 
     def run(self, rows: Tensor, *sequences: Sequence[int]) -> Tensor:
-        """rows (T, channels + 2 heads): x, b and a side by side, as one product makes them"""
+        """rows (T, channels + heads + decays): x, b and a side by side, as one product makes them"""
         at = recurrent(
             *(
                 (n, r if r < 0 else r * self.units, w if w < 0 else w * self.units, m, p * self.units, *more)
                 for n, r, w, m, p, *more in sequences
             )
         )
-        x, b, a = rows.split([self.channels, self.heads, self.heads], 1)
+        x, b, a = rows.split([self.channels, self.heads, self.decays], 1)
         qkv = self.ops.causal_conv(x, self.weight, self.inputs, at)
-        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, self.states, self.ahead, at)
+        states = self.states, self.ahead, at, self.lowest
+        out: Tensor = self.ops.gated_delta_rule(qkv, a, b, self.rates, self.dt_bias, *states)
         return out
 
     def rows(self, count: int) -> Tensor:
-        return torch.randn(count, self.channels + 2 * self.heads)
+        return torch.randn(count, self.channels + self.heads + self.decays)
 
     def kept(self, number: int) -> tuple[Tensor, Tensor]:
         """A place's state, in the reference's order, and inputs."""
@@ -116,11 +131,49 @@ def test_a_layer_is_transformers(ops: Any, heads: tuple[int, int], depth: int, w
             torch.testing.assert_close(module.out_proj(o.flatten(1)), module(x)[0], atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("heads", "depth", "width"), [((2, 6), 24, 48), ((16, 32), 128, 128)])
+@torch.no_grad()
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("lowest", [0.0, -5.0])
+def test_a_layer_with_decays_of_rows_is_transformers(ops: Any, lowest: float) -> None:
+    heads, depth, qkv = 3, 32, torch.randn(3, 67, 3 * 32)
+    config = KimiLinearConfig(linear_num_heads=heads, linear_head_dim=depth, hidden_size=48, num_hidden_layers=1)
+    config.linear_lower_bound = lowest
+    gate = (glm5.Glm5NextTextForgetGate if lowest else kimi.KimiLinearForgetGate)(config)
+    layer, x = Layer(ops, (heads, heads), depth, depth, by_row=True, lowest=lowest), torch.randn(1, 67, 48)
+    gate.A_log.copy_(layer.rates.log().view_as(gate.A_log))
+    gate.dt_bias.copy_(layer.dt_bias.view_as(gate.dt_bias))
+    gate.f_b_proj.weight *= 4
+    a, b = gate.f_b_proj(gate.f_a_proj(x))[0], torch.randn(67, heads)
+    by_head = [part.unflatten(1, (heads, depth))[None] for part in qkv]
+    expected, state = kimi.chunk_kimi_delta_attention(
+        *by_head, gate(x), b.sigmoid()[None], output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    rows = qkv.transpose(0, 1).flatten(1), a, b, layer.rates, layer.dt_bias
+    out = ops.gated_delta_rule(*rows, layer.states, layer.ahead, recurrent((67, -1, 0, 0, 0)), lowest)
+    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(layer.kept(0)[0], state[0], atol=1e-5, rtol=1e-4)
+    norm = kimi.KimiLinearRMSNormGated(depth, eps=1e-3)
+    z = torch.randn_like(out)
+    ours = ops.gated_rms_norm(out, z, norm.weight, 1e-3, sigmoid=True)
+    torch.testing.assert_close(ours, norm(out, z), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "depth", "width", "decays"),
+    [
+        ((2, 6), 24, 48, "heads"),
+        ((16, 32), 128, 128, "heads"),
+        ((2, 6), 24, 48, "rows"),
+        ((4, 4), 128, 128, "rows"),
+        ((2, 2), 40, 16, "bounded"),
+    ],
+)
 @pytest.mark.parametrize("instruction_set", VECTORS)
-def test_kernels_compute_the_reference(heads: tuple[int, int], depth: int, width: int, instruction_set: str) -> None:
+def test_kernels_compute_the_reference(
+    heads: tuple[int, int], depth: int, width: int, decays: str, instruction_set: str
+) -> None:
     engine.start(2, instruction_set)
-    ours, wanted = Layer(cpu, heads, depth, width), Layer(reference, heads, depth, width)
+    ours, wanted = (Layer(ops, heads, depth, width, **DECAYS[decays]) for ops in (cpu, reference))
     steps = [
         [(1, -1, 0, 0, 0), (0, 3, 3, 0, 0), (2, -1, 1, 0, 0)],
         [(1, 0, 0, 0, 0), (5, 1, 2, 4, 3), (2, 1, -1, 1, 4)],
@@ -137,18 +190,19 @@ def test_kernels_compute_the_reference(heads: tuple[int, int], depth: int, width
             torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("decays", ["heads", "rows"])
 @pytest.mark.parametrize("instruction_set", VECTORS)
-def test_bits_depend_on_no_schedule(instruction_set: str) -> None:
+def test_bits_depend_on_no_schedule(instruction_set: str, decays: str) -> None:
     """One prompt in one step, in others of any cuts, beside other sequences, on more threads, and from a mark."""
-    length, others = 23, 3
+    length, others, new = 23, 3, partial(Layer, cpu, (2, 4), 32, 32, **DECAYS[decays])
     engine.start(1, instruction_set)
-    first = Layer(cpu, (2, 4), 32, 32)
+    first = new()
     rows, strange = first.rows(length), first.rows(others)
     whole = first.run(rows, (length, -1, 0, 0, 0))
 
     def check(*cuts: int, threads: int = 1, company: bool = False, moves: bool = False) -> None:
         engine.start(threads, instruction_set)
-        layer, number, outs = Layer(cpu, (2, 4), 32, 32), -1, []
+        layer, number, outs = new(), -1, []
         for start, end in itertools.pairwise((0, *cuts, length)):
             to = 2 - number if moves and number >= 0 else 1
             mine, step = (end - start, number, to, 0, 0), rows[start:end]
@@ -167,7 +221,7 @@ def test_bits_depend_on_no_schedule(instruction_set: str) -> None:
     check(2, 3, 9, 10, threads=2, company=True, moves=True)
     check(threads=2, company=True)
     for mark in (1, 2, 3, 17, length):
-        layer = Layer(cpu, (2, 4), 32, 32)
+        layer = new()
         assert torch.equal(layer.run(rows, (length, -1, 0, mark, 1)), whole)
         if mark < length:  # two forks of the checkpoint, one of which keeps nothing
             rest, count = rows[mark:], length - mark
@@ -189,11 +243,13 @@ def test_drafts_are_replayed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(layer.kept(0), wanted.kept(0), strict=True))
 
 
+@pytest.mark.parametrize("decays", DECAYS)
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
-def test_drafts_that_come_to_nothing_leave_no_trace(ops: Any) -> None:
+def test_drafts_that_come_to_nothing_leave_no_trace(ops: Any, decays: str) -> None:
     """Steps with up to three drafts, of which some come true, in place or into another place; a checkpoint in between,
     also of rows that are pending, has the states of all rows before it."""
-    layer, wanted = (Layer(ops, (2, 4), 16, 32) for _ in range(2))
+    new = partial(Layer, ops, (2, 4), 16, 32, **DECAYS[decays])
+    layer, wanted = new(), new()
     same = partial(torch.testing.assert_close, atol=1e-5 * (ops is not cpu), rtol=1e-5 * (ops is not cpu))
     rows, random, at, pending, number = layer.rows(40), torch.Generator().manual_seed(1), 0, 0, -1
     whole = wanted.run(rows.clone(), (40, -1, 0, 0, 0))
@@ -206,7 +262,7 @@ def test_drafts_that_come_to_nothing_leave_no_trace(ops: Any) -> None:
         else:
             out = layer.run(step, (1, number, to, max(pending - 1, 0), 4, pending))
             if pending > 1:
-                before = Layer(ops, (2, 4), 16, 32)
+                before = new()
                 before.run(rows[: at - 1].clone(), (at - 1, -1, 0, 0, 0))
                 same(layer.kept(4), before.kept(0))
         same(out[: 1 + come], whole[at : at + 1 + come])

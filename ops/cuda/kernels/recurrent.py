@@ -71,13 +71,16 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent)
 @triton.jit
 def _delta(
     qkv, a, b, rates, dt_bias, before, states, inputs, out, starts, reads, writes, marks, marked, pendings, qkv_row,
-    a_row, b_row, states_place, inputs_place, rows_kept, HEADS: tl.constexpr, SHARED: tl.constexpr, DEPTH: tl.constexpr,
-    PADDED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    a_row, b_row, states_place, inputs_place, rows_kept, lowest, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    DEPTH: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DECAYS: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """SHARED value heads have one key head. before (S, rows, inputs) is what `inputs` had at the places that are read;
-    a row of inputs has keys, values, decays and betas. out (T, HEADS, WIDTH)."""
+    """SHARED value heads have one key head, and each has DECAYS decays, 1 or DEPTH. before (S, rows, inputs) is what
+    `inputs` had at the places that are read; a row of inputs has keys, values, decays and betas. out (T, HEADS, WIDTH).
+    """
     KEYS: tl.constexpr = HEADS // SHARED * DEPTH
-    INPUTS: tl.constexpr = KEYS + HEADS * WIDTH + 2 * HEADS
+    AT: tl.constexpr = KEYS + HEADS * WIDTH  # of decays, in a row of inputs
+    INPUTS: tl.constexpr = AT + (DECAYS + 1) * HEADS
     s, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end = tl.load(starts + s), tl.load(starts + s + 1)
     read, write = tl.load(reads + s), tl.load(writes + s)
@@ -88,7 +91,9 @@ def _delta(
     both = deep[:, None] & wide[None, :]
     within = head * DEPTH * WIDTH + d[:, None] * WIDTH + v[None, :]
     key_head = head // SHARED
-    rate, bias = tl.load(rates + head), tl.load(dt_bias + head)
+    by_row = tl.arange(0, PADDED if DECAYS > 1 else 1)
+    decaying, of_head = by_row < DECAYS, head * DECAYS + by_row
+    rate, bias = tl.load(rates + head), tl.load(dt_bias + of_head, mask=decaying, other=0)
     if length > 0:
         state = tl.load(
             states + tl.maximum(read, 0).to(tl.int64) * states_place + within, mask=both & (read >= 0), other=0
@@ -104,14 +109,17 @@ def _delta(
             value = tl.load(row + 2 * KEYS + head * WIDTH + v, mask=wide & (number >= pending), other=0).to(tl.float32)
             value += tl.load(kept + KEYS + head * WIDTH + v, mask=wide & old, other=0)
             if number < pending:
-                decay = tl.load(kept + KEYS + HEADS * WIDTH + head)
-                beta = tl.load(kept + KEYS + HEADS * WIDTH + HEADS + head)
+                decay = tl.load(kept + AT + of_head, mask=decaying, other=0)
+                beta = tl.load(kept + AT + DECAYS * HEADS + head)
             else:
-                wait = tl.load(a + t * a_row + head).to(tl.float32) + bias
-                wait = tl.where(wait > 20, wait, tl.log(1 + tl.exp(tl.minimum(wait, 20.0))))
-                decay = tl.exp(-rate * wait)
+                wait = tl.load(a + t * a_row + of_head, mask=decaying, other=0).to(tl.float32) + bias
+                if BOUNDED:
+                    decay = tl.exp(lowest / (1 + tl.exp(-rate * wait)))
+                else:
+                    wait = tl.where(wait > 20, wait, tl.log(1 + tl.exp(tl.minimum(wait, 20.0))))
+                    decay = tl.exp(-rate * wait)
                 beta = 1 / (1 + tl.exp(-tl.load(b + t * b_row + head).to(tl.float32)))
-            state = state * decay
+            state = state * decay[:, None]
             change = beta * (value - tl.sum(state * key[:, None], 0))
             state += key[:, None] * change[None, :]
             if number >= pending:
@@ -125,8 +133,8 @@ def _delta(
                 to = inputs + target * inputs_place + (number - mark) * INPUTS
                 tl.store(to + KEYS + head * WIDTH + v, value, mask=wide)
                 if part == 0:
-                    tl.store(to + KEYS + HEADS * WIDTH + head, decay)
-                    tl.store(to + KEYS + HEADS * WIDTH + HEADS + head, beta)
+                    tl.store(to + AT + of_head, decay, mask=decaying)
+                    tl.store(to + AT + DECAYS * HEADS + head, beta)
                     if head % SHARED == 0:
                         tl.store(to + key_head * DEPTH + d, key, mask=deep)
         if write >= 0:
@@ -142,6 +150,7 @@ def gated_delta_rule(
     states: Tensor,
     inputs: Tensor,
     recurrent: Recurrent,
+    lowest: float = 0.0,
 ) -> Tensor:
     _, heads, depth, width = states.shape
     tables, key_heads = on_device(recurrent, qkv.device), (qkv.shape[1] - heads * width) // (2 * depth)
@@ -150,8 +159,9 @@ def gated_delta_rule(
     columns = min(COLUMNS, triton.next_power_of_2(width))
     _delta[(len(tables.reads), heads, triton.cdiv(width, columns))](
         qkv, a, b, rates, dt_bias, before, states, inputs, out, *tables, qkv.stride(0), a.stride(0), b.stride(0),
-        states.stride(0), inputs.stride(0), inputs.shape[1], HEADS=heads, SHARED=heads // key_heads, DEPTH=depth,
-        PADDED=triton.next_power_of_2(depth), WIDTH=width, COLUMNS=columns,
+        states.stride(0), inputs.stride(0), inputs.shape[1], lowest, HEADS=heads, SHARED=heads // key_heads,
+        DEPTH=depth, PADDED=triton.next_power_of_2(depth), WIDTH=width, COLUMNS=columns, DECAYS=a.shape[1] // heads,
+        BOUNDED=bool(lowest),
     )  # fmt: skip
     return out
 

@@ -207,12 +207,12 @@ void bind_ops(py::module_& m) {
     m.def(
         "gated_rms_norm",
         [](uintptr_t x, uintptr_t gate, uintptr_t weight, uintptr_t out, int64_t tokens, int64_t heads, int64_t width,
-           int64_t stride, float eps) {
+           int64_t stride, float eps, bool sigmoid) {
             submit(GatedRmsNorm{at<const float>(x), at<const float>(gate), at<const float>(weight), at<float>(out),
-                                tokens, heads, width, stride, eps});
+                                tokens, heads, width, stride, eps, sigmoid});
         },
         py::arg("x"), py::arg("gate"), py::arg("weight"), py::arg("out"), py::arg("tokens"), py::arg("heads"),
-        py::arg("width"), py::arg("stride"), py::arg("eps"));
+        py::arg("width"), py::arg("stride"), py::arg("eps"), py::arg("sigmoid"));
     m.def(
         "sigmoid_mul",
         [](uintptr_t x, uintptr_t gate, int64_t tokens, int64_t width, int64_t stride) {
@@ -246,16 +246,33 @@ void bind_ops(py::module_& m) {
         [](const Places& places, uintptr_t qkv, uintptr_t a, uintptr_t b, uintptr_t rates, uintptr_t dt_bias,
            uintptr_t states, uintptr_t inputs, uintptr_t factors, uintptr_t out, int64_t tokens, int64_t key_heads,
            int64_t heads, int64_t depth, int64_t width, int64_t ahead, int64_t a_stride, int64_t b_stride,
-           int64_t place) {
-            submit(GatedDelta{at<float>(qkv), at<const float>(a), at<const float>(b), at<const float>(rates),
-                              at<const float>(dt_bias), at<float>(states), at<float>(inputs), places,
-                              at<float>(factors), at<float>(out), tokens, key_heads, heads, depth, width, ahead,
-                              a_stride, b_stride, place});
+           int64_t place, int64_t decays, float lowest) {
+            submit(GatedDelta{at<float>(qkv),
+                              at<const float>(a),
+                              at<const float>(b),
+                              at<const float>(rates),
+                              at<const float>(dt_bias),
+                              at<float>(states),
+                              at<float>(inputs),
+                              places,
+                              at<float>(factors),
+                              at<float>(out),
+                              tokens,
+                              key_heads,
+                              heads,
+                              depth,
+                              width,
+                              ahead,
+                              a_stride,
+                              b_stride,
+                              place,
+                              decays,
+                              lowest});
         },
         py::arg("places"), py::arg("qkv"), py::arg("a"), py::arg("b"), py::arg("rates"), py::arg("dt_bias"),
         py::arg("states"), py::arg("inputs"), py::arg("factors"), py::arg("out"), py::arg("tokens"),
         py::arg("key_heads"), py::arg("heads"), py::arg("depth"), py::arg("width"), py::arg("ahead"),
-        py::arg("a_stride"), py::arg("b_stride"), py::arg("place"));
+        py::arg("a_stride"), py::arg("b_stride"), py::arg("place"), py::arg("decays"), py::arg("lowest"));
     m.def(
         "route",
         [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,

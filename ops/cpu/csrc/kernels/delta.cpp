@@ -65,12 +65,34 @@ void convolve(const CausalConv& op, int64_t sequence, int64_t channel) {
     if (count && places.writes[sequence] >= 0) keep(count, 0, places.writes[sequence]);
 }
 
+// e^g of each of `count` rows of a head's state.
+ALWAYS_INLINE void decay_rows(const float* a, const float* bias, float rate, float lowest, float* out, int64_t count) {
+    if (lowest != 0.0f) {
+        for (int64_t i = 0; i < count; i++) out[i] = fast_exp(lowest / (1.0f + fast_exp(-rate * (a[i] + bias[i]))));
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const float x = a[i] + bias[i], y = fast_exp(-std::fabs(x));
+        // log(1 + y) is twice the series of atanh at z, which is at most a third.
+        const float z = y / (2.0f + y), square = z * z;
+        float series = 1.0f / 15.0f;
+        series = series * square + 1.0f / 13.0f;
+        series = series * square + 1.0f / 11.0f;
+        series = series * square + 1.0f / 9.0f;
+        series = series * square + 1.0f / 7.0f;
+        series = series * square + 1.0f / 5.0f;
+        series = series * square + 1.0f / 3.0f;
+        series = series * square + 1.0f;
+        out[i] = fast_exp(-rate * (0.5f * (x + std::fabs(x)) + 2.0f * z * series));
+    }
+}
+
 // What all slabs of a head share: queries and keys of length 1 (queries also divided by sqrt(depth)), their products,
 // and of each value head e^g, by which a state decays, and beta.
 CLONES void prepare(const GatedDelta& op, int64_t token) {
     const int64_t columns = op.key_heads * op.depth;
     float* q = op.qkv + token * (2 * columns + op.heads * op.width);
-    float* products = op.factors + token * (op.key_heads + 2 * op.heads);
+    float* products = op.factors + token * (op.key_heads + op.decays + op.heads);
     const float shrink = 1.0f / std::sqrt(static_cast<float>(op.depth));
     for (int64_t h = 0; h < op.key_heads; h++, q += op.depth) {
         float* k = q + columns;
@@ -80,11 +102,16 @@ CLONES void prepare(const GatedDelta& op, int64_t token) {
         for (int64_t i = 0; i < op.depth; i++) k[i] *= k_scale;
         products[h] = dot(q, k, op.depth);
     }
-    float *decays = products + op.key_heads, *betas = decays + op.heads;
+    float *decays = products + op.key_heads, *betas = decays + op.decays;
     const float *a = op.a + token * op.a_stride, *b = op.b + token * op.b_stride;
+    const int64_t each = op.decays / op.heads;
     for (int64_t h = 0; h < op.heads; h++) {
-        const float x = a[h] + op.dt_bias[h];
-        decays[h] = std::exp(-op.rates[h] * (x > 20.0f ? x : std::log1p(std::exp(x))));
+        if (op.by_row() || op.lowest != 0.0f) {
+            decay_rows(a + h * each, op.dt_bias + h * each, op.rates[h], op.lowest, decays + h * each, each);
+        } else {
+            const float x = a[h] + op.dt_bias[h];
+            decays[h] = std::exp(-op.rates[h] * (x > 20.0f ? x : std::log1p(std::exp(x))));
+        }
         betas[h] = 1.0f / (1.0f + std::exp(-b[h]));
     }
 }
@@ -97,9 +124,9 @@ void keep_inputs(const GatedDelta& op, int64_t sequence) {
     const int64_t end = std::min(places.starts[sequence + 1], first + op.ahead);
     float* to = op.inputs + places.marked[sequence] * op.place;
     for (int64_t t = first; t < end; t++, to += op.kept()) {
-        const float* factors = op.factors + t * (op.key_heads + 2 * op.heads) + op.key_heads;
+        const float* factors = op.factors + t * (op.key_heads + op.decays + op.heads) + op.key_heads;
         std::memcpy(to, op.qkv + t * (2 * keys + values) + keys, (keys + values) * sizeof(float));
-        std::memcpy(to + keys + values, factors, 2 * op.heads * sizeof(float));
+        std::memcpy(to + keys + values, factors, (op.decays + op.heads) * sizeof(float));
     }
 }
 

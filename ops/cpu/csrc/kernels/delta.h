@@ -26,13 +26,18 @@ typedef float Eight __attribute__((vector_size(32)));
 // A row's inputs of one head and slab, and where its output goes.
 struct DeltaRow {
     const float *q, *k, *v;
+    const float* decays;         // of each row of the state, if they differ; `decay` is 1 then
     float product, decay, beta;  // product: k . q
     float* out;
 };
 
 // Rows lie so far apart that they fall into the same few lines of the caches, and no hardware fetches them ahead.
-inline void prefetch(const DeltaRow& row, int64_t depth) {
-    for (int64_t i = 0; i < depth; i += 16) __builtin_prefetch(row.k + i), __builtin_prefetch(row.q + i);
+template <bool kByRow>
+ALWAYS_INLINE void prefetch(const DeltaRow& row, int64_t depth) {
+    for (int64_t i = 0; i < depth; i += 16) {
+        __builtin_prefetch(row.k + i), __builtin_prefetch(row.q + i);
+        if (kByRow) __builtin_prefetch(row.decays + i);
+    }
     __builtin_prefetch(row.v);
     __builtin_prefetch(row.v + 16);
 }
@@ -40,20 +45,33 @@ inline void prefetch(const DeltaRow& row, int64_t depth) {
 // N vectors of columns, from `column` of the slab on, in all rows of a sequence, of which row(t) is the t-th. The state
 // before them is `from`; to(t) gets the one after row t. With d = beta (v - e^g S^T k), a row makes e^g S + k d^T of the
 // state S, and its output is e^g S^T q + d (k . q). While it writes its state, it adds up the next row's S^T k and S^T q.
-template <class V, int N, class RowOf, class To>
+// Where e^g differs by rows of the state, it multiplies k and q before these sums.
+template <class V, int N, bool kByRow, class RowOf, class To>
 ALWAYS_INLINE void run_columns(const float* from, int64_t depth, int64_t slab, int64_t column, int64_t rows,
                                RowOf&& row, To&& to) {
     constexpr int64_t kWide = sizeof(V) / sizeof(float);
+    alignas(64) float decayed[2 * (kByRow ? kMostWidth : 1)];
+    const float *k = nullptr, *q = nullptr;  // as the state before a row's decay meets them
+    const auto meet = [&](const DeltaRow& of) {
+        k = of.k, q = of.q;
+        if constexpr (kByRow) {
+            for (int64_t i = 0; i < depth; i++) decayed[i] = of.k[i] * of.decays[i];
+            for (int64_t i = 0; i < depth; i++) decayed[kMostWidth + i] = of.q[i] * of.decays[i];
+            k = decayed, q = decayed + kMostWidth;
+        }
+    };
+    const auto decay_of = [](const DeltaRow& of, int64_t i) { return kByRow ? of.decays[i] : of.decay; };
     V by_k[N] = {}, by_q[N] = {}, d[N];
     DeltaRow now = row(0);
+    meet(now);
     from += column;
     for (int64_t i = 0; i < depth; i++)
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
             V s;
             std::memcpy(&s, from + i * slab + n * kWide, sizeof s);
-            by_k[n] += s * now.k[i];
-            by_q[n] += s * now.q[i];
+            by_k[n] += s * k[i];
+            by_q[n] += s * q[i];
         }
     for (int64_t t = 0; t < rows; t++) {
 #pragma GCC unroll 4
@@ -71,13 +89,14 @@ ALWAYS_INLINE void run_columns(const float* from, int64_t depth, int64_t slab, i
                 for (int n = 0; n < N; n++) {
                     V s;
                     std::memcpy(&s, from + i * slab + n * kWide, sizeof s);
-                    s = s * now.decay + d[n] * now.k[i];
+                    s = s * decay_of(now, i) + d[n] * now.k[i];
                     std::memcpy(written + i * slab + n * kWide, &s, sizeof s);
                 }
             return;
         }
         const DeltaRow next = row(t + 1);
-        if (t + 2 < rows) prefetch(row(t + 2), depth);
+        if (t + 2 < rows) prefetch<kByRow>(row(t + 2), depth);
+        meet(next);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) by_k[n] = by_q[n] = V{};
         for (int64_t i = 0; i < depth; i++)
@@ -85,21 +104,21 @@ ALWAYS_INLINE void run_columns(const float* from, int64_t depth, int64_t slab, i
             for (int n = 0; n < N; n++) {
                 V s;
                 std::memcpy(&s, from + i * slab + n * kWide, sizeof s);
-                s = s * now.decay + d[n] * now.k[i];
+                s = s * decay_of(now, i) + d[n] * now.k[i];
                 std::memcpy(written + i * slab + n * kWide, &s, sizeof s);
-                by_k[n] += s * next.k[i];
-                by_q[n] += s * next.q[i];
+                by_k[n] += s * k[i];
+                by_q[n] += s * q[i];
             }
         now = next, from = written;
     }
 }
 
-template <class V, int kSlab>
+template <class V, int kSlab, bool kByRow>
 ALWAYS_INLINE void run_slab_of(const GatedDelta& op, int64_t sequence, int64_t head, int64_t column) {
     constexpr int kWide = sizeof(V) / sizeof(float), kAtOnce = kSlab / kWide < 4 ? kSlab / kWide : 4;
     const Places& places = op.places;
     const int64_t keys = op.key_heads * op.depth, all = 2 * keys + op.heads * op.width;
-    const int64_t key_head = head / (op.heads / op.key_heads), factors = op.key_heads + 2 * op.heads;
+    const int64_t key_head = head / (op.heads / op.key_heads), factors = op.key_heads + op.decays + op.heads;
     float* states = op.states + (head * op.width + column) * op.depth;
     alignas(64) float unkept[kMostWidth * kSlab];
     const int32_t read = places.reads[sequence], write = places.writes[sequence];
@@ -120,25 +139,34 @@ ALWAYS_INLINE void run_slab_of(const GatedDelta& op, int64_t sequence, int64_t h
         return DeltaRow{is_new ? k - keys : k,
                         k,
                         rows + keys + head * op.width + column,
+                        kByRow ? decays + head * op.depth : nullptr,
                         is_new ? f[key_head] : 0.0f,
-                        decays[head],
-                        decays[op.heads + head],
+                        kByRow ? 1.0f : decays[head],
+                        decays[op.decays + head],
                         is_new ? op.out + (t * op.heads + head) * op.width + column : unseen};
     };
     const int64_t rows = end - first + pending;
     if (!rows) return;
     for (int64_t c = 0; c < kSlab; c += kAtOnce * kWide)
-        run_columns<V, kAtOnce>(from, op.depth, kSlab, c, rows, row,
-                                [&](int64_t t) { return t + 1 == mark ? marked : to; });
+        run_columns<V, kAtOnce, kByRow>(from, op.depth, kSlab, c, rows, row,
+                                        [&](int64_t t) { return t + 1 == mark ? marked : to; });
     if (mark == rows && write >= 0) std::memcpy(to, marked, op.depth * kSlab * sizeof(float));
+}
+
+template <class V, bool kByRow>
+ALWAYS_INLINE void run_slab_by(const GatedDelta& op, int64_t sequence, int64_t head, int64_t column) {
+    if (GatedDelta::slab(op.width) == kMostSlab)
+        run_slab_of<V, kMostSlab, kByRow>(op, sequence, head, column);
+    else
+        run_slab_of<V, kMostSlab / 2, kByRow>(op, sequence, head, column);
 }
 
 template <class V>
 ALWAYS_INLINE void run_slab(const GatedDelta& op, int64_t sequence, int64_t head, int64_t column) {
-    if (GatedDelta::slab(op.width) == kMostSlab)
-        run_slab_of<V, kMostSlab>(op, sequence, head, column);
+    if (op.by_row())
+        run_slab_by<V, true>(op, sequence, head, column);
     else
-        run_slab_of<V, kMostSlab / 2>(op, sequence, head, column);
+        run_slab_by<V, false>(op, sequence, head, column);
 }
 
 }  // namespace

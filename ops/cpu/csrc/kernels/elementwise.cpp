@@ -38,10 +38,13 @@ CLONES void scale_by_square(const float* x, const float* weight, float* out, int
     scale_row(x, weight, out, width, mean_square, eps);
 }
 
-CLONES void gated_norm_row(const float* x, const float* gate, const float* weight, float* out, int64_t width,
-                           float eps) {
+CLONES void gated_norm_row(const float* x, const float* gate, const float* weight, float* out, int64_t width, float eps,
+                           bool sigmoid) {
     scale_row(x, weight, out, width, dot(x, x, width) / static_cast<float>(width), eps);
-    for (int64_t i = 0; i < width; i++) out[i] *= gate[i] / (1.0f + fast_exp(-gate[i]));
+    if (sigmoid)
+        for (int64_t i = 0; i < width; i++) out[i] /= 1.0f + fast_exp(-gate[i]);
+    else
+        for (int64_t i = 0; i < width; i++) out[i] *= gate[i] / (1.0f + fast_exp(-gate[i]));
 }
 
 CLONES void sigmoid_mul_row(float* x, const float* gate, int64_t width) {
@@ -125,7 +128,7 @@ void RmsNorm::run(Context& context) const {
 void GatedRmsNorm::run(Context& context) const {
     for_rows(context, tokens * heads, width, [&](int64_t i) {
         const float* of = gate + i / heads * stride + i % heads * width;
-        gated_norm_row(x + i * width, of, weight, out + i * width, width, eps);
+        gated_norm_row(x + i * width, of, weight, out + i * width, width, eps, sigmoid);
     });
 }
 

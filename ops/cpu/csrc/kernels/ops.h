@@ -76,6 +76,7 @@ struct GatedRmsNorm {
     float* out;           // (T, heads, width)
     int64_t tokens, heads, width, stride;
     float eps;
+    bool sigmoid;  // of the gate, in place of silu
     void run(Context&) const;
 };
 
@@ -210,17 +211,20 @@ struct CausalConv {
 
 struct GatedDelta {
     float* qkv;                    // (T, 2 key_heads * depth + heads * width); queries and keys are normalised in place
-    const float *a, *b;            // (T, heads), tokens a_stride and b_stride apart
-    const float *rates, *dt_bias;  // (heads)
+    const float *a, *b;            // (T, decays) and (T, heads), tokens a_stride and b_stride apart
+    const float *rates, *dt_bias;  // (heads) and (decays)
     float* states;                 // places of `heads` states in slabs, `place` floats apart
     float* inputs;                 // as far apart, (ahead, kept()): inputs of rows that may come to nothing
     Places places;
-    float* factors;  // (T, key_heads + 2 heads): scratch
+    float* factors;  // (T, key_heads + decays + heads): scratch
     float* out;      // (T, heads, width)
     int64_t tokens, key_heads, heads, depth, width, ahead, a_stride, b_stride, place;
+    int64_t decays;  // heads, or heads * depth: one of each row of a state
+    float lowest;    // of a decay's logarithm; 0: it has no bound
     void run(Context&) const;
-    int64_t kept() const { return key_heads * depth + heads * width + 2 * heads; }  // keys, values, decays, betas
-    static int64_t slab(int64_t width) { return width % 32 ? 16 : 32; }             // columns of one
+    bool by_row() const { return decays > heads; }
+    int64_t kept() const { return key_heads * depth + heads * width + decays + heads; }  // keys, values, decays, betas
+    static int64_t slab(int64_t width) { return width % 32 ? 16 : 32; }                  // columns of one
 };
 
 struct Route {

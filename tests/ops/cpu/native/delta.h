@@ -6,14 +6,17 @@
 
 namespace {
 
-void check_delta(const umbra::Kernels& kernels, int64_t key_heads, int64_t heads, int64_t depth, int64_t width) {
-    std::printf("delta rule, %d heads of %d by %d\n", int(heads), int(depth), int(width));
+// A head's state decays by one number, or each of its rows by its own; `lowest` as in GatedDelta.
+void check_delta(const umbra::Kernels& kernels, int64_t key_heads, int64_t heads, int64_t depth, int64_t width,
+                 bool by_row = false, float lowest = 0.0f) {
+    std::printf("delta rule, %d heads of %d by %d%s\n", int(heads), int(depth), int(width), by_row ? ", by rows" : "");
+    const int64_t each = by_row ? depth : 1, decays = heads * each;
     constexpr int64_t kTaps = 4, kTokens = 9,
                       kRows = 5;  // of each of two steps of a sequence; before and after it, others
     const int64_t keys = key_heads * depth, channels = 2 * keys + heads * width, size = heads * depth * width;
     const int64_t slab = umbra::GatedDelta::slab(width), place = size + (kTaps - 1) * channels;
     std::vector<float> weight = random_floats(kTaps * channels), rates = random_floats(heads),
-                       bias = random_floats(heads);
+                       bias = random_floats(decays);
     for (float& rate : rates) rate = std::fabs(rate);
     std::vector<float> arena(4 * place), inputs((kTaps - 1) * channels), state(size);
     umbra::Pool pool(2);
@@ -22,9 +25,10 @@ void check_delta(const umbra::Kernels& kernels, int64_t key_heads, int64_t heads
     const std::vector<int32_t> writes{0, 1, 2}, marks{0, kRows, 0}, marked{0, 3, 0}, pending(3);
     for (int step = 0; step < 2; step++) {
         const std::vector<int32_t> reads = step ? std::vector<int32_t>{2, 3, 0} : std::vector<int32_t>(3, -1);
-        const std::vector<float> x = random_floats(kTokens * channels), a = random_floats(kTokens * heads),
+        const std::vector<float> x = random_floats(kTokens * channels), a = random_floats(kTokens * decays),
                                  b = random_floats(kTokens * heads);
-        std::vector<float> qkv(kTokens * channels), out(kTokens * heads * width), factors(kTokens * channels);
+        std::vector<float> qkv(kTokens * channels), out(kTokens * heads * width),
+            factors(kTokens * (channels + decays));
         std::vector<float> wanted_qkv(qkv), wanted(out);
         const umbra::Places places{
             starts.data(), reads.data(), writes.data(), marks.data(), marked.data(), pending.data(), 3};
@@ -35,7 +39,7 @@ void check_delta(const umbra::Kernels& kernels, int64_t key_heads, int64_t heads
         umbra::GatedDelta{
             qkv.data(),     a.data(),   b.data(), rates.data(), bias.data(), arena.data(), nullptr, places,
             factors.data(), out.data(), kTokens,  key_heads,    heads,       depth,        width,   0,
-            heads,          heads,      place}
+            decays,         heads,      place,    decays,       lowest}
             .run(context);
         inputs.insert(inputs.end(), x.begin() + 2 * channels, x.begin() + (2 + kRows) * channels);
         for (int64_t t = 2; t < 2 + kRows; t++) {
@@ -50,15 +54,21 @@ void check_delta(const umbra::Kernels& kernels, int64_t key_heads, int64_t heads
                 const float* v = &wanted_qkv[t * channels + 2 * keys + h * width];
                 double qq = 1e-6, kk = 1e-6;
                 for (int64_t i = 0; i < depth; i++) qq += q[i] * q[i], kk += k[i] * k[i];
-                const double decay = std::exp(-rates[h] * std::log1p(std::exp(a[t * heads + h] + bias[h])));
+                std::vector<double> decay(depth);
+                for (int64_t i = 0; i < depth; i++) {
+                    const int64_t of = h * each + i % each;
+                    const double x = a[t * decays + of] + bias[of];
+                    decay[i] = std::exp(lowest != 0.0f ? lowest / (1 + std::exp(-rates[h] * x))
+                                                       : -rates[h] * std::log1p(std::exp(x)));
+                }
                 const double beta = 1 / (1 + std::exp(-b[t * heads + h]));
                 for (int64_t j = 0; j < width; j++) {
                     float* s = &state[h * depth * width + j];
                     double held = 0, o = 0;
-                    for (int64_t i = 0; i < depth; i++) held += decay * s[i * width] * k[i] / std::sqrt(kk);
+                    for (int64_t i = 0; i < depth; i++) held += decay[i] * s[i * width] * k[i] / std::sqrt(kk);
                     for (int64_t i = 0; i < depth; i++) {
                         s[i * width] =
-                            static_cast<float>(decay * s[i * width] + k[i] / std::sqrt(kk) * beta * (v[j] - held));
+                            static_cast<float>(decay[i] * s[i * width] + k[i] / std::sqrt(kk) * beta * (v[j] - held));
                         o += s[i * width] * q[i] / std::sqrt(qq * depth);
                     }
                     wanted[(t * heads + h) * width + j] = static_cast<float>(o);

@@ -478,6 +478,8 @@ void check_all(const Kernels& kernels) {
     check_expanded(kernels, Type::bf16, 512, 64, 128, 256);
     check_delta(kernels, 2, 6, 24, 48);
     check_delta(kernels, 1, 2, 128, 64);
+    check_delta(kernels, 3, 3, 24, 48, true);
+    check_delta(kernels, 1, 2, 128, 64, true, -5.0f);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8}) check_attention(kernels, type, 6, 48, 10);
     check_slots(kernels);
     std::puts("ok");

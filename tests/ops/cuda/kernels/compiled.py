@@ -70,6 +70,13 @@ def states() -> None:
     kernels.gated_delta_rule(empty(4, 8192), *pair, rates, rates, floats(6, 32, 128, 128), inputs, tables)
 
 
+def states_by_row() -> None:
+    """The layers of Kimi-Linear, of whose states each row has a decay."""
+    tables = Recurrent(integers(5), *(words(4) for _ in range(5)))
+    qkv, a, b, inputs = empty(4, 12288), empty(4, 4096), empty(4, 32), floats(6, 3, 2 * 4096 + 4096 + 32)
+    kernels.gated_delta_rule(qkv, a, b, floats(32), floats(4096), floats(6, 32, 128, 128), inputs, tables)
+
+
 def of_rows() -> None:
     """Rows of a layer of Qwen3-30B-A3B, and a sigmoid router with a bias."""
     kernels.add_rms_norm(empty(4, 2048), empty(4, 2048), empty(2048), 1e-6)
@@ -92,6 +99,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "attention in float32": partial(attention, 128, None, torch.float32),
     "latents": latents,
     "states": states,
+    "states by row": states_by_row,
     "publish": published,
     "rows": of_rows,
 }

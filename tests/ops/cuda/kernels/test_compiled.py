@@ -11,7 +11,17 @@ from tests.ops.cpu.native.build import run
 from umbra.base.files import ROOT
 
 TABLE = json.loads(Path(__file__).with_name("resources.json").read_text())
-EACH_KERNEL = ["experts q4", "experts f8", "experts bfloat16", "attention", "latents", "states", "publish", "rows"]
+EACH_KERNEL = [
+    "experts q4",
+    "experts f8",
+    "experts bfloat16",
+    "attention",
+    "latents",
+    "states",
+    "states by row",
+    "rows",
+]
+EACH_KERNEL += ["publish"]
 THOROUGH = [
     pytest.param(int(capability), list(calls), marks=pytest.mark.thorough) for capability, calls in TABLE.items()
 ]

@@ -104,11 +104,19 @@ def test_attention_over_latents_is_the_reference(heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "depth", "width"), [((2, 4), 16, 16), pytest.param((1, 3), 24, 48, marks=pytest.mark.thorough)]
+    ("heads", "depth", "width", "decays"),
+    [
+        ((2, 4), 16, 16, {}),
+        ((1, 2), 8, 16, {"by_row": True}),
+        pytest.param((1, 3), 24, 48, {}, marks=pytest.mark.thorough),
+        pytest.param((2, 2), 24, 16, {"by_row": True, "lowest": -5.0}, marks=pytest.mark.thorough),
+    ],
 )
-def test_states_are_those_of_the_reference(heads: tuple[int, int], depth: int, width: int) -> None:
+def test_states_are_those_of_the_reference(
+    heads: tuple[int, int], depth: int, width: int, decays: dict[str, Any]
+) -> None:
     """Also where a step marks the place that it reads, keeps rows that may come to nothing, and takes some of them."""
-    ours, wanted = Layer(kernels, heads, depth, width), Layer(reference, heads, depth, width)
+    ours, wanted = (Layer(ops, heads, depth, width, **decays) for ops in (kernels, reference))
     steps: list[list[tuple[int, ...]]] = [
         [(5, -1, 0, 0, 0), (4, -1, 1, 2, 3), (0, 2, 2, 0, 0)],
         [(1, 0, 0, 0, 0), (2, 1, -1, 1, 1)],
