@@ -29,6 +29,8 @@ from umbra.tools.benchmarks.gguf_file import describe_tokenizer
 ARCHITECTURES = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 HALVES: dict[str, Any] = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 HALVES |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
+PUBLISHED = {"max_position_embeddings": "model_max_length", "num_experts_per_tok": "num_experts_per_token"}
+PUBLISHED |= {"n_shared_experts": "num_shared_experts", "norm_topk_prob": "moe_renormalize"}
 SIZES = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
 AS_GLM = {"mlp.router.gate": "mlp.gate", "mlp.expert_bias": "mlp.gate.e_score_correction_bias"}  # Hy3's names
 AS_GLM |= {"mlp.shared_mlp": "mlp.shared_experts", "final_layernorm": "shared_head.norm"}
@@ -127,6 +129,17 @@ def latent(tensors: dict[str, Tensor], config: dict[str, Any], family: str) -> I
             yield name, tensor
 
 
+def channel_delta_net(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of layers whose channels have decays of their own as llama.cpp's converter has them."""
+    for name, tensor in tensors.items():
+        if "_conv1d" in name:
+            yield name, tensor[None].transpose(1, 2)
+        elif name.endswith("A_log"):
+            yield name, -tensor.exp()
+        else:
+            yield name.replace("dt_bias", "dt_proj.bias"), tensor
+
+
 def _named(which: str) -> Callable[[re.Match[str]], str]:
     return lambda match: f"{which}_proj.{'bias' if match[1] else 'weight'}"
 
@@ -146,6 +159,9 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
         tensors = {renamed(name, AS_GLM.items()): tensor for name, tensor in tensors.items()}
     if "linear_num_key_heads" in config:
         tensors = dict(delta_net(tensors, config, family))
+    if "linear_attn_config" in config:
+        config |= {name: config[of] for name, of in PUBLISHED.items()}
+        tensors = dict(channel_delta_net(tensors))
     if "kv_lora_rank" in config:
         tensors = dict(latent(tensors, config, family))
     if family in ("llama", "ministral3"):
@@ -221,7 +237,8 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if "rope_theta" in rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
     share = {"glm4_moe": 0.5, "minimax_m2": 0.5, "qwen3_next": 0.25, "qwen3_5_moe": 0.25, "qwen3_5": 0.25}.get(
         family, 1
     )
@@ -286,19 +303,29 @@ def describe_latents(writer: GGUFWriter, config: dict[str, Any], family: str) ->
         writer.add_key_length(widths[0])
         writer.add_value_length(widths[1])
     else:
-        writer.add_head_count_kv(1)
+        writer.add_head_count_kv(1 if family != "kimi_linear" else kv_heads(config))
         writer.add_key_length(latent + turning)
         writer.add_value_length(latent)
         writer.add_key_length_mla(widths[0])
         writer.add_value_length_mla(widths[1])
     if family == "glm4_moe_lite":
         writer.add_tokenizer_pre("glm4")
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "kimi_linear"):
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     writer.add_kv_lora_rank(latent)
     if config["q_lora_rank"]:
         writer.add_q_lora_rank(config["q_lora_rank"])
+    if family == "kimi_linear":
+        writer.add_ssm_conv_kernel(config["linear_attn_config"]["short_conv_kernel_size"])
+        writer.add_kda_head_dim(config["linear_attn_config"]["head_dim"])
+        return
     writer.add_expert_group_count(config["n_group"])
     writer.add_expert_group_used_count(config["topk_group"])
     if "mscale_all_dim" in config["rope_parameters"]:
         writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
+
+
+def kv_heads(config: dict[str, Any]) -> list[int]:
+    """None for layers with states."""
+    full = config["linear_attn_config"]["full_attn_layers"]
+    return [int(number in full) for number in range(1, config["num_hidden_layers"] + 1)]

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from umbra.models.config import LARGEST_DEPTH, Expansion
+from umbra.models.config import LARGEST_DEPTH
 from umbra.models.hf_config import HfConfig, read_hf_config
-from umbra.models.moe_config import MoeConfig, check_routing, read_sizes, sparse_by_types
+from umbra.models.latent_config import LatentDecoderConfig
+from umbra.models.moe_config import check_routing, read_sizes, sparse_by_types
 from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import read_rope
 
@@ -35,21 +36,7 @@ Own = TypeVar("Own", bound="LatentMoeConfig")
 
 
 @dataclass(frozen=True)
-class LatentMoeConfig(MoeConfig):
-    """Every head's key has `qk_nope_head_dim` columns of its own and `qk_rope_head_dim` that rotate, which all heads
-    share. `head_dim` is the latter, `num_key_value_heads` 1: what ranks cannot divide."""
-
-    n_shared_experts: int  # which are one expert of so many times the width
-    kv_lora_rank: int
-    q_lora_rank: int  # 0: queries have no latents
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    routed_scaling_factor: float
-    n_group: int  # groups of experts; 1: any may be chosen
-    topk_group: int  # of which experts are chosen
-    num_nextn_predict_layers: int
-
+class LatentMoeConfig(LatentDecoderConfig):
     sizes: ClassVar[dict[str, int]] = V3_SIZES
     scoring: ClassVar[str] = "sigmoid"
     methods: ClassVar[tuple[str, ...]] = ("noaux_tc",)  # values of topk_method, of which the last has groups
@@ -95,15 +82,6 @@ class LatentMoeConfig(MoeConfig):
     def _sparse(cls, hf: HfConfig, layers: int) -> tuple[bool, ...]:
         dense = hf.size("first_k_dense_replace", default=cls.dense, minimum=0, maximum=LARGEST_DEPTH)
         return tuple(layer >= dense for layer in range(layers))
-
-    @property
-    def expansion(self) -> Expansion:
-        own = self.qk_nope_head_dim + self.v_head_dim
-        return Expansion(2 * self.kv_lora_rank - own, self.kv_lora_rank * own)
-
-    @property
-    def shared_width(self) -> int:
-        return self.n_shared_experts * self.moe_intermediate_size
 
 
 class DeepseekV3Config(LatentMoeConfig):

@@ -6,7 +6,7 @@ from umbra.base.errors import UserError
 from umbra.models.deepseek.config import MTP, LatentMoeConfig
 from umbra.models.gguf.architecture import SIGMOID, SOFTMAX, Architecture
 from umbra.models.gguf.keys import Keys
-from umbra.models.gguf.layers import shared_count, with_shared_count
+from umbra.models.gguf.layers import latents, shared_count, with_latents, with_shared_count
 from umbra.models.gguf.names import LATENT_ATTENTION, MLP, NORMS, SELECTION_BIAS, Names, shared_expert
 
 NAMES = {
@@ -24,8 +24,6 @@ OLD_GROUPS = {(SOFTMAX, 160): (8, 3), (SIGMOID, 256): (8, 4)}
 
 
 def read(keys: Keys) -> dict[str, Any]:
-    """Older files have the lengths of heads under the names of other architectures; later ones have those of latents
-    there."""
     keys.all.refuse(f"{keys.name}.attention.temperature_scale")  # Mistral's
     mixture = with_shared_count(keys, False)
     dense, experts = mixture["first_k_dense_replace"], mixture["n_routed_experts"]
@@ -39,8 +37,6 @@ def read(keys: Keys) -> dict[str, Any]:
     else:
         glm = str(keys.all.value("tokenizer.ggml.pre")) in ("glm4", "chatglm-bpe")
         family, method = "glm4_moe_lite" if glm else "deepseek_v3", "noaux_tc"
-    turning = keys.size("rope.dimension_count")
-    key = keys.size("attention.key_length_mla", "attention.key_length", minimum=turning + 1)
     scaling = keys.scaling()
     if scaling and keys.all.value(f"{keys.name}.{LOG_MULTIPLIER}"):
         mscale = round(10 * keys.number(LOG_MULTIPLIER), 6)
@@ -52,11 +48,7 @@ def read(keys: Keys) -> dict[str, Any]:
         "n_group": groups,
         "topk_group": max(keys.size("expert_group_used_count", default=used, minimum=0), 1),
         "rope_scaling": scaling,
-        "q_lora_rank": keys.size("attention.q_lora_rank") if keys.has("blk.0.attn_q_a.weight") else None,
-        "kv_lora_rank": keys.size("attention.kv_lora_rank"),
-        "qk_rope_head_dim": turning,
-        "qk_nope_head_dim": key - turning,
-        "v_head_dim": keys.size("attention.value_length_mla", "attention.value_length"),
+        **with_latents(keys, keys.has("blk.0.attn_q_a.weight")),
     }
 
 
@@ -67,12 +59,7 @@ def write(config: LatentMoeConfig) -> dict[str, Any]:
     return {
         "expert_gating_func": SOFTMAX if config.scoring == "softmax" else SIGMOID,
         **shared_count(config),
-        "attention.kv_lora_rank": config.kv_lora_rank,
-        **({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}),
-        "attention.key_length": config.kv_lora_rank + config.head_dim,
-        "attention.value_length": config.kv_lora_rank,
-        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
-        "attention.value_length_mla": config.v_head_dim,
+        **latents(config),
         **({LOG_MULTIPLIER: 0.1 * yarn.mscale_all_dim} if yarn else {}),
     }
 

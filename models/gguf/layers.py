@@ -40,6 +40,32 @@ def shared_count(config: Any) -> dict[str, Any]:
     }
 
 
+def with_latents(keys: Keys, compressed: bool) -> dict[str, Any]:
+    """Returns the keys of attention over latents, which queries have too if they are `compressed`. Older files have the
+    lengths of heads under the names of other architectures; later ones have those of latents there."""
+    turning = keys.size("rope.dimension_count")
+    key = keys.size("attention.key_length_mla", "attention.key_length", minimum=turning + 1)
+    return {
+        "q_lora_rank": keys.size("attention.q_lora_rank") if compressed else None,
+        "kv_lora_rank": keys.size("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": key - turning,
+        "v_head_dim": keys.size("attention.value_length_mla", "attention.value_length"),
+    }
+
+
+def latents(config: Any) -> dict[str, Any]:
+    """Returns the metadata of attention over latents."""
+    return {
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        **({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}),
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+    }
+
+
 def with_delta_net(keys: Keys) -> dict[str, int]:
     """Returns the keys of gated DeltaNet layers."""
     heads, key_heads = keys.size("ssm.time_step_rank"), keys.size("ssm.group_count")

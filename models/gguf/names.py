@@ -4,6 +4,7 @@ names of layers that several families share."""
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from umbra.base.errors import UserError
 from umbra.models.gguf.container import TensorInfo
@@ -48,6 +49,14 @@ DELTA_NET = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+CHANNEL_DELTA_NET = {  # beside projections with attention's names
+    **{f"ssm_conv1d_{x}": f"self_attn.{x}_conv1d" for x in "qkv"},
+    **{f"ssm_{x}": f"self_attn.{x}_proj" for x in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
 MLP = {f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")}
 SELECTION_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
@@ -67,6 +76,7 @@ class Names:
     fused: bool = False  # one weight has all experts
     plus_one: bool = False  # norms are stored with the one that the family's model adds
     mtp: MtpNames | None = None  # None: layers that predict further tokens are left out
+    channels: bool = False  # each channel of keys has a decay of its own: rates are (1, 1, heads, 1)
     tiled: bool = False  # value heads of gated DeltaNet layers are in llama.cpp's order
     paired: bool = False  # so are rows of heads of queries and keys, those of a pair beside each other
 
@@ -223,6 +233,8 @@ def _views(
     if stem.endswith("_exps") and len(shape) >= 2 and which in ("gate", "up", "down", "gate_up"):
         yield from _stack(View(tensor, shape), f"{at}{names.experts_at}.", which, ending, names)
     elif rest in names.tensors:
+        if names.channels and rest == "ssm_a":  # tools drop dimensions of one
+            shape = 1, 1, prod(shape), 1
         yield at + names.tensors[rest], View(tensor, shape, change="logarithm" if rest == "ssm_a" else "")
     elif mtp and (own := names.mtp_modules.get(stem.removeprefix("nextn."))):
         change = "minus_one" if names.plus_one and stem.endswith("norm") else ""
@@ -230,8 +242,8 @@ def _views(
     elif module := names.tensors.get(stem):
         if stem == "ffn_gate_inp_shexp":  # a matrix of one row
             shape = 1, *shape
-        elif stem == "ssm_conv1d":  # whose channels are groups of one
-            shape = shape[0], 1, *shape[1:]
+        elif stem.startswith("ssm_conv1d"):  # whose channels are groups of one
+            shape = prod(shape[:-1]), 1, *shape[-1:]
         change = "minus_one" if names.plus_one and stem.endswith("norm") and stem != "ssm_norm" else ""
         yield f"{at}{module}.{ending}", View(tensor, shape, change=change)
     else:

@@ -1,6 +1,7 @@
-"""Gated DeltaNet (arXiv 2412.06464): linear attention, whose past is a state of one size."""
+"""Gated DeltaNet (arXiv 2412.06464): linear attention, whose past is a state of one size. In `ChannelDeltaNet` (arXiv
+2510.26692) each channel of the keys has a decay of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from umbra.models.batch import Batch
 from umbra.models.build import Build
 from umbra.models.layers.attention import kv_shard
 from umbra.models.layers.base import ALL, Layer, Piece
-from umbra.models.layers.linear import MergedLinear, RowLinear, grouped
+from umbra.models.layers.linear import MergedLinear, RowLinear, Source, grouped
 from umbra.models.layers.norm import RMSNorm
 from umbra.models.layers.states import RecurrentStates
 from umbra.ops.interface import fixed
@@ -34,6 +35,21 @@ class DeltaNetConfig(Protocol):
     def linear_key_head_dim(self) -> int: ...
     @property
     def linear_value_head_dim(self) -> int: ...
+    @property
+    def linear_conv_kernel_dim(self) -> int: ...
+
+
+class ChannelDeltaConfig(Protocol):
+    """The part of a family's config that the mixer with decays of channels reads."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def linear_num_heads(self) -> int: ...
+    @property
+    def linear_head_dim(self) -> int: ...
     @property
     def linear_conv_kernel_dim(self) -> int: ...
 
@@ -65,12 +81,13 @@ class DeltaNet(nn.Module):
         self.ops, self.parallel, self.width = build.ops, build.parallel, width
         self.qkvz_proj = MergedLinear(build, hidden, [source for part in qkvz for source in part])
         self.ba_proj = MergedLinear(build, hidden, [source for part in ba for source in part], small=True)
-        self.conv1d = Convolution(build, config.linear_conv_kernel_dim, [keys, keys, values])
+        self.conv1d = Convolution(build, config.linear_conv_kernel_dim, {"conv1d": [keys, keys, values]})
         self.decay = Decay(build, heads)
         self.norm = RMSNorm(build, width, config.rms_norm_eps, base=0.0)
         self.out_proj = RowLinear(build, "out_proj", rows[1], hidden)
         taps, channels = self.conv1d.weight.shape
-        self.states = RecurrentStates(taps, channels, len(self.decay.rates), depth, width, build.drafts.tokens)
+        sizes = len(self.decay.rates), depth, width
+        self.states = RecurrentStates(taps, channels, sizes, len(self.decay.dt_bias), build.drafts.tokens)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         x = batch.rows(self.parallel).gather(x)
@@ -85,13 +102,55 @@ class DeltaNet(nn.Module):
         return self.out_proj(y.flatten(1), batch)
 
 
+class ChannelDeltaNet(nn.Module):
+    """The delta rule whose states decay by channels of the keys, between a convolution of queries, keys and values and
+    a norm of each head that a sigmoid gates. Decays and gates come of two matrices each, between which there are
+    `linear_head_dim` columns. Heads are split over the ranks that share attention. `lowest` is of the op."""
+
+    def __init__(self, config: ChannelDeltaConfig, build: Build, lowest: float = 0.0):
+        super().__init__()
+        tp, hidden, width = build.parallel.attn_tp, config.hidden_size, config.linear_head_dim
+        heads: ShardedDim = config.linear_num_heads, tp.part(config.linear_num_heads)
+        rows: ShardedDim = heads[0] * width, tp.part(heads[0] * width)
+        narrow: ShardedDim = width, slice(0, width)
+
+        def product(name: str, inputs: int, outputs: ShardedDim, small: bool) -> MergedLinear:
+            return MergedLinear(build, inputs, [Source(name, *outputs)], small=small, floats=not small)
+
+        self.ops, self.parallel, self.width, self.lowest = build.ops, build.parallel, width, lowest
+        self.in_proj = MergedLinear(build, hidden, [Source(f"{which}_proj", *rows) for which in "qkv"])
+        self.f_a_proj, self.f_b_proj = product("f_a_proj", hidden, narrow, True), product("f_b_proj", width, rows, True)
+        self.b_proj = product("b_proj", hidden, heads, True)
+        self.g_a_proj = product("g_a_proj", hidden, narrow, False)
+        self.g_b_proj = product("g_b_proj", width, rows, False)
+        convolved = {f"{which}_conv1d": [rows] for which in "qkv"}
+        self.conv1d = Convolution(build, config.linear_conv_kernel_dim, convolved)
+        self.decay = Decay(build, heads, width)
+        self.o_norm = RMSNorm(build, width, config.rms_norm_eps, base=0.0)
+        self.o_proj = RowLinear(build, "o_proj", rows[0], hidden)
+        taps, channels = self.conv1d.weight.shape
+        sizes = len(self.decay.rates), width, width
+        self.states = RecurrentStates(taps, channels, sizes, len(self.decay.dt_bias), build.drafts.tokens)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+        x, places, decay = batch.rows(self.parallel).gather(x), self.states.places(batch), self.decay
+        a, b = self.f_b_proj.of_all_rows(self.f_a_proj.of_all_rows(x)), self.b_proj.of_all_rows(x)
+        gate = self.g_b_proj.of_all_rows(self.g_a_proj.of_all_rows(x))
+        qkv = self.ops.causal_conv(self.in_proj.of_all_rows(x), self.conv1d.weight, self.states.conv, places)
+        states = self.states.delta, self.states.inputs, places, self.lowest
+        y = self.ops.gated_delta_rule(qkv, a, b, decay.rates, decay.dt_bias, *states)
+        gate, norm = gate.unflatten(1, (-1, self.width)), self.o_norm
+        return self.o_proj(self.ops.gated_rms_norm(y, gate, norm.weight, norm.eps, sigmoid=True).flatten(1), batch)
+
+
 class Convolution(Layer):
     """The weights (taps, channels) of a convolution of each channel over the rows of a sequence. The channels are those
-    of `parts`, one below the other."""
+    of `tensors`, one below the other: by the name of each in the checkpoint, its parts."""
 
-    def __init__(self, build: Build, taps: int, parts: list[ShardedDim]):
+    def __init__(self, build: Build, taps: int, tensors: Mapping[str, list[ShardedDim]]):
         super().__init__()
-        self.parts, channels = parts, sum(kept.stop - kept.start for _, kept in parts)
+        self.tensors = tensors
+        channels = sum(kept.stop - kept.start for parts in tensors.values() for _, kept in parts)
         self.weight = fixed(torch.empty(taps, channels, device=build.device))
         self.elements, self.nbytes = self.weight.numel(), self.weight.nbytes
 
@@ -99,27 +158,39 @@ class Convolution(Layer):
         def fill(to: slice, part: Tensor) -> None:
             self.weight[:, to] = part[:, 0].T
 
-        shape, first, row = (sum(rows for rows, _ in self.parts), 1, len(self.weight)), 0, 0
-        for rows, kept in self.parts:
-            end = row + kept.stop - kept.start
-            cut = slice(first + kept.start, first + kept.stop), ALL, ALL
-            yield Piece(f"{path}.weight", shape, cut, partial(fill, slice(row, end)), spread=0.5)
-            first, row = first + rows, end
+        above, row = path.rpartition(".")[0], 0
+        for name, parts in self.tensors.items():
+            shape, first = (sum(rows for rows, _ in parts), 1, len(self.weight)), 0
+            for rows, kept in parts:
+                end = row + kept.stop - kept.start
+                cut = slice(first + kept.start, first + kept.stop), ALL, ALL
+                yield Piece(f"{above}.{name}.weight", shape, cut, partial(fill, slice(row, end)), spread=0.5)
+                first, row = first + rows, end
 
 
 class Decay(Layer):
     """For each value head the rate of its state's decay, of which the checkpoint has the logarithm, and what is added
-    to the time that passes with a token."""
+    to the time that passes with a token: one number, or one of each of `channels` of its keys. The checkpoint then has
+    the logarithms as (1, 1, heads, 1)."""
 
-    def __init__(self, build: Build, heads: ShardedDim):
+    def __init__(self, build: Build, heads: ShardedDim, channels: int = 0):
         super().__init__()
-        self.heads, self.part = heads
-        count = self.part.stop - self.part.start
-        self.rates, self.dt_bias = (fixed(torch.empty(count, device=build.device)) for _ in range(2))
-        self.elements, self.nbytes = 2 * count, 2 * self.rates.nbytes
+        (self.heads, self.part), self.channels = heads, channels
+        count, numbers = self.part.stop - self.part.start, channels or 1
+        self.rates, self.dt_bias = (fixed(torch.empty(n, device=build.device)) for n in (count, count * numbers))
+        self.elements, self.nbytes = count * (1 + numbers), self.rates.nbytes + self.dt_bias.nbytes
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        at, shape, part = path.rpartition(".")[0], (self.heads,), (self.part,)
+        at, numbers = path.rpartition(".")[0], self.channels or 1
+        shape: tuple[int, ...] = (self.heads,)
+        part: tuple[slice, ...] = (self.part,)
+        if self.channels:
+            shape, part = (1, 1, self.heads, 1), (ALL, ALL, self.part, ALL)
+
+        def fill(logarithms: Tensor) -> None:
+            self.rates.copy_(logarithms.float().exp().flatten())
+
         # Random states lose from a thousandth to a half of what they hold with a token.
-        yield Piece(f"{at}.A_log", shape, part, lambda x: self.rates.copy_(x.float().exp()), mean=-3.5, spread=1.5)
-        yield Piece(f"{at}.dt_bias", shape, part, self.dt_bias.copy_)
+        yield Piece(f"{at}.A_log", shape, part, fill, mean=-3.5, spread=1.5)
+        kept = slice(self.part.start * numbers, self.part.stop * numbers)
+        yield Piece(f"{at}.dt_bias", (self.heads * numbers,), (kept,), self.dt_bias.copy_)

@@ -30,16 +30,22 @@ class SparseMoeBlock(nn.Module):
 
 class UngatedMoeBlock(nn.Module):
     """Experts are chosen by sigmoid scores plus a bias that balances their load, or by `softmax` scores, and weighted
-    by `scale` as well."""
+    by `scale` as well. `names` are of `Experts`."""
 
     def __init__(
-        self, config: MoeConfig, build: Build, scale: float, groups: Groups | None = None, softmax: bool = False
+        self,
+        config: MoeConfig,
+        build: Build,
+        scale: float,
+        groups: Groups | None = None,
+        softmax: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ):
         super().__init__()
         self.ops, self.top_k, self.renormalise = build.ops, config.num_experts_per_tok, config.norm_topk_prob
         hidden, self.scale, self.groups, self.softmax = config.hidden_size, scale, groups, softmax
         self.gate = Router(build, hidden, config.num_experts, FORMATS["float32"], selection_bias=not softmax)
-        self.experts = Experts(build, config.num_experts, hidden, config.moe_intermediate_size)
+        self.experts = Experts(build, config.num_experts, hidden, config.moe_intermediate_size, names)
         self.shared_experts = GatedMLP(build.at("shared_experts"), hidden, config.shared_width)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -17,11 +17,13 @@ class RecurrentStates(nn.Module):
     inputs: nn.Parameter  # (places, drafts, ...) float32, those of `Ops.gated_delta_rule`
     number: int  # of this layer among those with states: its row in the tables of `Batch.recurrent`
 
-    def __init__(self, taps: int, channels: int, heads: int, key_width: int, value_width: int, drafts: int):
-        """`drafts`: most rows of a sequence in a step that may come to nothing."""
+    def __init__(self, taps: int, channels: int, sizes: tuple[int, int, int], decays: int, drafts: int):
+        """`sizes`: value heads, and the widths of keys and values. `decays`: the number of them in a row. `drafts`:
+        most rows of a sequence in a step that may come to nothing."""
         super().__init__()
-        inputs = (channels + heads * value_width) // 2 + 2 * heads
-        self.shapes = (heads, key_width, value_width), (taps - 1 + drafts, channels), (drafts, inputs)
+        heads, _, width = sizes
+        inputs = (channels + heads * width) // 2 + decays + heads
+        self.shapes = sizes, (taps - 1 + drafts, channels), (drafts, inputs)
 
     @property
     def elements(self) -> int:

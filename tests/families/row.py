@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tests.models.family_mistakes import Mistake
@@ -46,6 +47,7 @@ class Row:
     seed: int = 5
     nullable: Sequence[str] = ("q_lora_rank",)  # keys that a config may have without a value
     publish: Callable[[dict[str, Any]], None] | None = None  # rewrites transformers' config.json as hubs have it
+    rename: Callable[[str], str] | None = None  # names of tensors as hubs have them, by those that transformers writes
     variants: Mapping[str, Sizes] = field(default_factory=dict)  # beside "tiny": what differs
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)  # by name, with " VARIANT" where it is not "tiny"
     refused: Sequence[tuple[Sizes, str]] = ()  # changes of config.json, each with a pattern of the complaint
@@ -82,6 +84,9 @@ class Row:
             config = json.loads((folder / "config.json").read_text())
             self.publish(config)
             (folder / "config.json").write_text(json.dumps(config))
+        if self.rename and published:
+            path = folder / "model.safetensors"
+            save_file({self.rename(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
         return model
 
     def variant(self, name: str) -> Sizes:

@@ -59,7 +59,22 @@ ADD = "state = state + key[:, :, None] * change[:, None]"
 NORMED = "rms_norm(x, weight, eps).float() * open", "rms_norm(x * open, weight, eps)"
 SQUARES, OUT = "torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)", 'torch.einsum("hkv,hk->hv", state, query)'
 LAST = "inputs[len(inputs) - taps + 1 :]"
-DENSE = {
+RULE = {  # of every layer with a convolution and a delta rule
+    "means_for_sums": rule((".sum(-1, keepdim=True)", ".mean(-1, keepdim=True)")),
+    "eps_outside": rule((SQUARES, "1 / (x.square().sum(-1, keepdim=True).sqrt() + 1e-6)")),
+    "no_l2norm": rule((f"x * {SQUARES}", "x")),
+    "queries_not_scaled": rule((" * depth**-0.5", "")),
+    "no_dt_bias": rule((" + dt_bias", "")),
+    "no_softplus": rule(("F.softplus(passed)", "passed.relu()")),
+    "sign_of_the_logarithm": rewritten(Decay, "pieces", ("logarithms.float().exp()", "(-logarithms.float()).exp()")),
+    "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decays.view(heads, -1, 1)")),
+    "output_of_the_old_state": rule((FADE, f"            old = state\n{FADE}"), (OUT, OUT.replace("state", "old"))),
+    "no_silu_after_the_convolution": conv(("F.silu", "")),
+    "convolution_backwards": conv(("weight.T", "weight.flip(0).T")),
+    "state_of_outputs": conv((LAST, "torch.cat((before, out[s.start : s.end]))[1 - taps :]")),
+    "state_of_this_step_alone": conv((LAST, "torch.cat((torch.zeros_like(before), x[s.start : s.end]))[1 - taps :]")),
+}
+DENSE = RULE | {
     "norms_without_one": rewritten(RMSNorm, "pieces", (" + self.base)", ")")),
     "one_added_twice": rewritten(RMSNorm, "pieces", (" + self.base)", " + 2 * self.base)")),
     "one_added_to_the_gated_norm": rewritten(DeltaNet, "__init__", ("base=0.0", "base=1.0")),
@@ -67,21 +82,8 @@ DENSE = {
     "sigmoid_of_the_gate": op("gated_rms_norm", ("F.silu(gate", "torch.sigmoid(gate")),
     "no_output_gate": op("sigmoid_mul", (" * gate.float().sigmoid()", "")),
     "output_gate_of_whole_parts": rewritten(GroupedAttention, "__init__", ("heads if gated else 1", "1")),
-    "means_for_sums": rule((".sum(-1, keepdim=True)", ".mean(-1, keepdim=True)")),
-    "eps_outside": rule((SQUARES, "1 / (x.square().sum(-1, keepdim=True).sqrt() + 1e-6)")),
-    "no_l2norm": rule((f"x * {SQUARES}", "x")),
-    "queries_not_scaled": rule((" * depth**-0.5", "")),
     "key_heads_in_turn": key_heads_in_turn,
     "b_and_a_swapped": rewritten(DeltaNet, "forward", ("(b, a)", "(a, b)")),
-    "no_dt_bias": rule((" + dt_bias", "")),
-    "no_softplus": rule(("F.softplus(passed)", "passed.relu()")),
-    "sign_of_the_logarithm": rewritten(Decay, "pieces", ("x.float().exp()", "(-x.float()).exp()")),
-    "decay_after_the_update": rule((FADE, ""), (ADD, f"{ADD}; state = state * decays.view(heads, -1, 1)")),
-    "output_of_the_old_state": rule((FADE, f"            old = state\n{FADE}"), (OUT, OUT.replace("state", "old"))),
-    "no_silu_after_the_convolution": conv(("F.silu", "")),
-    "convolution_backwards": conv(("weight.T", "weight.flip(0).T")),
-    "state_of_outputs": conv((LAST, "torch.cat((before, out[s.start : s.end]))[1 - taps :]")),
-    "state_of_this_step_alone": conv((LAST, "torch.cat((torch.zeros_like(before), x[s.start : s.end]))[1 - taps :]")),
     "whole_heads_rotate": whole_heads_rotate,
     "adjacent_pairs": rewritten(
         rotary,

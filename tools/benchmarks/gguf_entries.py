@@ -18,7 +18,7 @@ from umbra.models.family import Family
 from umbra.models.gguf.architecture import Architecture
 from umbra.models.gguf.names import ROPE_DIVISORS, Names, Tiled
 from umbra.models.layers.attention import Sinks
-from umbra.models.layers.delta_net import DeltaNet
+from umbra.models.layers.delta_net import ChannelDeltaNet, DeltaNet
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.latent_attention import LatentAttention
 from umbra.models.layers.mlp import GatedMLP
@@ -144,6 +144,8 @@ def of_module(path: str, module: Any, names: Names, config: ModelConfig) -> Iter
         yield from latent_attention(module)
     elif isinstance(module, DeltaNet):
         yield from delta_net(module, names, config)
+    elif isinstance(module, ChannelDeltaNet):
+        yield from channel_delta_net(module)
     elif hasattr(module, "qkv_proj"):
         yield from attention(module, names)
 
@@ -236,3 +238,18 @@ def delta_net(layer: Any, names: Names, config: Any) -> Iterator[Entry]:
     yield plain("ssm_a", in_file(-layer.decay.rates))
     yield plain("ssm_dt.bias", in_file(layer.decay.dt_bias))
     yield matrix("ssm_out.weight", layer.out_proj.weight, change=lambda rows: in_file(rows.T, width).T)
+
+
+def channel_delta_net(layer: Any) -> Iterator[Entry]:
+    """Yields the tensors of linear attention with decays of channels, except its norm."""
+    count, width = len(layer.decay.rates), layer.width
+    for i, which in enumerate("qkv"):
+        part = slice(i * count * width, (i + 1) * count * width)
+        yield matrix(f"attn_{which}.weight", layer.in_proj.weight, part)
+        yield plain(f"ssm_conv1d_{which}.weight", layer.conv1d.weight.T[part][None, :, None].contiguous())
+    for name in ("f_a", "f_b", "g_a", "g_b"):
+        yield matrix(f"ssm_{name}.weight", getattr(layer, f"{name}_proj").weight)
+    yield matrix("ssm_beta.weight", layer.b_proj.weight)
+    yield plain("ssm_a", -layer.decay.rates[None, None, :, None])
+    yield plain("ssm_dt.bias", layer.decay.dt_bias)
+    yield matrix("attn_output.weight", layer.o_proj.weight)

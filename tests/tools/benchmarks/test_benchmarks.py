@@ -113,13 +113,14 @@ def test_a_mix_of_types_is_read(mix: str, tmp_path: Path) -> None:
     assert engine.prefill([1, 2, 3]).std() > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "qwen3_5", "kimi_linear"])
 def test_gguf_of_a_model_with_states_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     def runner(path: Path) -> ModelRunner:
         return make_runner(tiny_case(tmp_path, path, model_name=family), tmp_path)
 
     monkeypatch.setattr(unpacked, "FOLDERS", tmp_path / "unpacked")
-    save_tiny_of(tmp_path / "model", family, linear_num_value_heads=6, linear_value_head_dim=32)
+    tiled = {"linear_num_value_heads": 6, "linear_value_head_dim": 32}
+    save_tiny_of(tmp_path / "model", family, **{"moe_intermediate_size": 32} if family == "kimi_linear" else tiled)
     written, prompts = runner(tmp_path / "model"), [[*range(9)], [3]]
     config: Any = written.config
     write_gguf(tmp_path / "m.gguf", written.engine.model, config)
