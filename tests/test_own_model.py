@@ -40,7 +40,8 @@ def test_one_s_own_model(tmp_path: Path, save: Callable[..., Any], family: str) 
 
     def said(*words: str, answer: str = "") -> str:
         done = subprocess.run(command(*words), cwd=tmp_path, input=answer, capture_output=True, text=True, timeout=300)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        errors = [line for line in done.stderr.splitlines() if not line.startswith("quantizing layer ")]  # after 5 s
+        assert (done.returncode, errors) == (0, []), done.stdout
         return done.stdout
 
     assert "KV cache" in said("plan", "mine", "--max-model-len", "300")

@@ -1,9 +1,10 @@
 """Grammars of parameters that a model writes as they are, without the quotes of JSON, between two marks.
 
 A string is then any text up to the closing mark, and what looks like another type that the schema allows is read as
-that (text/tool_arguments.py). So a string with a pattern, a length or certain values, or one beside other types, is one
+that (text/tool_arguments.py). So a string with a pattern, a length or certain values, or one beside other types, is a
 terminal of its grammar, which has the closing mark and leaves out the texts that would be read as something else:
-a lexer that could also go on would not see where the value ends.
+a lexer that could also go on would not see where the value ends. Each kind of string is a terminal of its own: where
+none is left, as of digits that would be a number, llguidance does not notice that within a larger terminal.
 """
 
 import json
@@ -62,7 +63,7 @@ FORMATS = {
 class RawValue(NamedTuple):
     """Says which texts may stand between the marks of a value."""
 
-    terminal: str = ""  # an expression of texts; empty: there are none
+    terminals: Sequence[str] = ()  # expressions of texts
     structures: Sequence[Any] = ()  # schemas of objects and arrays
     free: bool = False  # any text is a value
 
@@ -100,13 +101,15 @@ def value_of(schema: Any, root: Any, marks: Sequence[str]) -> RawValue | None:
     if read & {"object", "array"}:  # their own rule begins otherwise
         unlike.append(rf"~/{BLANK}(.|\n)*/")
     texts = [text for parts in strings for text in _strings(parts, marks, unlike)]
-    texts += [text for parts, types in others for text in _scalars(parts, types)]
+    scalars = [text for parts, types in others for text in _scalars(parts, types)]
     structures = [
         {"allOf": parts, "type": sorted(types & {"object", "array"}), **definitions(root)}
         for parts, types in others
         if types & {"object", "array"}
     ]
-    return RawValue(f"({' | '.join(dict.fromkeys(texts))})" if texts else "", structures)
+    if scalars:
+        texts.append(f"({' | '.join(dict.fromkeys(scalars))})")
+    return RawValue([*dict.fromkeys(texts)], structures)
 
 
 def without(marks: Iterable[str]) -> str:

@@ -315,11 +315,11 @@ def _value_rules(
     closing = f"{json.dumps(before)} {marks.one(end)}" if before else marks.one(end)
     ways = [f"{rule}j{number} {closing}" for number, _ in enumerate(structures)]
     rules = [f"{rule}j{number}: %json {_compact(structure)}" for number, structure in enumerate(structures)]
-    if value and value.terminal:
-        terminal = rule.upper()
+    for number, text in enumerate(value.terminals if value else ()):
+        terminal = f"{rule.upper()}T{number}"
         ways.append(f"{terminal} {marks.one(end)}" if marks.is_token(end) else terminal)
         rest = before if marks.is_token(end) else before + end
-        rules.append(f"{terminal}: {value.terminal} {json.dumps(rest) if rest else ''}")
+        rules.append(f"{terminal}: {text} {json.dumps(rest) if rest else ''}")
     return [f"{rule}: {' | '.join(ways)}", *rules]
 
 

@@ -115,7 +115,7 @@ def project_with(module: Path, tree: Path) -> None:
     ignored = shutil.ignore_patterns(
         ".*", "__pycache__", "results", "*_cache", "build", "_native*.so", "csrc", "*.safetensors"
     )
-    shutil.copytree(ROOT, tree, ignore=ignored)
+    shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)  # umbra/ops is a link to ops
     shutil.copy(module, tree / "ops" / "cpu" / "_native.so")
 
 
