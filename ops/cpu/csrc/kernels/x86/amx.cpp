@@ -6,11 +6,15 @@
 // that share a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the
 // same bits.
 //
-// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mxfp4, -128 .. 127 of q8 and w8a8 (q8 with
-// zero points of its own can be more, and stays with avx512.cpp). Of GGUF's formats, minimums are added to the scaled
-// sums; formats with scales for 16 columns stay with avx512.cpp. One chunk of columns of some row blocks is unpacked,
-// then meets all activation rows: 9 KB of weights, 5 of activations and 8 of sums stay in the first cache. The tiles of
-// one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
+// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -12 .. 12 of mxfp4, -128 .. 127
+// of q8 and w8a8 (q8 with zero points of its own can be more, and stays with avx512.cpp). Of GGUF's formats, minimums are
+// added to the scaled sums; formats with scales for 16 columns stay with avx512.cpp.
+//
+// A pass goes over the columns of one row block and one tile of activation rows; its sums stay in registers. In step i
+// the tiles of columns i are multiplied, the sums of step i - 2 are stored, those of step i - 4 are scaled and added, and
+// the weights of step i + 4 are unpacked, which the next tiles of activation rows use too. So nothing waits for what the
+// step before began: beside a tile product the vector units have half of their multiplications, and a tile's store stops
+// them altogether.
 //
 // Attention. Pieces of the cache (attention.h) are second operands as they are. A tile's sums start at zero and are added
 // to what is there, so a row's bits depend on where its keys are cut: values are taken 16 at a time, counted from a
@@ -27,32 +31,31 @@
 namespace umbra {
 namespace {
 
-constexpr int kSteps = 4;    // blocks of 32 columns in a chunk
-constexpr int kTokens = 16;  // activation rows of a tile: fewer are faster in avx512.cpp
-constexpr int kBlocks = 4;   // row blocks at once
+constexpr int kSteps = 64;   // blocks of 32 columns at once: their weights and one tile's activations take 72 KB
+constexpr int kTokens = 16;  // activation rows of a tile
+constexpr int kFew = 8;      // of a smaller one
+constexpr int kTiles = 4;    // tiles of activation rows that meet the same unpacked weights
+constexpr int kTurns = 4;    // tiles of sums that take turns; weights are unpacked so many steps ahead
+constexpr int kFar = 6144;   // bytes of weights that are fetched ahead
 
-// Of products. Tiles 0 .. 3: activations of each step. 4, 5: sums. 6, 7: weights.
-constexpr TileShapes kProducts{1,
-                               0,
-                               {},
-                               {kBlock, kBlock, kBlock, kBlock, 64, 64, 64, 64},
-                               {kTokens, kTokens, kTokens, kTokens, kTokens, kTokens, 8, 8}};
+// Of products. Tiles 0 .. 3: sums. 4, 5: activations. 6, 7: weights.
+constexpr TileShapes products_of(uint8_t tokens) {
+    return {1, 0, {}, {64, 64, 64, 64, kBlock, kBlock, 64, 64}, {tokens, tokens, tokens, tokens, tokens, tokens, 8, 8}};
+}
 
-struct alignas(64) Weights {  // a chunk of one row block
+struct alignas(64) Weights {  // columns of one row block, unpacked
     int8_t q[kSteps][kBlock / 4][kRows][4];
     float scales[kSteps][kRows];
     float lowest[kSteps][kRows];  // of q4_k and q5_k: an eighth of minimums
 };
 
-struct alignas(64) Activations {  // a chunk of kTokens rows
+struct alignas(64) Activations {  // the same columns of kTokens rows
     int8_t q[kSteps][kTokens][kBlock];
     float scales[kSteps][kTokens];
     float starts[kSteps][kTokens];
 };
 
-struct alignas(64) Sums {
-    int32_t of[kSteps][kTokens][kRows];
-};
+using Dots = int32_t[kTokens][kRows];
 
 INLINE __m512 halves(const uint16_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
@@ -64,24 +67,32 @@ INLINE __m512i bytes(const uint8_t* at) {
 // Whether bytes less any zero points have a sign and 7 bits.
 constexpr bool any_zeros(Format f) { return traits_of(f).zeros() && traits_of(f).most() < 128; }
 
+// Unpacks the weights of one row block, 32 columns at a time.
 template <Format F>
-__attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to) {
-    constexpr FormatTraits kOf = kTraits<F>;
-    constexpr int kBytes = kOf.block_bytes();
-    const uint8_t* plane = w.quants + block * w.quant_stride() + static_cast<size_t>(first) * kBytes;
-    const int per_group = w.group / kBlock;
-    size_t group = (static_cast<size_t>(block) * (w.k / w.group) + first / per_group) * kRows;
-    int left = per_group - first % per_group;
-    for (int s = 0; s < steps; s++, plane += kBytes) {
+struct Unpacking {
+    const Matrix& w;
+    const uint8_t* plane;
+    const uint16_t* of_block;
+    int64_t column;
+    size_t group;  // of 16 scales
+    int left, per_group;
+
+    INLINE Unpacking(const Matrix& w, int block, int first)
+        : w(w), plane(w.quants + block * w.quant_stride() + static_cast<size_t>(first) * kTraits<F>.block_bytes()),
+          of_block(w.scales + block * w.scale_count()), column(static_cast<int64_t>(first) * kBlock),
+          group((static_cast<size_t>(block) * (w.k / w.group) + first / (w.group / kBlock)) * kRows),
+          left(w.group / kBlock - first % (w.group / kBlock)), per_group(w.group / kBlock) {}
+
+    INLINE void step(Weights& to, int s) {
+        constexpr FormatTraits kOf = kTraits<F>;
+        constexpr int kBytes = kOf.block_bytes();
         if (left == 0) left = per_group, group += kRows;
         left--;
         if (kOf.nested()) {
-            const uint16_t* of_block = w.scales + block * w.scale_count();
-            const int64_t c = static_cast<int64_t>(first + s) * kBlock;
             for (int which = 0; which < kOf.scale_bytes(); which++) {
-                __m512i scale = bytes(w.nested_bytes(of_block, c, which));
+                __m512i scale = bytes(w.nested_bytes(of_block, column, which));
                 if (!kOf.minimums()) scale = _mm512_srai_epi32(_mm512_slli_epi32(scale, 24), 24);
-                __m512 own = halves(w.nested_halves(of_block, c, which));
+                __m512 own = halves(w.nested_halves(of_block, column, which));
                 if (which) own = _mm512_mul_ps(own, _mm512_set1_ps(0.125f));
                 _mm512_store_ps(which ? to.lowest[s] : to.scales[s], _mm512_mul_ps(own, _mm512_cvtepi32_ps(scale)));
             }
@@ -95,6 +106,7 @@ __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int fir
                 scale = _mm512_loadu_ps(w.float_scales(0) + group);
             } else {
                 scale = halves(w.scales + group);
+                _mm_prefetch(reinterpret_cast<const char*>(w.scales + group) + kFar / 8, _MM_HINT_T0);
             }
             if (kOf.unit != 1) scale = _mm512_mul_ps(scale, _mm512_set1_ps(kOf.unit));
             _mm512_store_ps(to.scales[s], scale);
@@ -102,128 +114,165 @@ __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int fir
         constexpr int8_t kZero = static_cast<int8_t>(kOf.middle);
         __m512i zero = _mm512_set1_epi8(kZero);
         if (any_zeros(F) && w.zeros) zero = _mm512_mullo_epi32(bytes(w.zeros + group), _mm512_set1_epi32(0x01010101));
-        for (int i = 0; i < kBytes; i += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(plane + kSteps * kBytes + i), _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int i = 0; i < kBytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(plane + kFar + i), _MM_HINT_T0);
         __m512i v[8];
         unpack<F>(plane, v);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) _mm512_store_si512(to.q[s][i], kZero ? _mm512_sub_epi8(v[i], zero) : v[i]);
+        plane += kBytes;
+        column += kBlock;
     }
-    std::memset(to.q + steps, 0, (kSteps - steps) * sizeof *to.q);  // what a last chunk lacks adds nothing
-    std::memset(to.scales + steps, 0, (kSteps - steps) * sizeof *to.scales);
-    std::memset(to.lowest + steps, 0, (kSteps - steps) * sizeof *to.lowest);
+};
+
+// What steps `from` .. `end` - 1 lack of weights or activations adds nothing.
+template <class Part>
+void clear(Part& of, int from, int end) {
+    for (int s = from; s < end; s++) {
+        std::memset(of.q[s], 0, sizeof of.q[s]);
+        if constexpr (std::is_same_v<Part, Weights>) {
+            std::memset(of.scales[s], 0, sizeof of.scales[s]);
+            std::memset(of.lowest[s], 0, sizeof of.lowest[s]);
+        } else {
+            std::memset(of.scales[s], 0, sizeof of.scales[s]);
+            std::memset(of.starts[s], 0, sizeof of.starts[s]);
+        }
+    }
 }
 
-__attribute__((noinline)) TARGET void gather(const Block* const* rows, int steps, Activations& to) {
-    for (int s = 0; s < steps; s++)
-#pragma GCC unroll 4
-        for (int t = 0; t < kTokens; t++) {
+// `count` activation rows. The others of a tile are whatever was there, times zero.
+__attribute__((noinline)) TARGET void gather(const Block* const* rows, int count, int steps, Activations& to) {
+    for (int t = 0; t < count; t++)
+        for (int s = 0; s < steps; s++) {
             const Block* from = rows[t] + s;
             std::memcpy(to.q[s][t], from->q, kBlock);
             to.scales[s][t] = from->scale;
             to.starts[s][t] = static_cast<float>(from->start);
         }
-    std::memset(to.q + steps, 0, (kSteps - steps) * sizeof *to.q);
-    std::memset(to.scales + steps, 0, (kSteps - steps) * sizeof *to.scales);
-    std::memset(to.starts + steps, 0, (kSteps - steps) * sizeof *to.starts);
-}
-
-template <int Step>
-inline void multiply(const Weights& weights, Sums& to) {
-    constexpr int kSum = 4 + Step % 2, kWeights = 6 + Step % 2;
-    tile_load<kWeights>(weights.q[Step], 64);
-    tile_zero<kSum>();
-    tile_dot_int8<kSum, Step, kWeights>();
-    tile_store<kSum>(to.of[Step], 64);
+    for (int s = 0; count < kTokens && s < steps; s++)
+        for (int t = count; t < kTokens; t++) to.scales[s][t] = to.starts[s][t] = 0;
 }
 
 template <Format F>
-INLINE void add(const int32_t (&dots)[kTokens][kRows], const Weights& weights, const Activations& activations, int step,
-                __m512* sums) {
+INLINE __m512 added(__m512 scale, __m512 lowest, float factor, float start, const int32_t* dots, __m512 sum) {
+    const __m512 of_row = _mm512_set1_ps(factor), dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots));
+    if (!kTraits<F>.minimums()) return _mm512_fmadd_ps(_mm512_mul_ps(scale, of_row), dot, sum);
+    return _mm512_fmadd_ps(_mm512_fmadd_ps(lowest, _mm512_set1_ps(start), _mm512_mul_ps(scale, dot)), of_row, sum);
+}
+
+template <Format F, int... T>
+INLINE void add(const Dots& dots, const Weights& weights, const Activations& x, int step, __m512 (&sums)[sizeof...(T)],
+                std::integer_sequence<int, T...>) {
     const __m512 scale = _mm512_load_ps(weights.scales[step]);
     const __m512 lowest = kTraits<F>.minimums() ? _mm512_load_ps(weights.lowest[step]) : scale;
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; t++) {
-        const __m512 factor = _mm512_set1_ps(activations.scales[step][t]);
-        const __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[t]));
-        if (kTraits<F>.minimums()) {
-            const __m512 start = _mm512_set1_ps(activations.starts[step][t]);
-            sums[t] = _mm512_fmadd_ps(_mm512_fmadd_ps(lowest, start, _mm512_mul_ps(scale, dot)), factor, sums[t]);
-        } else {
-            sums[t] = _mm512_fmadd_ps(_mm512_mul_ps(scale, factor), dot, sums[t]);
-        }
-    }
+    ((sums[T] = added<F>(scale, lowest, x.scales[step][T], x.starts[step][T], dots[T], sums[T])), ...);
 }
 
-template <int... Step>
-inline void load_activations(std::integer_sequence<int, Step...>, const Activations& from) {
-    (tile_load<Step>(from.q[Step], kBlock), ...);
+// Step `i` + Turn, of `steps`. The first kTurns steps have no sums to add yet.
+template <Format F, bool Fresh, bool First, int Turn, int Tokens>
+INLINE void step(Unpacking<F>& from, int i, int steps, Weights& weights, const Activations& x, Dots* dots,
+                 __m512 (&sums)[Tokens]) {
+    constexpr int kSum = Turn, kX = 4 + Turn % 2, kW = 6 + Turn % 2, kStored = (Turn + 2) % kTurns;
+    if (Fresh && i + Turn + kTurns < steps) from.step(weights, i + Turn + kTurns);
+    tile_load<kW>(weights.q[i + Turn], 64);
+    tile_load<kX>(x.q[i + Turn], kBlock);
+    tile_zero<kSum>();
+    tile_dot_int8<kSum, kX, kW>();
+    if (!First || Turn >= 2) tile_store<kStored>(dots[kStored], 64);
+    if (!First) add<F>(dots[Turn], weights, x, i + Turn - kTurns, sums, std::make_integer_sequence<int, Tokens>{});
 }
 
-template <int... Step>
-inline void multiply(std::integer_sequence<int, Step...>, const Weights& weights, Sums& to) {
-    (multiply<Step>(weights, to), ...);
+template <Format F, bool Fresh, bool First, int Tokens>
+INLINE void turn(Unpacking<F>& from, int i, int steps, Weights& weights, const Activations& x, Dots* dots,
+                 __m512 (&sums)[Tokens]) {
+    step<F, Fresh, First, 0>(from, i, steps, weights, x, dots, sums);
+    step<F, Fresh, First, 1>(from, i, steps, weights, x, dots, sums);
+    step<F, Fresh, First, 2>(from, i, steps, weights, x, dots, sums);
+    step<F, Fresh, First, 3>(from, i, steps, weights, x, dots, sums);
 }
 
-// Adds a unit's products, in turn with the multiplication of the next unit's, if there is one.
-template <Format F, int... Step>
-INLINE void add(std::integer_sequence<int, Step...>, const Sums& dots, const Weights& weights,
-                const Activations& activations, const Weights* next, Sums& next_dots, __m512* sums) {
-    ((next ? multiply<Step>(*next, next_dots) : void(), add<F>(dots.of[Step], weights, activations, Step, sums)), ...);
+template <int... T>
+INLINE void begin(bool more, int count, const float* y, size_t stride, __m512 (&sums)[sizeof...(T)],
+                  std::integer_sequence<int, T...>) {
+    ((sums[T] = more && T < count ? _mm512_loadu_ps(y + T * stride) : _mm512_setzero_ps()), ...);
 }
 
-// Up to kBlocks row blocks, `count` activation rows, which fill whole tiles.
+template <int... T>
+INLINE void put(int count, float* y, size_t stride, const __m512 (&sums)[sizeof...(T)],
+                std::integer_sequence<int, T...>) {
+    ((T < count ? _mm512_storeu_ps(y + T * stride, sums[T]) : void()), ...);
+}
+
+// One row block and `count` activation rows of a tile of `Tokens` over `steps` blocks of columns, a multiple of kTurns
+// after clear(). Fresh: the first `unpacked` of them are unpacked on the way. The sums are added to y if there are `more`
+// columns before.
+template <Format F, bool Fresh, int Tokens>
+__attribute__((noinline)) TARGET void pass(Unpacking<F>& from, int unpacked, int steps, Weights& weights,
+                                           const Activations& x, bool more, int count, float* y, size_t stride) {
+    constexpr auto rows = std::make_integer_sequence<int, Tokens>{};
+    alignas(64) Dots dots[kTurns];
+    __m512 sums[Tokens];
+    begin(more, count, y, stride, sums, rows);
+    if (Fresh)
+        for (int s = 0; s < std::min(kTurns, unpacked); s++) from.step(weights, s);
+    turn<F, Fresh, true>(from, 0, unpacked, weights, x, dots, sums);
+    for (int i = kTurns; i < steps; i += kTurns) turn<F, Fresh, false>(from, i, unpacked, weights, x, dots, sums);
+    tile_store<2>(dots[2], 64);
+    tile_store<3>(dots[3], 64);
+    add<F>(dots[0], weights, x, steps - 4, sums, rows);
+    add<F>(dots[1], weights, x, steps - 3, sums, rows);
+    add<F>(dots[2], weights, x, steps - 2, sums, rows);
+    add<F>(dots[3], weights, x, steps - 1, sums, rows);
+    put(count, y, stride, sums, rows);
+}
+
+// Up to kTiles * kTokens activation rows.
 template <Format F>
 TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
                        float* y, size_t stride) {
-    constexpr auto steps = std::make_integer_sequence<int, kSteps>{};
-    const Tiles configured(kProducts);
-    const int columns = w.k / kBlock, tiles = count / kTokens;
-    Weights weights[kBlocks];
-    Activations activations[2];
-    Sums dots[2];
+    const bool few = count <= kFew;
+    const Tiles configured(few ? products_of(kFew) : products_of(kTokens));
+    const int columns = w.k / kBlock, tiles = (count + kTokens - 1) / kTokens;
+    Weights weights;
+    Activations x[kTiles];
     for (int first = 0; first < columns; first += kSteps) {
-        const int filled = std::min(kSteps, columns - first);
-        const auto take = [&](int tile) {
+        const int filled = std::min(kSteps, columns - first), steps = (filled + kTurns - 1) / kTurns * kTurns;
+        clear(weights, filled, steps);
+        for (int tile = 0; tile < tiles; tile++) {
             const Block* from[kTokens];
-            for (int t = 0; t < kTokens; t++) {
+            const int of_tile = std::min(kTokens, count - tile * kTokens);
+            for (int t = 0; t < of_tile; t++) {
                 const int at = tile * kTokens + t;
                 from[t] = rows.blocks + static_cast<size_t>(index ? index[at] : at) * columns + first;
             }
-            gather(from, filled, activations[tile % 2]);
-        };
-        for (int b = 0; b < blocks; b++) unpack<F>(w, block + b, first, filled, weights[b]);
-        take(0);
-        load_activations(steps, activations[0]);
-        multiply(steps, weights[0], dots[0]);
-        for (int tile = 0, unit = 0; tile < tiles; tile++) {
-            if (tile + 1 < tiles) take(tile + 1);
-            float* out = y + tile * kTokens * stride;
-            for (int b = 0; b < blocks; b++, unit++) {
-                const Weights* next = weights + b + 1;
-                if (b + 1 == blocks) {
-                    next = tile + 1 < tiles ? weights : nullptr;
-                    if (next) load_activations(steps, activations[(tile + 1) % 2]);
-                }
-                __m512 sums[kTokens];
-#pragma GCC unroll 16
-                for (int t = 0; t < kTokens; t++)
-                    sums[t] = first ? _mm512_loadu_ps(out + t * stride + b * kRows) : _mm512_setzero_ps();
-                add<F>(steps, dots[unit % 2], weights[b], activations[tile % 2], next, dots[(unit + 1) % 2], sums);
-#pragma GCC unroll 16
-                for (int t = 0; t < kTokens; t++) _mm512_storeu_ps(out + t * stride + b * kRows, sums[t]);
+            clear(x[tile], filled, steps);
+            gather(from, of_tile, filled, x[tile]);
+        }
+        for (int b = 0; b < blocks; b++) {
+            Unpacking<F> from(w, block + b, first);
+            for (int tile = 0; tile < tiles; tile++) {
+                const auto run = few ? pass<F, true, kFew> : tile ? pass<F, false, kTokens> : pass<F, true, kTokens>;
+                const int of_tile = std::min(kTokens, count - tile * kTokens);
+                run(from, filled, steps, weights, x[tile], first, of_tile, y + tile * kTokens * stride + b * kRows,
+                    stride);
             }
         }
     }
 }
+
+// Fewer rows than this, beyond whole tiles, are faster in avx512.cpp.
+template <Format F>
+constexpr int kLeast = kTraits<F>.bytes() ? 9 : 7;
 
 template <Format F>
 void several(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count, float* y,
              size_t stride) {
-    const int rest = !any_zeros(F) && w.zeros ? count : count % kTokens;
+    int rest = count % kTokens < kLeast<F> ? count % kTokens : 0;
+    if (!any_zeros(F) && w.zeros) rest = count;
     const int tiled = count - rest;
-    for (int b = 0; tiled && b < blocks; b += kBlocks)
-        tiles_pass<F>(w, block + b, std::min(kBlocks, blocks - b), rows, index, tiled, y + b * kRows, stride);
+    for (int at = 0; at < tiled; at += kTiles * kTokens)
+        tiles_pass<F>(w, block, blocks, index ? rows : rows.from(at, w.k), index ? index + at : nullptr,
+                      std::min(kTiles * kTokens, tiled - at), y + at * stride, stride);
     if (rest)
         kernels_avx512().several[static_cast<int>(F)](w, block, blocks, index ? rows : rows.from(tiled, w.k),
                                                       index ? index + tiled : nullptr, rest, y + tiled * stride,
