@@ -28,7 +28,8 @@ from umbra.tools.benchmarks.gguf_file import describe_tokenizer
 
 ARCHITECTURES = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 HALVES: dict[str, Any] = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-HALVES |= {"IQ4_NL": (0,), "IQ4_XS": (0,)}
+HALVES |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
+HALVES |= dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,))
 PUBLISHED = {"max_position_embeddings": "model_max_length", "num_experts_per_tok": "num_experts_per_token"}
 PUBLISHED |= {"n_shared_experts": "num_shared_experts", "norm_topk_prob": "moe_renormalize"}
 SIZES = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
@@ -197,8 +198,8 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     return means
 
 
-def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
-    """The rows quantised; to random levels with small scales where the package only reads the type."""
+def in_type(values: Any, kind: GGMLQuantizationType, scale: float = 1e-4) -> Any:
+    """The rows quantised; to random levels with the same scale everywhere where the package only reads the type."""
     try:
         return quantize(values, kind)
     except NotImplementedError:
@@ -207,8 +208,11 @@ def in_type(values: Any, kind: GGMLQuantizationType) -> Any:
         blocks = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         if kind == GGMLQuantizationType.NVFP4:
             blocks[..., :4] &= 31
+        if kind == GGMLQuantizationType.IQ1_M:  # d has four bits in each of four numbers
+            nibbles = np.float16(scale).view(np.uint16) >> np.array((0, 4, 8, 12), np.uint16) & 15
+            blocks[..., 49::2] = blocks[..., 49::2] & 15 | nibbles.astype(np.uint8) << 4
         for at in HALVES.get(kind.name, ()):
-            blocks[..., at : at + 2] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
+            blocks[..., at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
         return blocks.reshape(*shape[:-2], -1)
 
 

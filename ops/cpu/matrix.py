@@ -1,6 +1,7 @@
 """Weights in the native layout: 16 rows side by side, quants and scales in separate planes (csrc/kernels/matrix.h)."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from umbra.base.errors import UserError
 from umbra.ops.cpu.engine import TYPES, module, native, pointer
 from umbra.ops.cpu.memory import allocate
-from umbra.ops.formats import Format, FormatSpec
+from umbra.ops.formats import SPECS, Format, FormatSpec
 from umbra.ops.formats.ggml import Blocks
 from umbra.ops.formats.quantised import Nested, Quantised, floats
+from umbra.ops.formats.records import grid_of
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 from umbra.ops.words import Words
 
@@ -34,9 +36,14 @@ WORDS, AWQ = 6, 7
 STRANGE, LARGE_SCALE = 1, 2  # what csrc/kernels/pack.h returns
 
 
+@cache
 def code_of(kind: str) -> int:
-    """The number by which the kernels know the format of this name."""
-    return module.format_names().index(kind)
+    """The number by which the kernels know the format of this name, which can multiply it from then on."""
+    code, record = module.format_names().index(kind), SPECS[kind].record
+    if record and record.grid:
+        grid = grid_of(record.grid)
+        module.set_grid(format=code, entries=pointer(grid, torch.int8), count=len(grid))
+    return code
 
 
 def padded(size: int, multiple: int) -> int:
@@ -48,11 +55,11 @@ def plane_bytes(rows: int, columns: int, format: Format, biased: bool) -> list[i
     weights, spec = rows * columns, format.spec
     groups = weights // format.group if format.group else 0
     if spec.nesting:
-        scales = groups * spec.nesting.group_bytes + weights // BLOCK * spec.nesting.block_bytes
-        scales += rows * spec.nesting.row_bytes
+        scales = groups * spec.nesting.group_bytes + rows * spec.nesting.row_bytes
+        scales += 0 if spec.record else weights // BLOCK * spec.nesting.block_bytes
     else:
         scales = groups * _scale_type(spec).itemsize
-    return [weights * spec.bits // 8, scales, groups if format.zeros else 0, 4 * rows * biased]
+    return [spec.quant_bytes(weights), scales, groups if format.zeros else 0, 4 * rows * biased]
 
 
 def _scale_type(spec: FormatSpec) -> torch.dtype:
@@ -132,6 +139,8 @@ def given_of(part: Tensor | Quantised) -> "Given":
         if data.stride()[1:] != (data.shape[2], 1):
             raise TypeError(f"blocks {tuple(data.shape)} {data.stride()} are not of neighbours")
         address = pointer(data, torch.uint8, contiguous=False)
+        if part.of.kept:
+            code_of(part.of.kept.kind)  # with whose grid blocks are read
         return native.Given(
             address=address, type=part.of.type, row=data.stride(0), skipped=part.of.skipped, factor=part.of.factor
         )

@@ -3,15 +3,4 @@ levels may have zero points of their own in place of 128."""
 
 from umbra.ops.formats.spec import BlockType, FormatSpec
 
-Q8 = FormatSpec(
-    "q8",
-    8,
-    group=32,
-    middle=128,
-    zero_points=True,
-    block_types=(
-        BlockType("Q8_0", 8, 32, 34),
-        BlockType("Q2_K", 10, 256, 84, exact=False),
-        BlockType("Q3_K", 11, 256, 110, exact=False),
-    ),
-)
+Q8 = FormatSpec("q8", 8, group=32, middle=128, zero_points=True, block_types=(BlockType("Q8_0", 8, 32, 34),))

@@ -24,7 +24,6 @@ class BlockType:
     number: int
     columns: int
     nbytes: int
-    exact: bool = True  # whether the format keeps its weights bit for bit; otherwise it rounds them
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,19 @@ class Nesting:
 
 
 @dataclass(frozen=True)
+class BitRecord:
+    """All that is kept of 32 columns of a row beside halves: so many words of 32 bits, and bytes."""
+
+    words: int
+    bytes: int
+    grid: str = ""  # ggml's name of the type whose grid its numbers are of
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.words + self.bytes
+
+
+@dataclass(frozen=True)
 class FormatSpec:
     """The facts of a format that no reader, layer or device has to know by the format's name. Its row of
     `ops/cpu/csrc/kernels/formats.h`, which has the same name, says how kernels multiply it."""
@@ -63,6 +75,7 @@ class FormatSpec:
     middle: int = 0  # the zero point of every level, unless a matrix has zero points of its own
     codes: tuple[float, ...] = ()  # what each level stands for, if levels are no numbers themselves
     nesting: Nesting | None = None
+    record: BitRecord | None = None  # in place of levels and bytes of scales
     zero_points: bool = False  # whether a matrix may have zero points of its own
     float_levels: bool = False
     # Whether activations are rounded to eight bits: by products of the CPU, for each 32 columns; by devices with
@@ -78,6 +91,10 @@ class FormatSpec:
     @property
     def quantised(self) -> bool:
         return self.group > 0
+
+    def quant_bytes(self, weights: int) -> int:
+        """Returns the bytes of so many weights, besides scales that lie apart from them."""
+        return weights // 32 * self.record.nbytes if self.record else weights * self.bits // 8
 
 
 SPECS: dict[str, FormatSpec] = {}  # by name: filled by `umbra.ops.formats`

@@ -81,6 +81,9 @@ ROW = Row(
         ("Q4_0 Q4_0 Q8_0 Q8_0", "q4 q4 q8 q8"),
         ("Q4_K Q6_K Q4_K Q6_K", "q4_k q6_k q4_k q6_k"),
         ("MXFP4 Q5_K Q5_0 Q5_1", "mxfp4 q5_k q5_k q5_k"),
+        ("IQ2_XXS IQ3_S IQ2_S IQ1_M", "iq2_xxs iq3_s iq2_s iq1_m"),
+        ("IQ3_XXS IQ2_XS IQ1_S Q2_K", "iq3_xxs iq2_xs iq1_s q2_k"),
+        ("Q3_K Q2_K TQ2_0 TQ1_0", "q3_k q2_k tq2_0 tq2_0"),
     ],
     ascend=dict(head_dim=128, moe_intermediate_size=64),
 )

@@ -7,7 +7,7 @@ This is the portable reference: it decodes for every device, and for rows that n
 kept formats (ops/cpu/csrc/kernels/blocks.cpp) goes from the blocks to its own layout at once, and has the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,35 +24,30 @@ from umbra.ops.formats.q5_k import Q5_K
 from umbra.ops.formats.q6_k import Q6_K
 from umbra.ops.formats.q8 import Q8
 from umbra.ops.formats.quantised import Nested, Quantised
+from umbra.ops.formats.records import grid_of
 
-
-def _formats(exact: bool) -> dict[str, Format]:
-    return {
-        block.name: Format(spec.name, min(spec.group, block.columns))
-        for spec in SPECS.values()
-        for block in spec.block_types
-        if block.exact == exact
-    }
-
-
-# The formats of the types whose blocks they keep bit for bit, and of those that they round.
-KEPT, ROUNDED = _formats(exact=True), _formats(exact=False)
+# The format that keeps the blocks of each type bit for bit.
+KEPT = {
+    block.name: Format(spec.name, min(spec.group, block.columns))
+    for spec in SPECS.values()
+    for block in spec.block_types
+}
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def values_of(kind: str, blocks: Tensor, factor: float = 1.0) -> Tensor | Quantised:
-    """The rows in their format if it keeps them, else as floats: the three float types in their own type, the others in
-    float32. `factor`: of all weights, in a format that keeps it."""
+    """The rows in their format, or as floats: the three float types in their own type, types that are kept as records
+    in float32. `factor`: of all weights, in a format that keeps it."""
     if kind in FLOATS:
         return blocks.flatten(1).view(FLOAT_TYPES[kind])
-    if kind not in KEPT:
+    if kind in DEQUANTISED:
         return DEQUANTISED[kind](blocks).flatten(1)
     values = quantised(kind, blocks)
     return values if factor == 1 or not isinstance(values, Nested) else replace(values, d=values.d * factor)
 
 
 def quantised(kind: str, blocks: Tensor) -> Quantised:
-    """Rows of one of the KEPT types."""
+    """Rows of a type whose levels are numbers or codes."""
     return LEVELS[kind](blocks)
 
 
@@ -164,6 +159,107 @@ def _grouped(levels: Tensor, columns: int) -> Tensor:
     return levels.float().unflatten(-1, (-1, columns))
 
 
+def _word(blocks: Tensor, at: int, end: int, count: int = 1) -> Tensor:
+    """`count` words of each eighth of a block, in int64: (rows, blocks, 8, count)"""
+    words = blocks[..., at:end].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    return words.unflatten(-1, (8, count))
+
+
+def _bytes(blocks: Tensor, at: int, end: int, count: int = 1) -> Tensor:
+    return blocks[..., at:end].long().unflatten(-1, (8, count))
+
+
+def _each(x: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
+    return x >> torch.tensor(shifts) & mask
+
+
+def _in_grid(name: str, index: Tensor) -> Tensor:
+    """The entries of eighths of a block side by side: (rows, blocks, 8, 32)"""
+    return grid_of(name)[index].flatten(-2).float()
+
+
+def _signed(values: Tensor, signs: Tensor) -> Tensor:
+    """`signs` (rows, blocks, 8, words), whose bits are those of the columns."""
+    bits = 32 // signs.shape[-1]
+    return torch.where((_each(signs[..., None], range(bits), 1) == 1).flatten(-2), -values, values)
+
+
+def _even(sevens: Tensor) -> Tensor:
+    """Seven signs with the eighth, which makes their number even."""
+    return sevens | _each(sevens[..., None], range(7), 1).sum(-1) % 2 << 7
+
+
+def _scaled(d: Tensor, scales: Tensor, values: Tensor) -> Tensor:
+    """`d` (rows, blocks), `scales` (rows, blocks, 8, 1 or 2), `values` (rows, blocks, 8, 32)"""
+    factors = d.float()[..., None, None] * scales
+    return (factors[..., None] * values.unflatten(-1, (scales.shape[-1], -1))).flatten(-4)
+
+
+SEVENS, BYTES = range(0, 28, 7), range(0, 32, 8)
+
+
+def _iq2_xxs(blocks: Tensor) -> Tensor:
+    first, last = _word(blocks, 2, 66, 2).split(1, -1)
+    values = _signed(_in_grid("IQ2_XXS", _each(first, BYTES, 255)), _even(_each(last, SEVENS, 127)))
+    return _scaled(_half(blocks, 0).float() / 8, 2 * (last >> 28) + 1, values)
+
+
+def _iq2_xs(blocks: Tensor) -> Tensor:
+    words = _each(_word(blocks, 2, 66, 2)[..., None], (0, 16), 0xFFFF).flatten(-2)
+    values = _signed(_in_grid("IQ2_XS", words & 511), _even(words >> 9))
+    return _scaled(_half(blocks, 0).float() / 8, 2 * _each(_bytes(blocks, 66, 74), (0, 4), 15) + 1, values)
+
+
+def _iq2_s(blocks: Tensor) -> Tensor:
+    high = _each(_bytes(blocks, 66, 74), range(0, 8, 2), 3)
+    values = _in_grid("IQ2_S", _bytes(blocks, 2, 34, 4) | high << 8)
+    scales = 2 * _each(_bytes(blocks, 74, 82), (0, 4), 15) + 1
+    return _scaled(_half(blocks, 0).float() / 8, scales, _signed(values, _bytes(blocks, 34, 66, 4)))
+
+
+def _iq3_xxs(blocks: Tensor) -> Tensor:
+    last = _word(blocks, 66, 98)
+    values = _in_grid("IQ3_XXS", _bytes(blocks, 2, 66, 8))
+    return _scaled(_half(blocks, 0).float() / 4, 2 * (last >> 28) + 1, _signed(values, _even(_each(last, SEVENS, 127))))
+
+
+def _iq3_s(blocks: Tensor) -> Tensor:
+    high = _each(_bytes(blocks, 66, 74), range(8), 1)
+    values = _in_grid("IQ3_S", _bytes(blocks, 2, 66, 8) | high << 8)
+    scales = _each(blocks[..., 106:110, None].long(), (0, 4), 15).flatten(-2)[..., None]
+    return _scaled(_half(blocks, 0), 2 * scales + 1, _signed(values, _bytes(blocks, 74, 106, 4)))
+
+
+def _iq1_s(blocks: Tensor) -> Tensor:
+    low, high = _bytes(blocks, 34, 50, 2).split(1, -1)
+    both = low | high << 8
+    values = _in_grid("IQ1_S", _bytes(blocks, 2, 34, 4) | _each(both, range(0, 12, 3), 7) << 8)
+    return _scaled(_half(blocks, 0).float() / 8, 2 * (both >> 12 & 7) + 1, values + 1 - 2 * (both >> 15))
+
+
+def _iq1_m(blocks: Tensor) -> Tensor:
+    high = _each(_bytes(blocks, 32, 48, 2)[..., None], (0, 4), 15).flatten(-2)
+    values = _in_grid("IQ1_S", _bytes(blocks, 0, 32, 4) | (high & 7) << 8).unflatten(-1, (4, 8))
+    words = blocks[..., 48:56].contiguous().view(torch.int16).long() & 0xFFFF
+    scales = 2 * _each(words[..., None], range(0, 12, 3), 7).flatten(-2).unflatten(-1, (8, 2)) + 1
+    d = (words >> 12 << torch.tensor((0, 4, 8, 12))).sum(-1).to(torch.int16).view(torch.float16)
+    return _scaled(d.float() / 8, scales, (values + 1 - 2 * (high >> 3)[..., None]).flatten(-2))
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 64)[..., None].float() * (_pieces(blocks[..., :64], 32, 2).float() - 1)
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    """Five levels of three to a byte: those of 32 bytes, then those of 16, and four to a byte of four more."""
+    parts = ((blocks[..., :32], 5), (blocks[..., 32:48], 5), (blocks[..., 48:52], 4))
+    shifted = [
+        (part[..., None, :] * torch.tensor([3**i for i in range(n)]).byte()[:, None]).flatten(-2) for part, n in parts
+    ]
+    levels = (torch.cat(shifted, -1).int() * 3 >> 8) - 1
+    return _half(blocks, 52)[..., None].float() * levels
+
+
 def _q3_k(blocks: Tensor) -> Tensor:
     levels = _pieces(blocks[..., 32:96], 32, 2).float() - (4 - 4 * _pieces(blocks[..., :32], 32, 1).float())
     packed = blocks[..., 96:108]
@@ -194,4 +290,16 @@ LEVELS: dict[str, Callable[[Tensor], Quantised]] = {
     "Q6_K": _q6_k,
     "IQ4_XS": _iq4_xs,
 }
-DEQUANTISED: dict[str, Callable[[Tensor], Tensor]] = {"Q3_K": _q3_k, "Q2_K": _q2_k}
+DEQUANTISED: dict[str, Callable[[Tensor], Tensor]] = {
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+}

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from umbra.executor.checkpoint.formats.ggml import KEPT, ROUNDED, values_of
+from umbra.executor.checkpoint.formats.ggml import KEPT, values_of
 from umbra.executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored
 from umbra.models.gguf.container import TensorInfo
 from umbra.models.gguf.folder import Index
@@ -40,8 +40,7 @@ class InBlocks(Encoding):
         """`unit`: so many columns at most stay together."""
         type = BY_NAME[kind]
         self.title, self.bits, self.group = kind, 8 * type.nbytes // type.columns, type.columns
-        self.exact, format = kind in KEPT, (KEPT | ROUNDED)[kind]
-        self.format = replace(format, group=gcd(format.group, unit))
+        self.format = replace(KEPT[kind], group=gcd(KEPT[kind].group, unit))
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         return in_blocks(f"{module}.weight", (rows, columns), self.title)
@@ -68,7 +67,8 @@ class GgufScheme(Scheme):
         kinds = {self._kind(name) for name in self._apart(module) or (f"{module}.weight", module)} - {None}
         encoding = self._blocks.get(kinds.pop() or "") if len(kinds) == 1 else None
         if encoding and (heads := self._heads(f"{module}.weight")):
-            return InBlocks(encoding.title, heads.size) if heads.size % BLOCK == 0 else None
+            divided = heads.size % BLOCK == 0 and not KEPT[encoding.title].spec.record
+            return InBlocks(encoding.title, heads.size) if divided else None
         return encoding
 
     def encoding(self, module: str) -> Encoding | None:
@@ -76,7 +76,7 @@ class GgufScheme(Scheme):
 
     def table(self, module: str) -> Format | None:
         encoding = self.said(module)
-        return encoding.format if encoding and encoding.exact else None
+        return encoding.format if encoding else None
 
     def contradicts(self, module: str) -> bool:
         """There is no config beside the files."""

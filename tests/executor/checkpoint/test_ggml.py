@@ -19,6 +19,8 @@ def test_every_bit_is_that_of_gguf(kind: str) -> None:
     blocks[0], blocks[1] = 0, 255
     if kind not in FLOATS:
         blocks[32:, :, :2] = np.float16(0.37).tobytes()[0], 0x2E
+    if kind == "IQ1_M":  # d has four bits in each of four numbers
+        blocks[32:, :, 49::2] = blocks[32:, :, 49::2] & 15 | np.array((0, 0x50, 0xE0, 0x20), np.uint8)
     if kind == "MXFP4":  # 255 is no number in e8m0
         blocks[..., 0] %= 255
     if kind == "NVFP4":  # scales have no sign

@@ -5,22 +5,31 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
+from tests.gguf_models import in_type
 from tests.quantised import nested
 from umbra.base.errors import UserError
+from umbra.executor.checkpoint.formats.ggml import KEPT, values_of
 from umbra.executor.config.case import Case
 from umbra.executor.config.schema import leaves
 from umbra.executor.engine.schedule.request import SamplingParams
 from umbra.ops import IMPLEMENTATIONS, load_ops, reference
 from umbra.ops.cpu import engine
 from umbra.ops.cpu import ops as cpu
-from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix
+from umbra.ops.cpu.matrix import NativeExperts, NativeMatrix, fill_table
 from umbra.ops.formats import FORMATS, GROUP_SIZES, SPECS, Format
+from umbra.ops.formats.ggml import Blocks, Undecoded
+from umbra.ops.formats.spec import BlockType
 from umbra.ops.formats.w8a8 import quantise
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Groups, Ops, Paged
 from umbra.ops.reference import DenseExperts, DenseMatrix
@@ -32,9 +41,10 @@ NONE = torch.empty(0, dtype=torch.int64)
 NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")]
 SETS = engine.module.instruction_sets()
 BASIC = [FORMATS[kind] for kind in ("float32", "bfloat16", "float16", "q8", "q4")]
-NESTED = [kind for kind, spec in SPECS.items() if spec.nesting]
+NESTED = [kind for kind, spec in SPECS.items() if spec.nesting and not spec.record]
+RECORDS = [kind for kind, spec in SPECS.items() if spec.record]
 KINDS = {
-    **{kind: format for kind, format in FORMATS.items() if kind not in NESTED},
+    **{kind: format for kind, format in FORMATS.items() if kind not in NESTED + RECORDS},
     **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in GROUP_SIZES},
     "q8 128": Format("q8", 128),
     **{f"f8 {g}": Format("f8", g) for g in GROUP_SIZES},
@@ -168,6 +178,36 @@ def test_scales_of_scales(kind: str) -> None:
         x = torch.randn(40, 512) / 512
         expected = reference.moe(x, weights, ids, dense, 0)
         assert ((cpu.moe(x, weights, ids, packed, 0) - expected).abs() <= 0.12 * expected.std()).all()
+
+
+@pytest.mark.parametrize("type", [type for kind in RECORDS for type in SPECS[kind].block_types], ids=lambda t: t.name)
+@pytest.mark.usefixtures("kernels")
+def test_records(type: BlockType) -> None:
+    """Types of two to three bits have the weights that the reader of gguf gives, and their products."""
+    part = in_blocks(type, 37, 2304)  # of more columns than are expanded at once
+    weights = torch.from_numpy(dequantize(part.of.data.flatten(1).numpy(), GGMLQuantizationType[type.name]))
+    for group in (32, 256):
+        matrix = NativeMatrix(37, 2304, replace(KEPT[type.name], group=group), CPU)
+        assert matrix.fill(0, part)
+        assert torch.equal(matrix.packed.dequantised(0, 37), weights)
+        for tokens in (0, 1, 3, 8, 9, 70):
+            x = torch.randn(tokens, 2304)
+            actual, expected = cpu.linear(x, matrix, None), x @ weights.T
+            assert ((actual - expected).abs() <= activation_error(x, weights) + 1e-3).all(), tokens
+    table = torch.empty(37, 2304)
+    assert fill_table(table, part)
+    assert torch.equal(table, weights)
+    in_part = Blocks(replace(part.of, skipped=32, columns=224))
+    matrix = NativeMatrix(37, 224, replace(KEPT[type.name], group=32), CPU)
+    matrix.fill(0, in_part)
+    assert torch.equal(matrix.packed.dequantised(0, 37), weights[:, 32:256])
+
+
+def in_blocks(type: BlockType, rows: int, columns: int) -> Blocks:
+    """Random rows in one of ggml's types, of weights of about one."""
+    bytes_ = in_type(np.random.default_rng(1).standard_normal((rows, columns)), GGMLQuantizationType[type.name], 3e-2)
+    data = torch.from_numpy(bytes_).unflatten(1, (-1, type.nbytes))
+    return Blocks(Undecoded(type.number, data, 0, columns, KEPT[type.name], partial(values_of, type.name)))
 
 
 def test_rows_in_several_formats() -> None:

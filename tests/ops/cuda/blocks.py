@@ -10,6 +10,7 @@ from umbra.ops.interface import SILU_EXPERTS, ExpertKind
 FORMATS = [
     Format(name, 32 if spec.zero_points else spec.group, zeros)
     for name, spec in SPECS.items()
+    if not spec.record
     for zeros in ((False, True) if spec.zero_points else (False,))
 ]
 

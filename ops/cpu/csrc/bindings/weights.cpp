@@ -4,6 +4,7 @@
 
 #include "bindings/engine.h"
 #include "kernels/pack.h"
+#include "kernels/records.h"
 #include "runtime/buffer.h"
 
 namespace py = pybind11;
@@ -28,6 +29,13 @@ void bind_weights(py::module_& m) {
             return names;
         },
         "The formats that kernels multiply, by their numbers.");
+    m.def(
+        "set_grid",
+        [](int format, uintptr_t entries, int64_t count) {
+            set_grid(traits_of(static_cast<Format>(format)).record, at<const int8_t>(entries), count);
+        },
+        py::arg("format"), py::arg("entries"), py::arg("count"),
+        "Sets the grid of a format of records: entries of 4 or 8 signed bytes.");
     py::class_<Matrix>(m, "Matrix")
         .def(py::init([](int format, int64_t n, int64_t k, int64_t group, uintptr_t quants, uintptr_t scales,
                          uintptr_t zeros, uintptr_t bias) {

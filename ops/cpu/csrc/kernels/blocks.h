@@ -19,8 +19,17 @@ enum class Ggml : int32_t {
     q4_k = 12,
     q5_k = 13,
     q6_k = 14,
+    iq2_xxs = 16,
+    iq2_xs = 17,
+    iq3_xxs = 18,
+    iq1_s = 19,
     iq4_nl = 20,
+    iq3_s = 21,
+    iq2_s = 22,
     iq4_xs = 23,
+    iq1_m = 29,
+    tq1_0 = 34,
+    tq2_0 = 35,
     mxfp4 = 39,
     nvfp4 = 40
 };
@@ -47,7 +56,15 @@ struct BlockScales {
     bool finite;
 };
 
-// Both read 32 columns from `start`, a multiple of 32. The second one returns whether all scales are finite.
+// 32 columns of sixteen rows in one of the formats of records, whose halves are d and dmin.
+struct alignas(64) RecordRows {
+    uint8_t record[64 * 3 + 16 * 3];
+    uint16_t halves[2][kRows];
+    bool finite;
+};
+
+// All read 32 columns from `start`, a multiple of 32. The last one returns whether all scales are finite.
+void read_records(const Blocks& from, const FormatTraits& format, const LaneRows& rows, int64_t start, RecordRows& to);
 void read_blocks(const Blocks& from, const LaneRows& rows, int64_t start, Words& levels, BlockScales& scales);
 bool dequantise_blocks(const Blocks& from, const LaneRows& rows, int64_t start, float (*to)[kRows]);
 

@@ -17,7 +17,7 @@ constexpr int kRows = 16;   // rows of a block
 constexpr int kBlock = 32;  // columns of an activation block
 
 // The first three are the types of floats, in the order of `Type`. Bits beyond a nibble's four lie in planes of their own.
-enum class Storage : int32_t { f32, bf16, f16, e4m3, bytes, nibbles };
+enum class Storage : int32_t { f32, bf16, f16, e4m3, bytes, nibbles, records };
 
 enum class Scales : int32_t {
     none,
@@ -25,10 +25,14 @@ enum class Scales : int32_t {
     floats,               // of groups
     exponents,            // powers of two, of groups of 32
     f8_sixteens,          // e4m3 floats of 16 columns, times a float of the row
+    float_sixteens,       // of 16 columns
     nested,               // signed bytes of 32 columns
     nested_sixteens,      // signed bytes of 16 columns
     nested_with_minimums  // unsigned bytes of 32 columns, and minimums likewise
 };
+
+// What records hold (records.h), named as GGUF's types. Those from q2_k on have levels, the others numbers of a grid.
+enum class Record : int32_t { none, iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s, iq1_s, iq1_m, q2_k, q3_k, tq2_0 };
 
 struct FormatTraits {
     const char* name;  // as ops/formats spells it
@@ -38,23 +42,29 @@ struct FormatTraits {
     Scales scales = Scales::none;
     const uint8_t* codes = nullptr;  // the byte of each nibble; null: itself
     float unit = 1;
+    Record record = Record::none;
+    int words = 0, bytes_more = 0;  // of the record of 32 columns of a row
 
     constexpr bool quantised() const { return storage >= Storage::bytes; }  // activations become int8
     constexpr bool bytes() const { return storage == Storage::bytes; }
     constexpr bool nibbles() const { return storage == Storage::nibbles; }
     constexpr int high_bits() const { return nibbles() ? bits - 4 : 0; }
     constexpr bool coded() const { return codes != nullptr; }
+    constexpr bool records() const { return storage == Storage::records; }
     constexpr bool plain_nibbles() const { return nibbles() && !coded() && bits == 4; }
-    constexpr int block_bytes() const { return bytes() ? 512 : 256 + 64 * high_bits(); }  // of 32 columns; quantised
+    constexpr int block_bytes() const {  // of 32 columns; quantised formats
+        return bytes() ? 512 : records() ? 64 * words + 16 * bytes_more : 256 + 64 * high_bits();
+    }
 
     constexpr bool zeros() const { return scales == Scales::halves; }
     constexpr bool nested() const { return scales >= Scales::nested; }
     constexpr bool minimums() const { return scales == Scales::nested_with_minimums; }
     constexpr bool f8_scales() const { return scales == Scales::f8_sixteens; }
-    constexpr bool sixteens() const { return scales == Scales::nested_sixteens || f8_scales(); }
+    constexpr bool expanded() const { return scales == Scales::float_sixteens; }
+    constexpr bool sixteens() const { return scales == Scales::nested_sixteens || f8_scales() || expanded(); }
     // Vectors of 16 halves for each group, and of 16 bytes for each 32 columns, where blocks of these have scales.
     constexpr int scale_halves() const { return minimums() ? 2 : nested() ? 1 : 0; }
-    constexpr int scale_bytes() const { return minimums() || sixteens() ? 2 : nested() ? 1 : 0; }
+    constexpr int scale_bytes() const { return records() ? 0 : minimums() || sixteens() ? 2 : nested() ? 1 : 0; }
 
     constexpr int most() const {  // the largest byte; quantised formats
         if (!coded()) return (1 << bits) - 1;
@@ -83,6 +93,18 @@ constexpr FormatTraits kFormatTraits[] = {
     {"iq4", 4, Storage::nibbles, 128, Scales::nested, kIq4},
     {"w8a8", 8, Storage::bytes, 128, Scales::floats},
     {"nvfp4", 4, Storage::nibbles, 12, Scales::f8_sixteens, kE2m1, 0.5f},
+    // No matrix has this one: records become it, before they are multiplied.
+    {"expanded", 7, Storage::bytes, 64, Scales::float_sixteens},
+    {"iq2_xxs", 2, Storage::records, 0, Scales::nested, nullptr, 0.125f, Record::iq2_xxs, 2},
+    {"iq2_xs", 2, Storage::records, 0, Scales::nested, nullptr, 0.125f, Record::iq2_xs, 2, 1},
+    {"iq2_s", 2, Storage::records, 0, Scales::nested, nullptr, 0.125f, Record::iq2_s, 2, 2},
+    {"iq3_xxs", 3, Storage::records, 0, Scales::nested, nullptr, 0.25f, Record::iq3_xxs, 3},
+    {"iq3_s", 3, Storage::records, 0, Scales::nested, nullptr, 1, Record::iq3_s, 3, 2},
+    {"iq1_s", 1, Storage::records, 0, Scales::nested, nullptr, 0.125f, Record::iq1_s, 1, 2},
+    {"iq1_m", 1, Storage::records, 0, Scales::nested, nullptr, 0.125f, Record::iq1_m, 1, 3},
+    {"q2_k", 2, Storage::records, 0, Scales::nested_with_minimums, nullptr, 1, Record::q2_k, 2, 2},
+    {"q3_k", 3, Storage::records, 0, Scales::nested, nullptr, 1, Record::q3_k, 3, 2},
+    {"tq2_0", 2, Storage::records, 0, Scales::nested, nullptr, 1, Record::tq2_0, 2},
 };
 constexpr int kFormats = sizeof kFormatTraits / sizeof *kFormatTraits;
 

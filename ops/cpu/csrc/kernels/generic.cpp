@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "kernels/matrix.h"
+#include "kernels/records.h"
 
 namespace umbra {
 namespace {
@@ -31,6 +32,9 @@ float scaled(const Matrix& w, int block, int c, int r, const int32_t* dots, int3
         float both = 0;
         for (int i = 0; i < 2; i++) both += f8_to_float(w.nested_bytes(scales, c, i)[r]) * static_cast<float>(dots[i]);
         return kOf.unit * w.float_scales(block)[r] * both;
+    } else if constexpr (kOf.expanded()) {
+        const float* scales = w.float_scales(block) + c + r;
+        return scales[0] * static_cast<float>(dots[0]) + scales[kRows] * static_cast<float>(dots[1]);
     } else if constexpr (kOf.nested()) {
         const uint16_t* scales = w.scales + block * w.scale_count();
         const auto half = [&](int which) { return half_to_float(w.nested_halves(scales, c, which)[r]); };
@@ -115,7 +119,9 @@ const Kernels& kernels_generic() {
         Kernels all{"generic", quantise};
         each_format([&](auto format) {
             constexpr Format F = decltype(format)::value;
-            if constexpr (kTraits<F>.quantised())
+            if constexpr (kTraits<F>.records())
+                all.put(F, product_of_records<product_quantised<kExpanded>>);
+            else if constexpr (kTraits<F>.quantised())
                 all.put(F, product_quantised<F>);
             else if constexpr (kTraits<F>.storage == Storage::e4m3)
                 all.put(F, product_f8);

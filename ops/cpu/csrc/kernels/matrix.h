@@ -89,6 +89,7 @@ struct Matrix {
         const size_t bytes = static_cast<size_t>(k) / kBlock * traits().scale_bytes() * kRows;
         if (traits().nested()) return scales_of_block * traits().scale_halves() + bytes / 2;
         if (traits().f8_scales()) return 2 * kRows + bytes / 2;
+        if (traits().expanded()) return bytes * 2;
         if (traits().scales == Scales::floats) return scales_of_block * 2;
         return traits().scales == Scales::exponents ? scales_of_block / 2 : scales_of_block;
     }

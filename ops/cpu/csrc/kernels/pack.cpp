@@ -5,6 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "kernels/records.h"
 #include "kernels/vector.h"
 
 namespace umbra {
@@ -53,6 +54,17 @@ void unpack_nested(const Matrix& w, const Place& from, int64_t c, int lane, floa
     }
 }
 
+void unpack_records(const Matrix& w, const Place& from, int64_t c, int lane, float* to) {
+    alignas(64) uint8_t bytes[kBlock * kRows];
+    alignas(64) float scales[2 * kRows], lowest[2 * kRows] = {};
+    expand(w, from.quants, from.scales, c, kBlock, Order::fours, {bytes, scales, lowest});
+    const FormatTraits& of = traits_of(kExpanded);
+    for (int i = 0; i < kBlock; i++) {
+        const int level = byte_at(of, Order::fours, bytes, lane, i) - of.middle, at = i / 16 * kRows + lane;
+        to[i] = scales[at] * static_cast<float>(level) - lowest[at];
+    }
+}
+
 // The scale of the group at `at` in units of its plane's elements; formats without nested scales.
 float scale_of(const Matrix& w, const Place& from, int64_t at) {
     switch (w.traits().scales) {
@@ -66,6 +78,10 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
     const FormatTraits& of = w.traits();
     for (int64_t c = 0; c < w.k; c += kBlock) {
         const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
+        if (of.records()) {
+            unpack_records(w, from, c, lane, to + c);
+            continue;
+        }
         if (of.nested() || of.f8_scales()) {
             (of.nested() ? unpack_nested : unpack_sixteens)(w, from, c, lane, to + c);
             continue;
@@ -157,10 +173,29 @@ int pack_nested(const RowBlock& to, const Given& from, int64_t c) {
     return flags;
 }
 
+int pack_records(const RowBlock& to, const Blocks& from, int64_t c) {
+    const Matrix& w = to.w;
+    const FormatTraits& of = w.traits();
+    RecordRows records;
+    read_records(from, of, to.rows, c, records);
+    uint8_t* record = to.place.quants + c / kBlock * of.block_bytes();
+    const auto put = [&](int at, int bytes) {
+        std::memcpy(record + at + to.rows.lane * bytes, records.record + at + to.rows.lane * bytes,
+                    static_cast<size_t>(to.rows.count) * bytes);
+    };
+    for (int k = 0; k < of.words; k++) put(64 * k, 4);
+    for (int k = 0; k < of.bytes_more; k++) put(64 * of.words + kRows * k, 1);
+    for (int which = 0; which < of.scale_halves() && c % w.group == 0; which++)
+        std::copy_n(records.halves[which] + to.rows.lane, to.rows.count,
+                    const_cast<uint16_t*>(w.nested_halves(to.place.scales, c, which)) + to.rows.lane);
+    return records.finite ? 0 : kStrange;
+}
+
 // The levels of 32 columns from `c` on, and their scales.
 int pack_blocks(const RowBlock& to, const Blocks& from, int64_t c) {
     const Matrix& w = to.w;
     const FormatTraits& of = w.traits();
+    if (of.records()) return pack_records(to, from, c);
     Words levels;
     BlockScales scales;
     read_blocks(from, to.rows, c, levels, scales);

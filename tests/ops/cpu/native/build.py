@@ -31,7 +31,7 @@ CACHE = ROOT / "build" / "test_native"
 # The sources of programs that run ops with the generic kernels, and of the pool of shadow experts.
 PRODUCTS = [
     "runtime/pool",
-    *(f"kernels/{name}" for name in ("pack", "panel", "blocks", "products", "moe", "slots", "elementwise")),
+    *(f"kernels/{name}" for name in ("pack", "panel", "blocks", "records", "products", "moe", "slots", "elementwise")),
     *(f"kernels/{name}" for name in ("attention", "delta", "generic")),
 ]
 SHADOW = [f"shadow/{name}" for name in ("shadow", "worker", "copier")]
@@ -123,7 +123,7 @@ def compile_all(compiler: str, flags: Sequence[str], sources: Sequence[Path]) ->
     """The object files of `sources`, made in parallel."""
 
     def compiled(path: Path) -> str:
-        own = ["-ffp-contract=off"] * (path.stem in ("panel", "blocks"))  # as in csrc/CMakeLists.txt
+        own = ["-ffp-contract=off"] * (path.stem in ("panel", "blocks", "records"))  # as in csrc/CMakeLists.txt
         return str(made_once(f"{path.stem}.o", [compiler, "-std=c++17", *INCLUDES, *flags, *own, "-c", str(path)]))
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:

@@ -2,6 +2,7 @@
 // Every instruction set must print the same numbers: what a file holds decides how it is packed, not the CPU.
 
 #include "checks.h"
+#include "grids.h"
 #include "kernels/pack.h"
 
 using namespace umbra;
@@ -60,6 +61,7 @@ uint64_t packed(Format format, Kind kind, const Given& given, bool zeros, bool k
 }  // namespace
 
 int main() {
+    set_grids();
     const std::vector<float> scales = random_floats(kN * kK / kGroup);
     std::vector<uint8_t> zeros(scales.size());
     for (uint8_t& zero : zeros) zero = static_cast<uint8_t>(below(16));
@@ -92,26 +94,25 @@ int main() {
         int bytes;  // of 256 columns
         Format own;
     };
-    for (auto [type, bytes, own] : std::initializer_list<Type>{{Ggml::q4_0, 144, format_named("q4")},
-                                                               {Ggml::q4_1, 160, format_named("q4_k")},
-                                                               {Ggml::q5_0, 176, format_named("q5_k")},
-                                                               {Ggml::q5_1, 192, format_named("q5_k")},
-                                                               {Ggml::q8_0, 272, format_named("q8")},
-                                                               {Ggml::q4_k, 144, format_named("q4_k")},
-                                                               {Ggml::q5_k, 176, format_named("q5_k")},
-                                                               {Ggml::q6_k, 210, format_named("q6_k")},
-                                                               {Ggml::iq4_nl, 144, format_named("iq4")},
-                                                               {Ggml::iq4_xs, 136, format_named("iq4")},
-                                                               {Ggml::mxfp4, 136, format_named("mxfp4")},
-                                                               {Ggml::q2_k, 84, format_named("float32")},
-                                                               {Ggml::q3_k, 110, format_named("float32")}}) {
+    for (auto [type, bytes, own] : std::initializer_list<Type>{
+             {Ggml::q4_0, 144, format_named("q4")},        {Ggml::q4_1, 160, format_named("q4_k")},
+             {Ggml::q5_0, 176, format_named("q5_k")},      {Ggml::q5_1, 192, format_named("q5_k")},
+             {Ggml::q8_0, 272, format_named("q8")},        {Ggml::q4_k, 144, format_named("q4_k")},
+             {Ggml::q5_k, 176, format_named("q5_k")},      {Ggml::q6_k, 210, format_named("q6_k")},
+             {Ggml::iq4_nl, 144, format_named("iq4")},     {Ggml::iq4_xs, 136, format_named("iq4")},
+             {Ggml::mxfp4, 136, format_named("mxfp4")},    {Ggml::q2_k, 84, format_named("q2_k")},
+             {Ggml::q3_k, 110, format_named("q3_k")},      {Ggml::iq2_xxs, 66, format_named("iq2_xxs")},
+             {Ggml::iq2_xs, 74, format_named("iq2_xs")},   {Ggml::iq2_s, 82, format_named("iq2_s")},
+             {Ggml::iq3_xxs, 98, format_named("iq3_xxs")}, {Ggml::iq3_s, 110, format_named("iq3_s")},
+             {Ggml::iq1_s, 50, format_named("iq1_s")},     {Ggml::iq1_m, 56, format_named("iq1_m")},
+             {Ggml::tq1_0, 54, format_named("tq2_0")},     {Ggml::tq2_0, 66, format_named("tq2_0")},
+             {Ggml::nvfp4, 144, format_named("nvfp4")}}) {
         std::vector<uint8_t> rows(kN * bytes);
         for (uint8_t& byte : rows) byte = static_cast<uint8_t>(below(256)) & 0xbf;  // no scale is infinite
         Given given;
         given.blocks = {rows.data(), type, bytes, 0};
         for (Format format : {format_named("float32"), format_named("q8"), own})
             std::printf("blocks %d %d %016llx\n", static_cast<int>(type), static_cast<int>(format),
-                        static_cast<unsigned long long>(
-                            packed(format, Kind::f32, given, false, format == own && own != format_named("float32"))));
+                        static_cast<unsigned long long>(packed(format, Kind::f32, given, false, format == own)));
     }
 }

@@ -208,7 +208,9 @@ const Kernels& kernels_neon() {
         Kernels all{"neon_dotprod", quantise};
         each_format([&](auto format) {
             constexpr Format F = decltype(format)::value;
-            if constexpr (kTraits<F>.quantised())
+            if constexpr (kTraits<F>.records())
+                all.put(F, product_of_records<product_quantised<kExpanded>>);
+            else if constexpr (kTraits<F>.quantised())
                 all.put(F, product_quantised<F>);
             else if constexpr (kTraits<F>.storage == Storage::e4m3)
                 all.put(F, product_f8);

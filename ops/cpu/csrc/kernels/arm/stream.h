@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "kernels/passes.h"
+#include "kernels/records.h"
 
 #define INLINE TARGET inline __attribute__((always_inline))
 #define LAMBDA TARGET __attribute__((always_inline))  // between a lambda's parameters and its body
@@ -103,7 +104,7 @@ struct Stream {
         __builtin_prefetch(scales + kAhead / 4);
         halves = reinterpret_cast<const float16_t*>(scales);
         scales += kOf.nested()                      ? kOf.scale_halves() * kRows
-                  : kOf.f8_scales()                 ? 0
+                  : kByBlock                        ? 0
                   : kOf.scales == Scales::exponents ? kRows / 2
                   : kOf.scales == Scales::floats    ? 2 * kRows
                                                     : kRows;
@@ -122,12 +123,14 @@ struct Stream {
 
     INLINE void next() {
         bytes = reinterpret_cast<const uint8_t*>(scales);
-        scales += kOf.scale_bytes() * kRows / 2;
+        scales += kOf.scale_bytes() * kRows * (kOf.expanded() ? 4 : 1) / 2;
     }
 
     // Scales of row group `four`: number `Which` of the block times its own.
     template <int Which>
     INLINE float32x4_t factor(int four) const {
+        if constexpr (kOf.expanded())
+            return vld1q_f32(reinterpret_cast<const float*>(bytes) + Which * kRows + kFour * four);
         uint32_t word;
         __builtin_memcpy(&word, bytes + Which * kRows + kFour * four, 4);
         const uint8x8_t of_rows = vcreate_u8(word);

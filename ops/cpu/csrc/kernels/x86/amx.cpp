@@ -372,7 +372,8 @@ const Kernels& kernels_amx() {
         all.name = "amx";
         each_format([&](auto format) {
             constexpr Format F = decltype(format)::value;
-            if constexpr (kTraits<F>.quantised() && !kTraits<F>.sixteens()) all.put(F, product<F>, several<F>);
+            if constexpr (kTraits<F>.quantised() && !kTraits<F>.sixteens() && !kTraits<F>.records())
+                all.put(F, product<F>, several<F>);
         });
         all.attend[static_cast<int>(Type::bf16)] = attend_tiles<Bf16>;
         all.attend[static_cast<int>(Type::i8)] = attend_tiles<int8_t>;

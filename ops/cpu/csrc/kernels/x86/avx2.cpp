@@ -71,7 +71,9 @@ const Kernels& kernels_avx2() {
         Kernels own{"avx2", kernels_generic().quantise};
         each_format([&](auto format) {
             constexpr Format F = decltype(format)::value;
-            if constexpr (kTraits<F>.quantised())
+            if constexpr (kTraits<F>.records())
+                own.put(F, product_of_records<product_quantised<kExpanded>>);
+            else if constexpr (kTraits<F>.quantised())
                 own.put(F, product_quantised<F>);
             else if constexpr (kTraits<F>.storage == Storage::e4m3)
                 own.put(F, product_f8);

@@ -6,6 +6,7 @@
 
 #include "kernels/delta.h"
 #include "kernels/passes.h"
+#include "kernels/records.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
 #define INLINE TARGET inline __attribute__((always_inline))
@@ -313,7 +314,11 @@ const Kernels& kernels_avx512() {
         Kernels own{"avx512_vnni", quantise};
         each_format([&](auto format) {
             constexpr Format F = decltype(format)::value;
-            if constexpr (kTraits<F>.quantised())
+            if constexpr (kTraits<F>.records())
+                own.put(F, product_of_records<product_quantised<kExpanded>>);
+            else if constexpr (kTraits<F>.expanded())
+                own.put(F, product_quantised<F>);
+            else if constexpr (kTraits<F>.quantised())
                 own.put(F, product_quantised<F>, several_quantised<F>);
             else if constexpr (kTraits<F>.storage == Storage::e4m3)
                 own.put(F, product_f8);

@@ -12,7 +12,10 @@ const Kernels& kernels_avx_vnni() {
         all.name = "avx_vnni";
         each_format([&](auto format) {
             constexpr Format F = decltype(format)::value;
-            if constexpr (kTraits<F>.quantised()) all.put(F, product_quantised<F>);
+            if constexpr (kTraits<F>.records())
+                all.put(F, product_of_records<product_quantised<kExpanded>>);
+            else if constexpr (kTraits<F>.quantised())
+                all.put(F, product_quantised<F>);
         });
         return all;
     }();

@@ -7,13 +7,14 @@
 // itself has maddubs, which adds only two neighbours, into 16 bits and saturating, so:
 //   q4: quants 0 .. 15 times |q| <= 127, two products: at most 3,810; eight such sums fit 16 bits (30,480).
 //   mxfp4, nvfp4: bytes 0 .. 24 times |q| <= 127, two products: at most 6,096; four such sums fit 16 bits (24,384).
-//   q5_k: at most 7,874; four fit (31,496). q6_k: at most 16,002; two fit (32,004).
+//   expanded: bytes 0 .. 127, at most 32,258, fits once. q5_k: at most 7,874; four fit (31,496). q6_k: at most 16,002; two fit (32,004).
 //   q8, w8a8, iq4: bytes minus 128 are signed; |w| <= 128 times q with w's sign, two products: at most 32,512, fits once.
 #pragma once
 
 #include <immintrin.h>
 
 #include "kernels/passes.h"
+#include "kernels/records.h"
 
 #define INLINE TARGET inline __attribute__((always_inline))
 

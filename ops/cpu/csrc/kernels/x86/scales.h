@@ -70,7 +70,7 @@ struct RowScales {
 
     // Where a group begins.
     INLINE void enter() {
-        if (kOf.f8_scales()) return;
+        if (kOf.f8_scales() || kOf.expanded()) return;
         if (kOf.scales == Scales::exponents) {  // e8m0_to_float
             factor[0] =
                 Vector::as_floats(Vector::larger(Vector::template shift_left<23>(bytes()), Vector::all(1 << 22)));
@@ -89,6 +89,7 @@ struct RowScales {
     // At each block.
     INLINE void next() {
         if (kOf.f8_scales()) factor[0] = e4m3(), factor[1] = e4m3();
+        if (kOf.expanded()) factor[0] = floats(), factor[1] = floats();
         if (!kOf.nested()) return;
         factor[0] = Vector::times(of_group[0], Vector::to_floats(bytes()));
         if (kTwo) factor[1] = Vector::times(of_group[kOf.minimums()], Vector::to_floats(bytes()));
