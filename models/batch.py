@@ -50,6 +50,8 @@ class Batch:
     # are other rows, `absorbed` has those.
     expanded: Subset | None = None
     absorbed: Subset | None = None
+    # (T, N) int64, of a model that reads n-grams: the N tokens before each of `token_ids`, the nearest first; -1: none.
+    previous: Tensor | None = None
     # Of a step that guesses tokens: the hidden states (T, H) of the tokens before `token_ids`.
     hidden: Tensor | None = None
 
@@ -67,14 +69,14 @@ class Batch:
         """The batch for layers before the last, which compute all rows to their end."""
         return self if self.wanted_per_group is None else dataclasses.replace(self, wanted_per_group=None)
 
-    def wanted(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, "Batch"]:
-        """Returns `x`, `residual` and the batch for the rest of a layer after its attention; in the last layer they
-        lack the rows whose logits nobody wants."""
+    def wanted(self, x: Tensor, carried: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...], "Batch"]:
+        """Returns `x`, what is `carried` beside it and the batch for the rest of a layer after its attention; in the
+        last layer they lack the rows whose logits nobody wants."""
         rows, counts = self.logit_rows, self.wanted_per_group
         if rows is None or counts is None:
-            return x, residual, self
-        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-        return x, residual, dataclasses.replace(self, tokens_per_group=counts or None)
+            return x, carried, self
+        x, carried = x.index_select(0, rows), tuple(of.index_select(0, rows) for of in carried)
+        return x, carried, dataclasses.replace(self, tokens_per_group=counts or None)
 
     def picked(self, x: Tensor) -> Tensor:
         """Returns the rows of hidden states `x` whose logits are wanted."""

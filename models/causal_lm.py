@@ -12,9 +12,11 @@ from umbra.models.build import Build
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.eagle3 import Eagle3Head
 from umbra.models.layers.embedding import HEAD, LMHead, VocabEmbedding
-from umbra.models.layers.mtp import MultiTokenPrediction, add_at
+from umbra.models.layers.mtp import MultiTokenPrediction, StreamedPrediction, add_at
+from umbra.models.layers.ngram import NgramLayer
 from umbra.models.layers.norm import RMSNorm
 from umbra.models.layers.rotary import RotaryTable
+from umbra.models.layers.streams import RESIDUAL, Carried, Streams
 from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import RopeConfig
 
@@ -38,33 +40,39 @@ class DecoderConfig(Protocol):
 
 class Decoder(nn.Module):
     """The hidden states of a step's tokens; if `wanted_per_group` is set, of those whose logits are wanted. Each of
-    `layers` takes (x, residual, cos, sin, batch), where x + residual is its input and residual is None before the
-    first, and returns (x, residual) for the next."""
+    `layers` takes (carried, cos, sin, batch), where `carried` is what passes from layer to layer in `streams` of this
+    kind, and returns what passes to the next."""
 
-    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module]):
+    norm: RMSNorm  # where there is one stream
+
+    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module], streams: Streams = RESIDUAL):
         super().__init__()
-        self.parallel = build.parallel
-        self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
+        self.parallel, self.ops, self.streams, hidden = build.parallel, build.ops, streams, config.hidden_size
+        self.embed_tokens = VocabEmbedding(build, config.vocab_size, hidden)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.layers = nn.ModuleList(layers)
         self.depth = len(self.layers)  # a layer for multi-token prediction may follow
-        self.norm = RMSNorm(build.at("model.norm"), config.hidden_size, config.rms_norm_eps)
+        self.last_name = streams.names[2]
+        self.add_module(
+            self.last_name, streams.reading(build.at(f"model.{self.last_name}"), hidden, config.rms_norm_eps, last=True)
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         return self.with_taps(batch, ())[0]
 
-    def with_taps(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """The same, and this rank's rows of the hidden states before the layers `taps`, in order, of which the last one
-        may be their number."""
+    def with_taps(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """The same; beside it what a layer that predicts further tokens begins with, if that is something else, and the
+        hidden states before the layers `taps`, in order, of which the last one may be their number. These two are of
+        this rank's rows."""
         rows = batch.rows(self.parallel)
-        x, residual = rows.own(self.embed_tokens(batch.token_ids)), None  # (T, H)
+        carried: Carried = self.streams.start(self.ops, rows.own(self.embed_tokens(batch.token_ids)))
         cos, sin = self.rotary(batch.positions)
-        tapped: list[Tensor] = []
+        last, tapped = getattr(self, self.last_name), list[Tensor]()
         for number, layer in zip(range(1, self.depth + 1), self.layers, strict=False):
-            x, residual = layer(x, residual, cos, sin, batch if number == self.depth else batch.with_all_rows)
+            carried = layer(carried, cos, sin, batch if number == self.depth else batch.with_all_rows)
             if number in taps:
-                tapped.append(self.norm.add(x, residual)[1])  # one kernel for the sum
-        return rows.gather(self.norm.add(x, residual)[0]), tapped
+                tapped.append(last.tap(carried))
+        return rows.gather(last.collapse(carried)), last.kept(carried), tapped
 
 
 class CausalLM(nn.Module):
@@ -81,9 +89,10 @@ class CausalLM(nn.Module):
         mtp_layers: int = 0,
         mtp_layer: Callable[[Build], DecoderLayer] | None = None,
         mtp_names: MtpNames | None = None,
+        streams: Streams = RESIDUAL,
     ):
         super().__init__()
-        self.model = Decoder(config, build, layers)
+        self.model, hidden = Decoder(config, build, layers, streams), config.hidden_size
         source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
         names = mtp_names or MtpNames()
         paths = [names.path.format(self.model.depth + i) for i in range(mtp_layers)]
@@ -104,11 +113,23 @@ class CausalLM(nn.Module):
             own = dataclasses.replace(build, shadows=None, exchange=None).at(paths[0])
             layer = mtp_layer(own.at(names.layer) if names.layer else own)
             self.mtp_at = paths[0]
-            add_at(self, self.mtp_at, MultiTokenPrediction(own, config.hidden_size, config.rms_norm_eps, layer, names))
-        self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
+            sizes = hidden, config.rms_norm_eps
+            predicting = (
+                MultiTokenPrediction(own, *sizes, layer, names)
+                if streams.count == 1
+                else StreamedPrediction(own, *sizes, layer, names, streams)
+            )
+            add_at(self, self.mtp_at, predicting)
+        self.lm_head = LMHead(build, config.vocab_size, hidden, source)
         head = build.drafts.eagle3
         self.eagle3 = Eagle3Head(head, build.of_head) if head else None
-        self.state_width = (head or config).hidden_size  # of the states that guesses are made from
+        # Of the states that guesses are made from.
+        self.state_width = head.hidden_size if head else hidden * streams.count
+
+    @property
+    def previous(self) -> int:
+        """The number of tokens before each that `Batch.previous` has."""
+        return max((layer.previous for layer in self.modules() if isinstance(layer, NgramLayer)), default=0)
 
     @property
     def guesses(self) -> bool:
@@ -120,25 +141,28 @@ class CausalLM(nn.Module):
         return self.lm_head(batch.picked(self.model(batch)))
 
     def with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same. -> logits, and the hidden states (T, H) from which further tokens are predicted: of all rows if
+        """The same. -> logits, and the states (T, state_width) from which further tokens are predicted: of all rows if
         `batch` has no `wanted_per_group`"""
         head = self.eagle3 if self.eagle3 and self.eagle3.reads(batch) else None
-        hidden, tapped = self.model.with_taps(batch, head.config.taps if head else ())
+        hidden, kept, tapped = self.model.with_taps(batch, head.config.taps if head else ())
         logits = self.lm_head(batch.picked(hidden))
-        return logits, head.fused(tapped, batch) if head else hidden
+        if head:
+            return logits, head.fused(tapped, batch)
+        return logits, hidden if kept is None else batch.rows(self.model.parallel).gather(kept)
 
     def guess(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Caches what the part for speculative decoding keeps of a step's tokens, which follow those of
-        `batch.hidden`. -> for each row wanted, the token that follows most likely, and the hidden state from which the
-        next guess goes on"""
+        `batch.hidden`. -> for each row wanted, the token that follows most likely, and the state from which the next
+        guess goes on"""
         if batch.hidden is None:
             raise AssertionError("guesses are made from hidden states")
         model = self.model
         if self.eagle3:
             return self.eagle3(model.embed_tokens, batch.hidden, batch)
         embedded, angles = model.embed_tokens(batch.token_ids), model.rotary(batch.positions)
-        hidden = batch.picked(self.get_submodule(self.mtp_at)(embedded, batch.hidden, *angles, batch))
-        return self.lm_head.ops.argmax(self.lm_head(hidden)), hidden
+        after, states = self.get_submodule(self.mtp_at)(embedded, batch.hidden, *angles, batch)
+        hidden = batch.picked(after)
+        return self.lm_head.ops.argmax(self.lm_head(hidden)), hidden if states is after else batch.picked(states)
 
     def ignores(self, name: str) -> bool:
         """Returns whether a checkpoint may hold the tensor `name` although the model does not use it, such as the

@@ -13,6 +13,7 @@ from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import read_rope, read_rotary_dim
 
 FULL, LINEAR = "full_attention", "linear_attention"
+GATES = "silu", "swish"  # two names of one function
 MTP = MtpNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm", "shared_head")
 DEFAULTS = {
     "hidden_size": 2048,
@@ -66,14 +67,22 @@ def read_dense_hybrid(hf: HfConfig, defaults: Mapping[str, int]) -> dict[str, An
     return _hybrid(hf, dense_config.read_sizes(hf, {**DEFAULTS, **defaults}))
 
 
-def read_hybrid(hf: HfConfig, defaults: Mapping[str, int]) -> dict[str, Any]:
-    """All fields of `HybridMoeConfig` but `norm_topk_prob`. `defaults` are those that differ between families."""
+def read_hybrid(
+    hf: HfConfig,
+    defaults: Mapping[str, int],
+    attending: tuple[str, ...] = (FULL,),
+    gates: tuple[str, ...] = GATES,
+    rotary: float = 0.25,
+) -> dict[str, Any]:
+    """All fields of `HybridMoeConfig` but `norm_topk_prob`. `defaults` are those that differ between families;
+    `attending` the names of layers that attend, `gates` the functions of linear attention's gate that the family has,
+    and `rotary` the share of a head that rotates, if the config does not say it."""
     hf.refuse("decoder_sparse_step", 1)
     hf.refuse("mlp_only_layers", [])
     sizes = read_sizes(hf, {**DEFAULTS, **EXPERTS, **defaults}, ("num_experts", "num_local_experts"))
     if not sizes["num_experts"]:
         raise hf.error("num_experts", "must be at least 1")
-    return _hybrid(hf, sizes) | {
+    return _hybrid(hf, sizes, attending, gates, rotary) | {
         "intermediate_size": sizes["moe_intermediate_size"],  # no layer is dense
         "sparse_layers": (True,) * sizes["num_hidden_layers"],
     }
@@ -88,14 +97,21 @@ def text_with_tied(whole: HfConfig) -> tuple[HfConfig, dict[str, bool]]:
     return hf, {TIED: tied}
 
 
-def _hybrid(hf: HfConfig, sizes: dict[str, Any]) -> dict[str, Any]:
+def _hybrid(
+    hf: HfConfig,
+    sizes: dict[str, Any],
+    attending: tuple[str, ...] = (FULL,),
+    gates: tuple[str, ...] = GATES,
+    rotary: float = 0.25,
+) -> dict[str, Any]:
     hf.refuse("hidden_act", "silu")
     hf.refuse("attention_bias", False)
     hf.refuse("attn_output_gate", True)
-    hf.refuse("output_gate_type", "silu", "swish")  # two names of one function
+    hf.refuse("output_gate_type", *gates)
     layers, dim = sizes["num_hidden_layers"], sizes["head_dim"]
     every = hf.size("full_attention_interval", default=4)
     kinds = hf.names("layer_types") or tuple(LINEAR if (i + 1) % every else FULL for i in range(layers))
+    kinds = tuple(FULL if kind in attending else kind for kind in kinds)
     if len(kinds) != layers or set(kinds) - {FULL, LINEAR} or FULL not in kinds:
         raise hf.error("layer_types", f"must be {layers} times {FULL} or {LINEAR}, {FULL} at least once")
     heads = sizes["linear_num_value_heads"]
@@ -103,7 +119,7 @@ def _hybrid(hf: HfConfig, sizes: dict[str, Any]) -> dict[str, Any]:
         raise hf.error("linear_num_key_heads", f"does not divide linear_num_value_heads: {heads}")
     return sizes | {
         "rms_norm_eps": hf.number("rms_norm_eps", default=1e-6),
-        "rope": read_rope(hf, read_rotary_dim(hf, dim, default=0.25), sizes["max_position_embeddings"]),
+        "rope": read_rope(hf, read_rotary_dim(hf, dim, default=rotary), sizes["max_position_embeddings"]),
         "mtp_num_hidden_layers": hf.size("mtp_num_hidden_layers", default=1, minimum=0, maximum=LARGEST_DEPTH),
         "linear_layers": tuple(kind == LINEAR for kind in kinds),
     }

@@ -11,7 +11,8 @@ class MtpNames:
     path: str = "model.layers.{}"
     embedding: str = ""  # the norm of the next token's embedding
     hidden: str = ""  # the norm of the hidden state
-    projection: str = ""  # of both
+    projection: str = ""  # of both, or of the hidden state alone
     layer: str = ""  # the decoder layer; empty: its parts stand beside the others
     norm: str = ""  # the last norm
     head: str = ""  # an output head of its own, which is a copy of the model's
+    embedding_projection: str = ""  # of the next token's embedding, where that of the hidden state is another

@@ -27,6 +27,7 @@ FAMILIES = {  # the record of each family, as `module:name`
     "hy_v3": "umbra.models.glm4_moe.family:HY_V3",
     "gpt_oss": "umbra.models.gpt_oss.family:GPT_OSS",
     "qwen3_next": "umbra.models.qwen3_next.family:QWEN3_NEXT",
+    "qwen4_exp": "umbra.models.qwen4_exp.family:QWEN4_EXP",
     "qwen3_5_moe": "umbra.models.qwen3_5_moe.family:QWEN3_5_MOE",
     "qwen3": "umbra.models.dense.family:QWEN3",
     "qwen2": "umbra.models.dense.family:QWEN2",

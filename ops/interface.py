@@ -176,6 +176,45 @@ class Heads(NamedTuple):
 LatentCache = tuple[Tensor, ...]  # the parts of a layer's cache of latents, whose pages have the same numbers
 
 
+@dataclass(frozen=True)
+class SinkhornWeights:
+    """The weights by which `count` = S residual streams are read and mixed, all float32."""
+
+    count: int
+    fn: Tensor  # ((2 + S) S, S H)
+    scale: Tensor  # (3): of reading, writing and mixing
+    base: Tensor  # ((2 + S) S)
+    eps: float  # of the norm of all streams together, which has no weight
+    margin: float  # added to weights and to sums that are divided by
+    steps: int
+
+
+class Pooling(NamedTuple):
+    """The keys of blocks of `ratio` tokens: the mean of the tokens' keys of D columns, normalised, and rotated to the
+    position of the block's first token."""
+
+    ratio: int
+    eps: float
+    weight: Tensor  # (D), as of `Ops.rms_norm`
+    cos: Tensor  # (T, D or more): the angles of each token, as of `Ops.norm_rotate`
+    sin: Tensor
+    back_cos: Tensor  # (D): the angles of `ratio` - 1 positions
+    back_sin: Tensor
+
+
+@dataclass(frozen=True)
+class NgramTable:
+    """A table of rows in parts of equally many, and the hashes that choose a row for each of several heads: those of
+    the last two tokens first, as many of the last three, and so on, up to N."""
+
+    multipliers: Tensor  # (N) int64
+    moduli: Tensor  # (heads) int64
+    offsets: Tensor  # (heads) int64
+    end: int  # the token that ends a text, which stands for all tokens before it and before a sequence
+    parts: list[Tensor]  # each (rows, width), on the host; they may lie in mapped files
+    addresses: Tensor  # (parts) int64: where the parts begin
+
+
 class LatentNorm(NamedTuple):
     """The norm of latents of N columns, and the rotation of queries and keys of R columns."""
 
@@ -227,6 +266,7 @@ Routed = tuple[Tensor, Tensor] | Scores
 class Ops(Protocol):
     latent_parts: int  # the number of tensors of a cache of latents
     heads_in_q8: bool  # whether matrices of heads are kept in eight bits where linear layers are quantised
+    selects: bool  # whether there are ops of attention over chosen blocks, and of tables on the host
     keys_in_pairs: bool  # whether `rope_write_latents` takes keys of which neighbouring columns rotate
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
@@ -415,6 +455,71 @@ class Ops(Protocol):
         dt_bias (D) float32. states (places, Hv, Dk, Dv) float32, places at any distance; within a head an
         implementation orders the elements in its own way. inputs (places, rows, Hk Dk + Hv Dv + D + Hv) float32, as
         far apart: those that are kept. -> (T, Hv, Dv)"""
+
+    def row_cache(
+        self, pages: int, rows: int, heads: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A zeroed cache (pages, heads, rows, width) for attention over chosen blocks of tokens: of keys, of values, or
+        an index, of which a page has the keys of its tokens and behind them those of its blocks."""
+
+    def norm_rotate(self, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """`rms_norm` of each head of x (T, heads, D), of which tokens may lie further apart, and then its rotation by
+        half: cos and sin (T, D or more) have the angles of both halves in their first D / 2 columns."""
+
+    def write_rows(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Writes k, v (T, kv_heads, D) as `write_kv`, into caches of rows."""
+
+    def write_index(self, keys: Tensor, pooling: Pooling, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Writes keys (T, D) into an index, and then those of the blocks whose last tokens are among the new ones. Rows
+        of keys may lie further apart."""
+
+    def choose_blocks(
+        self, q: Tensor, weights: Tensor | None, cache: Tensor, paged: Paged, ratio: int, top: int
+    ) -> Tensor:
+        """The `top` complete blocks before each query with the largest sums over heads of weight * relu(q . key), of
+        equal ones the first; q (T, heads, D), weights (T, heads), or None: all are one.
+        -> (T, top) int32, ascending; -1 behind them where there are fewer"""
+
+    def selected_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, blocks: Tensor, ratio: int, scale: float
+    ) -> Tensor:
+        """Attention as `attention`, over the tokens of the query's `blocks` (T, top) and those up to its own behind the
+        last complete block. No other rows are read. -> (T, heads, D)"""
+
+    def ngram_rows(self, token_ids: Tensor, previous: Tensor, table: NgramTable) -> Tensor:
+        """The row of each head, (heads * width) side by side, for each of token_ids (T), before which lie the tokens
+        `previous` (T, N - 1), the nearest first; -1: none. A row's number is its offset plus the hash modulo its
+        modulus; the hash is the exclusive or of each token times its multiplier. -> (T, heads * width)"""
+
+    def agreeing_values(self, keys: Tensor, queries: Tensor, values: Tensor, streams: int) -> Tensor:
+        """values (T, H) in each stream, times sigmoid(sign(p) * sqrt(max(|p|, 1e-6))) with the product p of its key and
+        its query, divided by sqrt(H); keys, queries (T, S * H). -> (T, S * H)"""
+
+    def spread(self, x: Tensor, streams: int) -> Tensor:
+        """x (T, H) in each of so many streams. -> (T, streams * H)"""
+
+    def stream_norm(self, streams: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rms_norm` of each stream alone: streams (T, S * H), weight (S, H). -> (T, S * H)"""
+
+    def scaled_silu(self, x: Tensor, factor: float) -> Tensor:
+        """silu(factor * x). Rows of x (T, N) may lie further apart. -> (T, N)"""
+
+    def gated_read(self, gates: Tensor, normed: Tensor, streams: int) -> Tensor:
+        """The mean over streams of sigmoid(gates) * normed, both (T, S * H). -> (T, H)"""
+
+    def gated_write(self, streams: Tensor, y: Tensor, logits: Tensor) -> Tensor:
+        """Adds 2 sigmoid(logits[s] / S) * y to each stream s, in place of streams (T, S * H); y (T, H). Rows of logits
+        (T, S) may lie further apart. -> streams"""
+
+    def sinkhorn_read(self, streams: Tensor, weights: SinkhornWeights) -> tuple[Tensor, Tensor, Tensor]:
+        """Reads streams (T, S * H) by weights that are computed from them (arXiv 2512.24880): with m the products of
+        `fn` and the normalised streams, times `scale` plus `base`, the sum over s of (sigmoid(m_s) + margin) * stream
+        s; weights of the result, 2 sigmoid(m); and a matrix of the streams' mixing, softmax(m) + margin over rows, of
+        which columns, then rows and columns in turn, are divided by their sums plus `margin`, `steps` times.
+        -> (T, H), post (T, S) and comb (T, S, S) in float32"""
+
+    def sinkhorn_write(self, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """Stream k becomes post[k] * y + the sum over j of comb[j, k] * stream j, in place of streams. -> streams"""
 
     def route_softmax(
         self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None

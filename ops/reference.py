@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from umbra.ops import recurrent, sampling
+from umbra.ops import ngrams, recurrent, sampling, selected, streams
 from umbra.ops.formats import Format
 from umbra.ops.formats.quantised import Quantised, floats
 from umbra.ops.interface import (
@@ -83,7 +83,7 @@ class DenseHeads:
 
 
 matrix, head_matrices = DenseMatrix, DenseHeads
-latent_parts, keys_in_pairs, heads_in_q8 = 1, False, False
+latent_parts, keys_in_pairs, heads_in_q8, selects = 1, False, False, True
 
 
 def stack(parts: Sequence[tuple[int, Format]], columns: int, device: torch.device) -> DenseMatrix:
@@ -298,6 +298,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, sigmoid:
 
 
 causal_conv, gated_delta_rule = recurrent.causal_conv, recurrent.gated_delta_rule
+row_cache, norm_rotate, write_rows = selected.row_cache, selected.norm_rotate, selected.write_rows
+write_index, choose_blocks = selected.write_index, selected.choose_blocks
+selected_attention = selected.selected_attention
+ngram_rows, agreeing_values = ngrams.ngram_rows, ngrams.agreeing_values
+spread, stream_norm, scaled_silu = streams.spread, streams.stream_norm, streams.scaled_silu
+gated_read, gated_write = streams.gated_read, streams.gated_write
+sinkhorn_read, sinkhorn_write = streams.sinkhorn_read, streams.sinkhorn_write
 
 
 def route_softmax(

@@ -121,6 +121,20 @@ def seen(paged: Paged, window: int | None = None) -> tuple[float, float]:
     return read, pairs
 
 
+def selected(paged: Paged, most: int) -> float:
+    """Returns the rows that attention over chosen blocks reads, if a query attends to at most so many."""
+    rows = 0
+    for first, end, length in zip(paged.query_starts[:-1], paged.query_starts[1:], paged.kv_lens, strict=True):
+        seen = range(int(length) - (int(end) - int(first)) + 1, int(length) + 1)
+        rows += sum(min(tokens, most) for tokens in seen)
+    return float(rows)
+
+
+def row_bytes(cache: Tensor) -> int:
+    """Returns the bytes of a row of all heads in a cache (pages, heads, rows, width)."""
+    return cache.shape[1] * cache.shape[3] * cache.itemsize
+
+
 def cached_bytes(tokens: float, cache: Iterable[Tensor], page_size: int) -> float:
     """Returns the bytes of so many tokens in a cache of these parts."""
     return tokens * sum(part.nbytes / (len(part) * page_size) for part in cache)
@@ -237,6 +251,57 @@ SPECS = {
         Spec("add_gated", "x x y", lambda x: x, lambda gate: "add" if gate is None else "add_gated"),
         Spec("sigmoid_mul", "x x gate", lambda x: x),
         Spec("gated_rms_norm", "x gate x", _like_x),
+        Spec("norm_rotate", "x out", lambda x: x.new_empty(x.shape)),
+        Spec("write_rows", "k k v v", lambda: None),
+        Spec("write_index", "keys keys", lambda: None),
+        Spec(
+            "choose_blocks",
+            "q",
+            lambda q, top: q.new_empty(len(q), top, dtype=torch.int32),
+            cached=lambda cache, paged, ratio: seen(paged)[0] / ratio * row_bytes(cache),
+            macs=lambda q, paged, ratio: seen(paged)[1] / ratio * q.shape[1] * q.shape[2],
+        ),
+        Spec(
+            "selected_attention",
+            "q q",
+            lambda q: q.new_empty(q.shape),
+            cached=lambda k_cache, paged, blocks, ratio: (
+                2 * selected(paged, (blocks.shape[1] + 1) * ratio - 1) * row_bytes(k_cache)
+            ),
+            macs=lambda q, paged, blocks, ratio: (
+                2 * selected(paged, (blocks.shape[1] + 1) * ratio - 1) * q.shape[1] * q.shape[2]
+            ),
+        ),
+        Spec(
+            "ngram_rows",
+            "out out",
+            lambda token_ids, table, dtype: token_ids.new_empty(
+                len(token_ids), len(table.moduli) * table.parts[0].shape[1], dtype=dtype
+            ),
+        ),
+        Spec("agreeing_values", "keys queries values out", lambda keys: keys.new_empty(keys.shape)),
+        Spec("spread", "x out", lambda x, streams: x.new_empty(len(x), streams * x.shape[1])),
+        Spec("stream_norm", "streams streams", lambda streams: streams.new_empty(streams.shape)),
+        Spec("scaled_silu", "x out", _like_x),
+        Spec(
+            "gated_read",
+            "gates normed out",
+            lambda normed, streams: normed.new_empty(len(normed), normed.shape[1] // streams),
+        ),
+        Spec("gated_write", "streams streams y", lambda streams: streams),
+        Spec(
+            "sinkhorn_read",
+            "streams out",
+            lambda streams, weights: (
+                streams.new_empty(len(streams), streams.shape[1] // weights.count),
+                *(
+                    streams.new_empty(len(streams), *shape, dtype=torch.float32)
+                    for shape in ((weights.count,), (weights.count, weights.count))
+                ),
+            ),
+            macs=lambda streams, weights: len(streams) * weights.fn.numel(),
+        ),
+        Spec("sinkhorn_write", "streams streams y", lambda streams: streams),
         Spec(
             "causal_conv",
             "x out",

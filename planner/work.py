@@ -25,7 +25,7 @@ from umbra.models.config import ModelConfig, with_layers
 from umbra.models.eagle3_config import TAPS
 from umbra.models.layers.base import layers_of
 from umbra.models.layers.experts import Experts
-from umbra.models.layers.states import RecurrentStates
+from umbra.models.layers.states import LayerStates
 from umbra.models.registry import load, model_class
 from umbra.ops.counted import Collective, CountedExchange, CountedOps, Done, Notes
 from umbra.ops.interface import Exchange, Ops
@@ -110,7 +110,7 @@ class CountedRank:
         own = (None,) * bool(self.model.mtp_at)  # the window of a layer that predicts further tokens
         frame = frame_of(self.model, case, build, (*self.config.windows, *own))
         self.units, self.page_bytes = frame.units, frame.nbytes + frame.beside
-        stateful = sum(self._multiple(path) for path, m in self.model.named_modules() if isinstance(m, RecurrentStates))
+        stateful = sum(self._multiple(path) for path, m in self.model.named_modules() if isinstance(m, LayerStates))
         self.states = state_sizes(self.model, self.page_bytes // self.units, stateful)
         self.limits = limits_of(case, self.config, True, self.states.frames(self.page_bytes, 0))
         layers = list(self.model.model.layers)[: self.model.model.depth]
@@ -196,9 +196,11 @@ class CountedRank:
         sets, stateful = len(sets_of(self.model)), len(recurrent(self.model))
         expanded = not decode and self.limits.expansion is not None and self.limits.expansion.pays(0, tokens)
         batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups, sets, stateful, expanded)
+        before = self.model.previous
         batch = dataclasses.replace(
             batch,
             paged=tuple(paged._replace(kv_lens=(length,) * sequences) for paged in batch.paged),
+            previous=torch.empty(tokens, before, dtype=torch.int64, device="meta") if before else None,
             logit_rows=None if decode else batch.logit_rows,
             wanted_per_group=None if decode else (sequences,) * groups,
         )

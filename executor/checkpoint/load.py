@@ -77,6 +77,15 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
     return files.read
 
 
+def attach_mapped(model: nn.Module, folder: Path, scheme: Scheme) -> None:
+    """Gives the layers that keep their pieces in mapped files theirs, of a model that is filled otherwise."""
+    pieces = [piece for path, layer in layers_of(model) if layer.mapped for piece in layer.pieces(path)]
+    files = open_files(folder, scheme) if pieces else None
+    for piece in pieces:
+        if files and piece.fill:
+            piece.fill(_part(files, plain(piece.name, piece.shape), piece))
+
+
 def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
     """The pieces of the model that each weight of its checkpoint fills, by the weight's name; a tied weight has two."""
     wanted: dict[str, list[Piece]] = {}

@@ -15,7 +15,7 @@ def random_weights(model: nn.Module, seed: int) -> None:
     """
     block = torch.randn((1 << 22) - 3, generator=torch.Generator().manual_seed(seed))
     offset = 0
-    pieces = [piece for path, layer in layers_of(model) for piece in layer.pieces(path)]
+    pieces = [piece for path, layer in layers_of(model) for piece in layer.pieces(path) if not layer.mapped]
     for piece in sorted(pieces, key=lambda piece: piece.kept_elements, reverse=True):
         if piece.fill is None:
             continue
@@ -25,3 +25,10 @@ def random_weights(model: nn.Module, seed: int) -> None:
             offset = (offset + len(parts[-1])) % len(block)
             missing -= len(parts[-1])
         piece.fill(torch.cat(parts).view(piece.kept_shape).mul_(piece.spread).add_(piece.mean))
+    for path, layer in layers_of(model):
+        if layer.mapped:  # all pieces are one, or they would not fit the memory
+            pieces = list(layer.pieces(path))
+            once = torch.empty(pieces[0].kept_shape, dtype=torch.float16).normal_(0, pieces[0].spread)
+            for piece in pieces:
+                if piece.fill:
+                    piece.fill(once)

@@ -13,7 +13,7 @@ from umbra.executor.config.case import Case
 from umbra.executor.plan.layer_sets import LayerSet, layer_sets
 from umbra.models.build import Build
 from umbra.models.layers.attention import PagedCache
-from umbra.models.layers.states import RecurrentStates
+from umbra.models.layers.states import LayerStates
 from umbra.ops.interface import fixed
 
 
@@ -46,8 +46,8 @@ def bind_aside(model: nn.Module, case: Case, build: Build, pages: int) -> list[T
     return tensors
 
 
-def recurrent(model: nn.Module) -> list[RecurrentStates]:
-    return [layer for layer in model.modules() if isinstance(layer, RecurrentStates)]
+def recurrent(model: nn.Module) -> list[LayerStates]:
+    return [layer for layer in model.modules() if isinstance(layer, LayerStates)]
 
 
 def state_sizes(model: nn.Module, unit_bytes: int, layers: int | None = None) -> StateSizes:

@@ -28,7 +28,8 @@ from umbra.models.layers.experts import Experts
 from umbra.models.layers.norm import RMSNorm, SplitRMSNorm
 from umbra.models.layers.rotary import RotaryTable
 from umbra.models.layers.router import Router, SelectionBias
-from umbra.models.layers.states import RecurrentStates
+from umbra.models.layers.states import LayerStates
+from umbra.models.layers.streams import Residual, StreamNorm
 from umbra.models.registry import load, model_class
 from umbra.ops.interface import Exchange, Ops
 from umbra.ops.parallel.join import parallel_of
@@ -38,6 +39,8 @@ KINDS: dict[type[nn.Module], str] = {
     VocabEmbedding: "embedding",
     LMHead: "head",
     RMSNorm: "norms",
+    Residual: "norms",
+    StreamNorm: "norms",
     SplitRMSNorm: "norms",
     Experts: "experts",
     Router: "router",
@@ -114,7 +117,7 @@ def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
     if type(layer) in KINDS:
         return KINDS[type(layer)]
     around = model.get_submodule(path.rpartition(".")[0]).children()
-    return "attention" if any(isinstance(child, PagedCache | RecurrentStates) for child in around) else "dense MLP"
+    return "attention" if any(isinstance(child, PagedCache | LayerStates) for child in around) else "dense MLP"
 
 
 def cache_of(sketch: Sketch) -> PlanLine:

@@ -55,6 +55,7 @@ class Layer(nn.Module):
 
     elements: int
     nbytes: int
+    mapped = False  # whether it keeps its pieces where the checkpoint's files are mapped
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """The checkpoint tensors that fill this layer, whose path in the model and the checkpoint is `path`."""

@@ -59,9 +59,9 @@ class DeltaNet(nn.Module):
     split over the ranks that share attention, each key head with its value heads; if there are more ranks than key
     heads, neighbouring ranks hold copies of the same one. `fused`: the checkpoint has one projection for queries, keys,
     values and gates, and one for the rest, each with a group of rows for each key head; GGUF files have the gates apart
-    and no such groups."""
+    and no such groups. `sigmoid`: of the gate, in place of silu."""
 
-    def __init__(self, config: DeltaNetConfig, build: Build, fused: bool):
+    def __init__(self, config: DeltaNetConfig, build: Build, fused: bool, sigmoid: bool = False):
         super().__init__()
         tp, hidden = build.parallel.attn_tp, config.hidden_size
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -78,7 +78,7 @@ class DeltaNet(nn.Module):
             ba = grouped("in_proj_ba", [heads, heads], key_heads)
         else:
             ba = grouped("in_proj_b", [heads]) + grouped("in_proj_a", [heads])
-        self.ops, self.parallel, self.width = build.ops, build.parallel, width
+        self.ops, self.parallel, self.width, self.sigmoid = build.ops, build.parallel, width, sigmoid
         self.qkvz_proj = MergedLinear(build, hidden, [source for part in qkvz for source in part])
         self.ba_proj = MergedLinear(build, hidden, [source for part in ba for source in part], small=True)
         self.conv1d = Convolution(build, config.linear_conv_kernel_dim, {"conv1d": [keys, keys, values]})
@@ -98,7 +98,8 @@ class DeltaNet(nn.Module):
         y = self.ops.gated_delta_rule(
             qkv, a, b, self.decay.rates, self.decay.dt_bias, self.states.delta, self.states.inputs, places
         )
-        y = self.ops.gated_rms_norm(y, z.unflatten(1, (-1, self.width)), self.norm.weight, self.norm.eps)
+        z = z.unflatten(1, (-1, self.width))
+        y = self.ops.gated_rms_norm(y, z, self.norm.weight, self.norm.eps, self.sigmoid)
         return self.out_proj(y.flatten(1), batch)
 
 
@@ -145,22 +146,23 @@ class ChannelDeltaNet(nn.Module):
 
 class Convolution(Layer):
     """The weights (taps, channels) of a convolution of each channel over the rows of a sequence. The channels are those
-    of `tensors`, one below the other: by the name of each in the checkpoint, its parts."""
+    of `tensors`, one below the other: by the name of each in the checkpoint, its parts. With a `dilation` the
+    checkpoint's taps lie so many rows apart, and those between are zeros."""
 
-    def __init__(self, build: Build, taps: int, tensors: Mapping[str, list[ShardedDim]]):
+    def __init__(self, build: Build, taps: int, tensors: Mapping[str, list[ShardedDim]], dilation: int = 1):
         super().__init__()
-        self.tensors = tensors
+        self.tensors, self.taps, self.dilation = tensors, taps, dilation
         channels = sum(kept.stop - kept.start for parts in tensors.values() for _, kept in parts)
-        self.weight = fixed(torch.empty(taps, channels, device=build.device))
-        self.elements, self.nbytes = self.weight.numel(), self.weight.nbytes
+        self.weight = fixed(torch.zeros((taps - 1) * dilation + 1, channels, device=build.device))
+        self.elements, self.nbytes = taps * channels, self.weight.nbytes
 
     def pieces(self, path: str) -> Iterator[Piece]:
         def fill(to: slice, part: Tensor) -> None:
-            self.weight[:, to] = part[:, 0].T
+            self.weight[:: self.dilation, to] = part[:, 0].T
 
         above, row = path.rpartition(".")[0], 0
         for name, parts in self.tensors.items():
-            shape, first = (sum(rows for rows, _ in parts), 1, len(self.weight)), 0
+            shape, first = (sum(rows for rows, _ in parts), 1, self.taps), 0
             for rows, kept in parts:
                 end = row + kept.stop - kept.start
                 cut = slice(first + kept.start, first + kept.stop), ALL, ALL

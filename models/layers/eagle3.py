@@ -65,7 +65,7 @@ class HeadLayer(nn.Module):
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         both = torch.cat((self.input_layernorm(embedded), normed), -1)
-        x, residual, batch = batch.wanted(self.self_attn(both, cos, sin, batch), residual)
+        x, (residual,), batch = batch.wanted(self.self_attn(both, cos, sin, batch), (residual,))
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x, batch), residual
 

@@ -5,11 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from umbra.models.batch import Batch
 from umbra.models.build import Build
 from umbra.models.layers.base import ALL, Layer, Piece
-from umbra.models.layers.linear import MergedLinear, Source
-from umbra.ops.interface import Rows
+from umbra.models.layers.linear import Source
 from umbra.ops.parallel.groups import Group
 
 
@@ -37,16 +35,6 @@ class RMSNorm(Layer):
         if residual is None:
             return self(x), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.bias)
-
-    def add_for(
-        self, reader: MergedLinear | None, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Rows, Tensor]:
-        """The same for the layer that alone reads the norm, if there is such a one: the rows may be rounded as it would
-        round them, unless it has to gather them first."""
-        if residual is None or reader is None or batch.sequence_parallel:
-            return self.add(x, residual)
-        norm = self.ops.rounding_norm(reader.weight) or self.ops.add_rms_norm
-        return norm(x, residual, self.weight, self.eps, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         shape = (self.source.rows,)

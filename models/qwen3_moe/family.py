@@ -8,7 +8,6 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     config="umbra.models.qwen3_moe.config:Qwen3MoeConfig",
     model="umbra.models.qwen3_moe.model:Qwen3MoeForCausalLM",
-    others={"qwen4_exp": "Qwen4"},
     gguf=QWEN3MOE,
     text=TEXT,
     quantised=QuantisedFiles(("mlp.gate",), ("input_layernorm", "mlp.gate", "post_attention_layernorm")),

@@ -26,7 +26,7 @@ class AscendLayout:
         self.has_caches = False  # whether a cache was made
 
     table, fill_table = staticmethod(reference.table), staticmethod(reference.fill_table)
-    latent_parts, heads_in_q8, keys_in_pairs = 2, False, True
+    latent_parts, heads_in_q8, keys_in_pairs, selects = 2, False, True, False
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the fused norms need their weight in the type of their input

@@ -18,7 +18,7 @@ import torchair
 from torch import Tensor
 
 from umbra.base.errors import UserError
-from umbra.ops import composed
+from umbra.ops import composed, reference
 from umbra.ops.ascend import latents, moe, recurrent, w8a8
 from umbra.ops.ascend.attention import KvCaches, attend
 from umbra.ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
@@ -312,6 +312,10 @@ class AscendOps(AscendLayout):
             return self.rms_norm(x, weight, eps).mul_(gate.sigmoid())
         return moe.swiglu(torch.cat((gate, self.rms_norm(x, weight, eps)), -1))
 
+    spread, stream_norm = staticmethod(reference.spread), staticmethod(reference.stream_norm)
+    scaled_silu, gated_read = staticmethod(reference.scaled_silu), staticmethod(reference.gated_read)
+    gated_write, sinkhorn_read = staticmethod(reference.gated_write), staticmethod(reference.sinkhorn_read)
+    sinkhorn_write = staticmethod(reference.sinkhorn_write)
     causal_conv = staticmethod(recurrent.causal_conv)
     gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
 

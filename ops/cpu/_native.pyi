@@ -370,6 +370,138 @@ class MoeRows:
 
 def moe_rows(rows: MoeRows) -> None: ...
 
+most_streams: int
+
+def spread(x: int, out: int, tokens: int, hidden: int, streams: int) -> None: ...
+def stream_norm(x: int, weight: int, out: int, tokens: int, hidden: int, streams: int, eps: float) -> None: ...
+def scaled_silu(x: int, out: int, tokens: int, width: int, stride: int, factor: float) -> None: ...
+def gated_read(gates: int, normed: int, out: int, tokens: int, hidden: int, streams: int) -> None: ...
+def gated_write(x: int, y: int, logits: int, tokens: int, hidden: int, streams: int, stride: int) -> None: ...
+def sinkhorn_read(
+    x: int,
+    fn: int,
+    scale: int,
+    base: int,
+    out: int,
+    post: int,
+    comb: int,
+    tokens: int,
+    hidden: int,
+    streams: int,
+    steps: int,
+    eps: float,
+    margin: float,
+) -> None: ...
+def sinkhorn_write(x: int, y: int, post: int, comb: int, tokens: int, hidden: int, streams: int) -> None: ...
+
+most_block: int
+most_ngram: int
+blocks_together: int
+
+def norm_rotate(
+    x: int,
+    weight: int,
+    cos: int,
+    sin: int,
+    out: int,
+    tokens: int,
+    heads: int,
+    width: int,
+    stride: int,
+    angle_stride: int,
+    eps: float,
+) -> None: ...
+def write_rows(
+    k: int,
+    v: int,
+    k_cache: int,
+    v_cache: int,
+    slots: int,
+    tokens: int,
+    heads: int,
+    width: int,
+    page_size: int,
+    k_stride: int,
+    v_stride: int,
+    type: int,
+) -> None: ...
+def write_index(
+    keys: int,
+    weight: int,
+    cos: int,
+    sin: int,
+    back_cos: int,
+    back_sin: int,
+    cache: int,
+    slots: int,
+    tokens: int,
+    width: int,
+    page_size: int,
+    ratio: int,
+    stride: int,
+    angle_stride: int,
+    eps: float,
+    type: int,
+) -> None: ...
+def choose_blocks(
+    q: int,
+    weights: int,
+    cache: int,
+    block_tables: int,
+    query_starts: int,
+    kv_lens: int,
+    out: int,
+    scores: int,
+    order: int,
+    tokens: int,
+    sequences: int,
+    heads: int,
+    width: int,
+    page_size: int,
+    ratio: int,
+    top: int,
+    most_pages: int,
+    type: int,
+) -> None: ...
+def selected_attention(
+    q: int,
+    k_cache: int,
+    v_cache: int,
+    block_tables: int,
+    query_starts: int,
+    kv_lens: int,
+    blocks: int,
+    out: int,
+    tokens: int,
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    page_size: int,
+    ratio: int,
+    top: int,
+    most_pages: int,
+    scale: float,
+    type: int,
+) -> None: ...
+def ngram_rows(
+    ids: int,
+    before: int,
+    multipliers: int,
+    moduli: int,
+    offsets: int,
+    parts: int,
+    out: int,
+    tokens: int,
+    size: int,
+    heads: int,
+    width: int,
+    part_rows: int,
+    end: int,
+    type: int,
+) -> None: ...
+def agreeing_values(keys: int, queries: int, values: int, out: int, tokens: int, hidden: int, streams: int) -> None: ...
+
 class ShadowError(UserError):
     pass
 

@@ -25,7 +25,8 @@ class CpuLayout:
     stack = NativeStack
     expert_matrices = NativeExperts
     head_matrices = NativeHeads
-    latent_parts, keys_in_pairs, heads_in_q8 = 1, False, True
+    latent_parts, keys_in_pairs, heads_in_q8, selects = 1, False, True, True
+    row_cache = staticmethod(reference.row_cache)
     latent_prolog = staticmethod(reference.latent_prolog)
     table, fill_table = staticmethod(table), staticmethod(fill_table)
 

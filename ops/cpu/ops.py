@@ -16,7 +16,7 @@ from torch import Tensor
 
 from umbra.base.errors import UserError
 from umbra.ops import composed, reference
-from umbra.ops.cpu import recurrent
+from umbra.ops.cpu import ngrams, recurrent, selected, streams
 from umbra.ops.cpu.engine import TYPES, native, pointer, strided
 from umbra.ops.cpu.layout import cache_shape, latent_shape
 from umbra.ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, NativeStack
@@ -32,7 +32,7 @@ matrix = NativeMatrix
 stack = NativeStack
 expert_matrices = NativeExperts
 head_matrices = NativeHeads
-latent_parts, keys_in_pairs, heads_in_q8 = 1, False, True
+latent_parts, keys_in_pairs, heads_in_q8, selects = 1, False, True, True
 INT = torch.int64
 ALL_EXPERTS = Groups(1, 1, 1)
 P = ParamSpec("P")
@@ -405,6 +405,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, sigmoid:
 
 
 causal_conv, gated_delta_rule = traced(recurrent.causal_conv), traced(recurrent.gated_delta_rule)
+row_cache, norm_rotate, write_rows = selected.row_cache, traced(selected.norm_rotate), traced(selected.write_rows)
+write_index, choose_blocks = traced(selected.write_index), traced(selected.choose_blocks)
+selected_attention = traced(selected.selected_attention)
+ngram_rows, agreeing_values = traced(ngrams.ngram_rows), traced(ngrams.agreeing_values)
+spread, stream_norm, scaled_silu = traced(streams.spread), traced(streams.stream_norm), traced(streams.scaled_silu)
+gated_read, gated_write = traced(streams.gated_read), traced(streams.gated_write)
+sinkhorn_read, sinkhorn_write = traced(streams.sinkhorn_read), traced(streams.sinkhorn_write)
 
 
 @traced

@@ -17,7 +17,7 @@ class CudaLayout:
     rounding_norm, latent_prolog = staticmethod(reference.rounding_norm), staticmethod(reference.latent_prolog)
     kv_cache, latent_cache = staticmethod(reference.kv_cache), staticmethod(reference.latent_cache)
     expert_matrices = staticmethod(expert_matrices)
-    latent_parts, keys_in_pairs, heads_in_q8 = 1, False, False
+    latent_parts, keys_in_pairs, heads_in_q8, selects = 1, False, False, False
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

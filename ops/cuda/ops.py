@@ -107,6 +107,10 @@ class CudaOps(CudaLayout):
 
     add_gated, sigmoid_mul = staticmethod(reference.add_gated), staticmethod(reference.sigmoid_mul)
     gated_rms_norm = staticmethod(reference.gated_rms_norm)
+    spread, stream_norm = staticmethod(reference.spread), staticmethod(reference.stream_norm)
+    scaled_silu, gated_read = staticmethod(reference.scaled_silu), staticmethod(reference.gated_read)
+    gated_write, sinkhorn_read = staticmethod(reference.gated_write), staticmethod(reference.sinkhorn_read)
+    sinkhorn_write = staticmethod(reference.sinkhorn_write)
 
     def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, recurrent: Recurrent) -> Tensor:
         convolve = self.kernels.causal_conv if self.kernels else reference.causal_conv

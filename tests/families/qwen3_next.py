@@ -54,7 +54,6 @@ ROW = Row(
     refused=[
         ({"layer_types": ["linear_attention"] * 8}, "layer_types: .* full_attention at least once"),
         ({"linear_num_key_heads": 3}, "linear_num_key_heads: 3 does not divide .*heads: 4"),
-        ({"model_type": "qwen4_exp"}, r"model_type: .* 'qwen4_exp' \(Qwen4, another architecture\)"),
     ],
     official=[("Qwen3-Next-80B-A3B-Instruct", 79.67, RopeConfig(1e7, 64, None), 256)],
     # From eight ranks on, several have copies of each of four key heads.

@@ -61,6 +61,7 @@ class Row:
     kept: Sequence[tuple[str, str]] = ()  # types in a GGUF file, and the formats in which the CPU keeps them
     quantise: Sizes | None = None  # sizes that `umbra quantize` takes, if it knows the family's layers
     ascend: Sizes = field(default_factory=dict)  # sizes that the NPU's operators take, beside ASCEND_SIZES
+    elsewhere: bool = True  # whether devices other than the CPU have its ops
     inner: str = "moe_intermediate_size"  # the key of an expert's width
 
     def __str__(self) -> str:

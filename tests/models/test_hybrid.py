@@ -22,11 +22,12 @@ IDS = [[(7 * i + 31 * length) % 319 + 1 for i in range(length)] for length in LE
 MODELS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "qwen3_next": lambda folder: save_tiny_of(folder, "qwen3_next"),
     "qwen3_5_moe": lambda folder: save_pictured(folder, "qwen3_5_moe", shared_expert_intermediate_size=48),
+    "qwen4_exp": lambda folder: save_tiny_of(folder, "qwen4_exp"),
     "qwen3_5": lambda folder: save_pictured(folder, "qwen3_5", num_hidden_layers=4),
 }
 
 
-@pytest.mark.parametrize("family", thorough_but(MODELS, "qwen3_next", "qwen3_5"))
+@pytest.mark.parametrize("family", thorough_but(MODELS, "qwen3_next", "qwen3_5", "qwen4_exp"))
 def test_logits_do_not_depend_on_steps(tmp_path: Path, family: str) -> None:
     """Cuts are inside of the convolution's window and at lengths that other engines' chunks have."""
 
@@ -57,7 +58,7 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("published", "family"), covering(list(PUBLISHED), list(MODELS)))
+@pytest.mark.parametrize(("published", "family"), covering(list(PUBLISHED), ["qwen3_next", "qwen3_5_moe", "qwen3_5"]))
 def test_published_quantisations_mean_their_floats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, published: str
 ) -> None:

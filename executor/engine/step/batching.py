@@ -41,6 +41,7 @@ class Packer:
     table_width: int
     sets: int = 1
     state_layers: int = 0
+    previous: int = 0  # tokens before each that `Batch.previous` has
 
     def pack(self, sequences: ListOf[Sequence], shape: StepShape) -> Batch:
         """Returns the batch of the next tokens of `sequences`, whose pages and states are reserved, with its tensors on
@@ -83,12 +84,16 @@ class PackedRows:
         self.tables = PageTables(packer.pool, packer.table_width, packer.sets, shape.aside)
         self.states = StateRows(packer.state_layers)
         self.expanded, self.absorbed = SubsetRows(), SubsetRows()
+        self.previous: list[array[int]] = [array("q") for _ in range(packer.previous)]
 
     def add(self, sequence: Sequence) -> None:
         """Adds the next tokens of a sequence."""
         first, computed, end, decode = len(self.ids), sequence.num_computed, sequence.end, self.shape.decode
         self.ids += sequence.ids[computed:end]
         self.positions.extend(range(computed, end))
+        for back, ids in enumerate(self.previous, 1):
+            ids.extend([-1] * max(0, min(back, end) - computed))
+            ids += sequence.ids[max(0, computed - back) : max(0, end - back)]
         lengths = range(computed + 1, end + 1) if decode else (end,)
         self.tables.add(sequence, range(computed, end), len(lengths))
         for length in lengths:
@@ -107,6 +112,8 @@ class PackedRows:
         """Adds a padding row, the one of this number."""
         self.ids.append(0)
         self.positions.append(0)
+        for ids in self.previous:
+            ids.append(-1)
         self.tables.pad(number)
         self.lengths.append(PADDING_LENGTH)
         self.starts.append(len(self.ids))
@@ -130,6 +137,7 @@ class PackedRows:
             sequence_parallel=shape.sequence_parallel,
             wanted_per_group=shape.wanted_per_group,
             recurrent=self.states.recurrent(len(self.lengths)) if self.packer.state_layers else None,
+            previous=torch.stack([tensor_of(ids) for ids in self.previous], 1) if self.previous else None,
             expanded=self.expanded.subset(ops, block_tables, page_size) if self.expanded.rows else None,
             absorbed=self.absorbed.subset(ops, block_tables, page_size) if mixed else None,
         )

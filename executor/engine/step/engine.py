@@ -81,7 +81,8 @@ class Engine:
             self.page_memory = PageMemory(caches, 1, states, [of.elements for of in recurrent(self.model)])
             self.pages = PagePool(limits.pages, limits.page_size)
         state_layers = len(recurrent(self.model))
-        self.packer = Packer(platform.ops, self.pages, limits.table_width, len(limits.windows), state_layers)
+        sets, previous = len(limits.windows), self.model.previous
+        self.packer = Packer(platform.ops, self.pages, limits.table_width, sets, state_layers, previous)
         balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None
         self._packed: ListOf[ListOf[Sequence]] = ()  # the sequences of this step, of each group

@@ -82,6 +82,7 @@ class ModelDrafter:
             token_ids=tensor_of(next_ids),
             hidden=self.engine.hidden,
             recurrent=None,
+            previous=None,
             logit_rows=tensor_of(array("q", (last[s.id] if s else 0 for s in wanted))),
             wanted_per_group=None if batch.sequence_parallel else counts,
         )

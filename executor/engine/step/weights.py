@@ -8,7 +8,7 @@ from pathlib import Path
 from umbra.executor.checkpoint.formats.detect import read_scheme
 from umbra.executor.checkpoint.formats.eagle3 import Eagle3
 from umbra.executor.checkpoint.formats.scheme import Encoding, Scheme
-from umbra.executor.checkpoint.load import linear_modules, load_checkpoint, wanted_by
+from umbra.executor.checkpoint.load import attach_mapped, linear_modules, load_checkpoint, wanted_by
 from umbra.executor.checkpoint.packed import PackedCache
 from umbra.executor.checkpoint.random import random_weights
 from umbra.executor.config.case import Case
@@ -38,7 +38,7 @@ def fill_weights(
     if packs and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
         cache = packed_cache(packed_facts(case), folder, rank, model, mapped=not case.parallel_config.expert_slots)
         if cache.load(rank == 0):
-            return None
+            return attach_mapped(model, folder, scheme)
     start = time.perf_counter()
     read = load_checkpoint(model, folder, scheme, model.ignores, rank == 0)
     if head := model.eagle3:

@@ -26,12 +26,19 @@ def logits_of(folder: Path, family: str, steps: int = 5, **sections: Any) -> dic
     return collect_logits(make_runner(case, folder.parent, WITHOUT_GPU), PROMPTS, steps)
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=str)
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.elsewhere], ids=str)
 def test_logits_equal_transformers(tmp_path: Path, row: Row) -> None:
     oracle = row.save(tmp_path / "model")
     assert largest_error(logits_of(tmp_path / "model", row.name, exe_mode="graph"), oracle) < rounding_bound(
         oracle, PROMPTS
     )
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if not row.elsewhere], ids=str)
+def test_families_that_only_the_cpu_computes_are_refused(tmp_path: Path, row: Row) -> None:
+    row.save(tmp_path / "model")
+    with pytest.raises(UserError, match=r"on the cpu as yet"):
+        logits_of(tmp_path / "model", row.name)
 
 
 @pytest.mark.parametrize("method", ["q8", "q4"])

@@ -24,7 +24,7 @@ from umbra.models.layers.base import Piece, layers_of
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.experts import Experts
 from umbra.models.layers.rotary import rotary_angles
-from umbra.models.layers.states import RecurrentStates
+from umbra.models.layers.states import LayerStates
 from umbra.models.registry import model_class
 from umbra.ops import reference
 from umbra.ops.formats import Format
@@ -192,7 +192,7 @@ class CalibratedLayer:
             if isinstance(module, PagedCache):
                 sizes = windows, length, torch.float32, torch.device("cpu")
                 module.bind(*(fixed(module.new_cache(part, *sizes)) for part in range(module.tensors)))
-            elif isinstance(module, RecurrentStates):
+            elif isinstance(module, LayerStates):
                 module.bind(0, *(fixed(torch.empty(1, *shape)) for shape in module.shapes))
         none, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, length])
         states = Recurrent(starts, none - 1, none - 1, none, none, none)

@@ -206,7 +206,7 @@ struct CausalConv {
     float* out;  // (T, channels)
     int64_t tokens, channels, taps, ahead, stride, place;
     void run(Context&) const;
-    static constexpr int64_t kMostTaps = 8;
+    static constexpr int64_t kMostTaps = 16;
 };
 
 struct GatedDelta {

@@ -107,14 +107,17 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("exe_mode", ["eager", "graph"])
-def test_tokens_are_the_same_where_states_go_back(tmp_path: Path, exe_mode: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "exe_mode", "end"),
+    [("qwen3_next", "eager", None), ("qwen3_next", "graph", None), ("qwen4_exp", "graph", 319)],
+)
+def test_tokens_are_the_same_where_states_go_back(tmp_path: Path, family: str, exe_mode: str, end: int | None) -> None:
     """A request that continues an answer starts from the states after one of its last pages."""
-    save_tiny_of(tmp_path / "model", "qwen3_next", eos_token_id=None)
+    save_tiny_of(tmp_path / "model", family, eos_token_id=end)
     outcomes = {}
     for most in (0, 5):
         cache_config = {"page_size": 4, "state_checkpoints": 30}
-        loop = loop_of(tmp_path / "model", most, exe_mode, model_name="qwen3_next", cache_config=cache_config)
+        loop = loop_of(tmp_path / "model", most, exe_mode, model_name=family, cache_config=cache_config)
         loop = Loop(loop.engine, frozenset(), serving=True)
         if most:
             loop.scheduler.drafts = FreeDrafts(most)

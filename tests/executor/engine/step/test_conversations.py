@@ -3,11 +3,13 @@
 import itertools
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes.drafts import lookup
 from tests.tiny import make_runner, save_tiny_of, tiny_case
+from tests.variants import thorough_but
 from umbra.executor.engine.schedule.request import Request, SamplingParams
 from umbra.executor.engine.schedule.sequence import Sequence
 from umbra.executor.engine.step.loop import Loop
@@ -42,10 +44,12 @@ class Conversation:
         self.known.append(sequence.ids[:-1].tolist())
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("conversations") / "model"
-    save_tiny_of(folder, "qwen3_next", eos_token_id=None, num_hidden_layers=4, max_position_embeddings=1024)
+@pytest.fixture(scope="module", params=thorough_but(["qwen3_next", "qwen4_exp"], "qwen3_next"))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model, named as its family."""
+    folder = tmp_path_factory.mktemp("conversations") / request.param
+    end = 319 if request.param == "qwen4_exp" else None
+    save_tiny_of(folder, request.param, eos_token_id=end, num_hidden_layers=4, max_position_embeddings=1024)
     return folder
 
 
@@ -54,14 +58,15 @@ def loop_of(model: Path, checkpoints: int, drafts: int = 0) -> Loop:
     case = tiny_case(
         model.parent,
         model,
-        model_name="qwen3_next",
+        model_name=model.name,
         exe_mode="graph",
         data_config=data,
         draft_config=lookup(drafts),
         cache_config={"page_size": PAGE, "state_checkpoints": checkpoints},
     )
     engine = make_runner(case, model.parent).engine
-    any_place = recurrent(engine.model)[0].delta
+    first: Any = recurrent(engine.model)[0]
+    any_place = first.delta
     any_place.as_strided((any_place.untyped_storage().nbytes() // 4,), (1,), 0).fill_(nan)  # what others left
     return Loop(engine, frozenset(), serving=True)
 
