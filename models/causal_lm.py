@@ -67,7 +67,8 @@ class Decoder(nn.Module):
         rows = batch.rows(self.parallel)
         carried: Carried = self.streams.start(self.ops, rows.own(self.embed_tokens(batch.token_ids)))
         cos, sin = self.rotary(batch.positions)
-        last, tapped = getattr(self, self.last_name), list[Tensor]()
+        last = getattr(self, self.last_name)
+        tapped: list[Tensor] = []
         for number, layer in zip(range(1, self.depth + 1), self.layers, strict=False):
             carried = layer(carried, cos, sin, batch if number == self.depth else batch.with_all_rows)
             if number in taps:

@@ -37,7 +37,17 @@ def heads(kv_heads: int, width: int = 2) -> Heads:
 
 
 def test_every_op_of_a_step_has_a_spec() -> None:
-    stores = {"matrix", "stack", "expert_matrices", "head_matrices", "table", "fill_table", "kv_cache", "latent_cache"}
+    stores = {
+        "matrix",
+        "stack",
+        "expert_matrices",
+        "head_matrices",
+        "table",
+        "fill_table",
+        "kv_cache",
+        "latent_cache",
+        "row_cache",
+    }
     others = {"vector_type", "paging", "rounding_norm", "latent_prolog", "argmax", "sample"}
     assert {name for name in vars(Ops) if not name.startswith("_")} == {*SPECS, *stores, *others}
 
