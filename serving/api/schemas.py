@@ -169,5 +169,6 @@ def _closed(schema: Any) -> Any:
         parts.setdefault("additionalProperties", False)
         required = schema.get("required")
         for name in required if isinstance(required, list) else ():
-            parts["properties"].setdefault(name, {})
+            if isinstance(name, str):
+                parts["properties"].setdefault(name, {})
     return parts

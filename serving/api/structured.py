@@ -297,7 +297,8 @@ def _variants(parameters: Mapping[str, Any]) -> list[tuple[dict[str, Any], set[s
         for part in parts:
             for key, schema in part["properties"].items() if has_properties(part) else ():
                 properties[key] = {"allOf": [properties[key], schema]} if key in properties else schema
-            required |= {*part["required"]} if isinstance(part.get("required"), list) else set()
+            names = part.get("required")
+            required |= {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
         variants.append((properties | {key: {} for key in sorted(required - properties.keys())}, required))
     return variants
 

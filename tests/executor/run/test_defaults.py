@@ -157,7 +157,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         ({}, r"config\.json does not exist: give the folder of a checkpoint"),
         ({"adapter_config.json": "{}"}, "holds a LoRA adapter, not a model: merge it"),
         ({"model.gguf": "GGUF"}, "give one of its GGUF files by its path: model.gguf"),
-        ({"config.json": '{"model_type": "llama"}'}, "model_type: 'llama' is not supported, only qwen3_moe"),
+        ({"config.json": '{"model_type": "bert"}'}, "model_type: 'bert' is not supported, only qwen3_moe"),
         ({"config.json": POINTER}, "config.json is a Git LFS pointer, not the file: run `git lfs pull` in "),
         ({"config.json": "", "model.safetensors": POINTER}, "model.safetensors is a Git LFS pointer"),
     ],
