@@ -23,6 +23,7 @@ from umbra.ops.cpu.matrix import NativeExperts, NativeHeads, NativeMatrix, Nativ
 from umbra.ops.cpu.matrix import fill_table as fill_table
 from umbra.ops.cpu.memory import table as table
 from umbra.ops.cpu.memory import zeros
+from umbra.ops.cpu.paged import INT, tables_of, write_tokens
 from umbra.ops.interface import Groups, Heads, LatentCache, LatentNorm, Paged
 from umbra.ops.sampling import Choice
 
@@ -33,7 +34,6 @@ stack = NativeStack
 expert_matrices = NativeExperts
 head_matrices = NativeHeads
 latent_parts, keys_in_pairs, heads_in_q8, selects = 1, False, True, True
-INT = torch.int64
 ALL_EXPERTS = Groups(1, 1, 1)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -197,22 +197,7 @@ def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch
 
 @traced
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    tokens, heads, width = k.shape
-    dtype = k_cache.dtype
-    native.write_kv(
-        strided(k),
-        strided(v),
-        pointer(k_cache, dtype),
-        pointer(v_cache, dtype),
-        pointer(slot_mapping, INT),
-        tokens,
-        heads,
-        width,
-        k_cache.shape[3],
-        k.stride(0),
-        v.stride(0),
-        TYPES[dtype],
-    )
+    write_tokens(native.write_kv, k, v, k_cache, v_cache, slot_mapping, k_cache.shape[3])
 
 
 def norm_rope_write(
@@ -232,7 +217,7 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    block_tables, query_starts, kv_lens = _lengths(paged)
+    block_tables, query_starts, kv_lens = tables_of(paged)
     out = torch.empty(q.shape)
     tokens, heads, width = q.shape
     _, kv_heads, _, page_size = k_cache.shape
@@ -258,13 +243,6 @@ def attention(
         pointer(sinks),
     )
     return out
-
-
-def _lengths(paged: Paged) -> tuple[Tensor, Tensor, Tensor]:
-    _, block_tables, query_starts, kv_lens = paged
-    if not (isinstance(query_starts, Tensor) and isinstance(kv_lens, Tensor)):
-        raise TypeError("lengths must be tensors, as `paging` makes them")
-    return block_tables, query_starts, kv_lens
 
 
 def latent_cache(
@@ -306,7 +284,7 @@ def rope_write_latents(q: Tensor, rows: Tensor, norm: LatentNorm, cache: LatentC
 
 @traced
 def latent_attention(q: Tensor, q_rotary: Tensor, cache: LatentCache, paged: Paged, scale: float) -> Tensor:
-    block_tables, query_starts, kv_lens = _lengths(paged)
+    block_tables, query_starts, kv_lens = tables_of(paged)
     (rows,) = cache
     out = torch.empty(q.shape)
     tokens, heads, width = q.shape
@@ -342,7 +320,7 @@ def expanded_attention(
             f"qk_nope_head_dim: {key}, v_head_dim: {value}: the cpu's attention takes heads of at most "
             f"{native.most_width} columns"
         )
-    block_tables, query_starts, kv_lens = _lengths(paged)
+    block_tables, query_starts, kv_lens = tables_of(paged)
     out, peaks = torch.empty(tokens, heads, value), torch.empty(tokens, heads, 2)
     op = native.ExpandedAttention(
         keys.packed.handle,

@@ -8,9 +8,8 @@ from umbra.base.errors import UserError
 from umbra.ops import selected
 from umbra.ops.cpu.engine import TYPES, native, pointer, strided
 from umbra.ops.cpu.memory import zeros
+from umbra.ops.cpu.paged import INT, tables_of, write_tokens
 from umbra.ops.interface import Paged, Pooling
-
-INT = torch.int64
 
 
 def row_cache(pages: int, rows: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,22 +39,7 @@ def norm_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor)
 
 
 def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    tokens, heads, width = k.shape
-    dtype = k_cache.dtype
-    native.write_rows(
-        strided(k),
-        strided(v),
-        pointer(k_cache, dtype),
-        pointer(v_cache, dtype),
-        pointer(slot_mapping, INT),
-        tokens,
-        heads,
-        width,
-        k_cache.shape[2],
-        k.stride(0),
-        v.stride(0),
-        TYPES[dtype],
-    )
+    write_tokens(native.write_rows, k, v, k_cache, v_cache, slot_mapping, k_cache.shape[2])
 
 
 def write_index(keys: Tensor, pooling: Pooling, cache: Tensor, slot_mapping: Tensor) -> None:
@@ -85,7 +69,7 @@ def _page_size(cache: Tensor, ratio: int) -> int:
 
 
 def choose_blocks(q: Tensor, weights: Tensor | None, cache: Tensor, paged: Paged, ratio: int, top: int) -> Tensor:
-    _, block_tables, query_starts, kv_lens = paged
+    block_tables, query_starts, kv_lens = tables_of(paged)
     (tokens, heads, width), (sequences, most_pages) = q.shape, block_tables.shape
     size = _page_size(cache, ratio)
     together = min(tokens, native.blocks_together), most_pages * (size // ratio)
@@ -96,8 +80,8 @@ def choose_blocks(q: Tensor, weights: Tensor | None, cache: Tensor, paged: Paged
         pointer(weights),
         pointer(cache, cache.dtype),
         pointer(block_tables, INT),
-        _lengths(query_starts),
-        _lengths(kv_lens),
+        pointer(query_starts, INT),
+        pointer(kv_lens, INT),
         pointer(out, torch.int32),
         pointer(scores),
         pointer(order, torch.int32),
@@ -119,7 +103,7 @@ def selected_attention(
 ) -> Tensor:
     if ratio > native.most_block:
         raise UserError(f"indexer_compress_ratio: {ratio} is above {native.most_block}, the longest block of the cpu's")
-    _, block_tables, query_starts, kv_lens = paged
+    block_tables, query_starts, kv_lens = tables_of(paged)
     (tokens, heads, width), (_, kv_heads, size, _), dtype = q.shape, k_cache.shape, k_cache.dtype
     out = torch.empty(q.shape)
     native.selected_attention(
@@ -127,8 +111,8 @@ def selected_attention(
         pointer(k_cache, dtype),
         pointer(v_cache, dtype),
         pointer(block_tables, INT),
-        _lengths(query_starts),
-        _lengths(kv_lens),
+        pointer(query_starts, INT),
+        pointer(kv_lens, INT),
         pointer(blocks, torch.int32),
         pointer(out),
         tokens,
@@ -144,9 +128,3 @@ def selected_attention(
         TYPES[dtype],
     )
     return out
-
-
-def _lengths(lengths: Tensor | tuple[int, ...]) -> int:
-    if not isinstance(lengths, Tensor):
-        raise TypeError("lengths must be tensors, as `paging` makes them")
-    return pointer(lengths, INT)

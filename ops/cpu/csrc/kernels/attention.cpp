@@ -81,22 +81,6 @@ COPY(F16)
 COPY(int8_t)
 #undef COPY
 
-#define WIDEN(T)                                                     \
-    CLONES void widen_all(const T* from, int64_t count, float* to) { \
-        int64_t i = 0;                                               \
-        for (; i + kLanes <= count; i += kLanes) {                   \
-            Lanes v;                                                 \
-            load(from + i, v);                                       \
-            std::memcpy(to + i, &v, sizeof v);                       \
-        }                                                            \
-        for (; i < count; i++) to[i] = widen(from[i]);               \
-    }
-WIDEN(float)
-WIDEN(Bf16)
-WIDEN(F16)
-WIDEN(int8_t)
-#undef WIDEN
-
 // Exchanges lanes that differ in the bit `Half` between rows that do.
 template <int Half>
 ALWAYS_INLINE void exchange(Lanes (&rows)[kLanes]) {
@@ -191,6 +175,22 @@ void store(const float* x, int64_t width, int8_t* to, int64_t pair, int64_t one,
 }
 
 }  // namespace
+
+#define WIDEN(T)                                                     \
+    CLONES void widen_all(const T* from, int64_t count, float* to) { \
+        int64_t i = 0;                                               \
+        for (; i + kLanes <= count; i += kLanes) {                   \
+            Lanes v;                                                 \
+            load(from + i, v);                                       \
+            std::memcpy(to + i, &v, sizeof v);                       \
+        }                                                            \
+        for (; i < count; i++) to[i] = widen(from[i]);               \
+    }
+WIDEN(float)
+WIDEN(Bf16)
+WIDEN(F16)
+WIDEN(int8_t)
+#undef WIDEN
 
 CLONES void merge(int64_t width, const float* sums, float most, float total, float* all_sums, float& all_most,
                   float& all_total) {

@@ -41,6 +41,11 @@ struct Span {
 // Adds sums, largest score and total weight of later keys to those of earlier ones.
 void merge(int64_t width, const float* sums, float most, float total, float* all_sums, float& all_most,
            float& all_total);
+// to = from, as floats
+void widen_all(const float* from, int64_t count, float* to);
+void widen_all(const Bf16* from, int64_t count, float* to);
+void widen_all(const F16* from, int64_t count, float* to);
+void widen_all(const int8_t* from, int64_t count, float* to);
 // to [d][kKeys] = from [key][d] for 16 * `lanes` keys of `columns` elements.
 void turn(const float* from, int64_t lanes, int64_t columns, float* to);
 // to = x * factor

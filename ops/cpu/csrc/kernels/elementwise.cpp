@@ -84,6 +84,10 @@ void widen_row(const Load* from, float* to, int64_t width) {
 
 }  // namespace
 
+CLONES void normalise(const float* x, const float* weight, float* out, int64_t width, float eps) {
+    scale_row(x, weight, out, width, dot(x, x, width) / static_cast<float>(width), eps);
+}
+
 void silu_mul(const float* gate, const float* up, float* out, int64_t width) { silu_mul_row(gate, up, out, width); }
 
 void clipped_swiglu(const float* gate, const float* up, float limit, float alpha, float* out, int64_t width) {

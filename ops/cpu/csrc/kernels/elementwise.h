@@ -23,6 +23,9 @@ void for_rows(Context& context, int64_t rows, int64_t width, F&& f) {
     });
 }
 
+// x / sqrt(mean(x^2) + eps) * weight; `out` may be x.
+void normalise(const float* x, const float* weight, float* out, int64_t width, float eps);
+
 // silu(gate) * up, `width` of each.
 void silu_mul(const float* gate, const float* up, float* out, int64_t width);
 

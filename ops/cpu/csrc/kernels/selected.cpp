@@ -5,9 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "kernels/attention.h"
 #include "kernels/elementwise.h"
-#include "kernels/streams.h"
-#include "kernels/vector.h"
 
 namespace umbra {
 namespace {
@@ -33,25 +32,11 @@ CLONES void turn_back(const float* cos, const float* sin, const float* back_cos,
     }
 }
 
-#define WIDEN(T)                                                     \
-    CLONES void widen_row(const T* from, int64_t count, float* to) { \
-        int64_t i = 0;                                               \
-        for (; i + kLanes <= count; i += kLanes) {                   \
-            Lanes v;                                                 \
-            load(from + i, v);                                       \
-            std::memcpy(to + i, &v, sizeof v);                       \
-        }                                                            \
-        for (; i < count; i++) to[i] = widen(from[i]);               \
-    }
-WIDEN(Bf16)
-WIDEN(F16)
-#undef WIDEN
-
 // A row as floats: in place, or in `room`.
 inline const float* floats_of(const float* row, int64_t, float*) { return row; }
 template <class T>
 const float* floats_of(const T* row, int64_t count, float* room) {
-    widen_row(row, count, room);
+    widen_all(row, count, room);
     return room;
 }
 
@@ -92,15 +77,6 @@ CLONES void add_row(const float* weights, int64_t stride, int64_t heads, const f
         const float weight = weights[h * stride];
         for (int64_t i = 0; i < width; i++) sums[h * width + i] += weight * row[i];
     }
-}
-
-CLONES void merge_into(int64_t width, const float* sums, float most, float total, float* all, float& all_most,
-                       float& all_total) {
-    const float peak = std::max(most, all_most);
-    const float factor = std::exp(most - peak), all_factor = std::exp(all_most - peak);
-    for (int64_t i = 0; i < width; i++) all[i] = all[i] * all_factor + sums[i] * factor;
-    all_total = all_total * all_factor + total * factor;
-    all_most = peak;
 }
 
 CLONES void divide_row(const float* sums, float total, float* out, int64_t width) {
@@ -262,8 +238,7 @@ void SelectedAttention::run(Context& context) const {
             const auto [sums, own_peaks, own_totals] = part(section);
             for (int64_t h = 0; h < count; h++)
                 if (own_totals[h] > 0)
-                    merge_into(width, sums + h * width, own_peaks[h], own_totals[h], all + h * width, peaks[h],
-                               totals[h]);
+                    merge(width, sums + h * width, own_peaks[h], own_totals[h], all + h * width, peaks[h], totals[h]);
         }
         for (int64_t h = 0; h < count; h++) {
             float* to = out + (t * heads + kv_head * group + from + h) * width;

@@ -64,11 +64,6 @@ void divide(float* comb, int64_t count, bool rows, float margin) {
 
 }  // namespace
 
-CLONES void normalise(const float* x, const float* weight, float* out, int64_t width, float eps) {
-    const float scale = 1.0f / std::sqrt(dot(x, x, width) / static_cast<float>(width) + eps);
-    for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
-}
-
 void StreamNorm::run(Context& context) const {
     for_rows(context, tokens * streams, hidden, [&](int64_t i) {
         normalise(x + i * hidden, weight + i % streams * hidden, out + i * hidden, hidden, eps);

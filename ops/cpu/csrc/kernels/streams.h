@@ -64,7 +64,4 @@ struct SinkhornWrite {
     void run(Context&) const;
 };
 
-// x / sqrt(mean(x^2) + eps) * weight; `out` may be x.
-void normalise(const float* x, const float* weight, float* out, int64_t width, float eps);
-
 }  // namespace umbra
