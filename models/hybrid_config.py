@@ -1,6 +1,6 @@
 """The part of config.json that decoders with gated DeltaNet layers and attention in turn share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,14 @@ def read_hybrid(
     }
 
 
+def linear_by_types(hf: HfConfig, kinds: Sequence[str], layers: int) -> tuple[bool, ...]:
+    """Returns for each of `layers` layers whether it has a state in place of caches; `kinds` are the names of theirs in
+    `layer_types`."""
+    if len(kinds) != layers or set(kinds) - {FULL, LINEAR} or FULL not in kinds:
+        raise hf.error("layer_types", f"must be {layers} times {FULL} or {LINEAR}, {FULL} at least once")
+    return tuple(kind == LINEAR for kind in kinds)
+
+
 def text_with_tied(whole: HfConfig) -> tuple[HfConfig, dict[str, bool]]:
     """Returns access to what reads text in a model that may also see pictures, and whether the output head is its
     embedding, which the whole model's config says."""
@@ -112,8 +120,7 @@ def _hybrid(
     every = hf.size("full_attention_interval", default=4)
     kinds = hf.names("layer_types") or tuple(LINEAR if (i + 1) % every else FULL for i in range(layers))
     kinds = tuple(FULL if kind in attending else kind for kind in kinds)
-    if len(kinds) != layers or set(kinds) - {FULL, LINEAR} or FULL not in kinds:
-        raise hf.error("layer_types", f"must be {layers} times {FULL} or {LINEAR}, {FULL} at least once")
+    linear = linear_by_types(hf, kinds, layers)
     heads = sizes["linear_num_value_heads"]
     if heads % sizes["linear_num_key_heads"]:
         raise hf.error("linear_num_key_heads", f"does not divide linear_num_value_heads: {heads}")
@@ -121,5 +128,5 @@ def _hybrid(
         "rms_norm_eps": hf.number("rms_norm_eps", default=1e-6),
         "rope": read_rope(hf, read_rotary_dim(hf, dim, default=rotary), sizes["max_position_embeddings"]),
         "mtp_num_hidden_layers": hf.size("mtp_num_hidden_layers", default=1, minimum=0, maximum=LARGEST_DEPTH),
-        "linear_layers": tuple(kind == LINEAR for kind in kinds),
+        "linear_layers": linear,
     }

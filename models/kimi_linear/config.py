@@ -5,6 +5,7 @@ from pathlib import Path
 
 from umbra.models.config import check_even_split
 from umbra.models.hf_config import HfConfig, read_hf_config
+from umbra.models.hybrid_config import linear_by_types
 from umbra.models.latent_config import LatentDecoderConfig
 from umbra.models.moe_config import check_routing, read_sizes, sparse_by_types
 from umbra.models.rope import RopeConfig
@@ -24,7 +25,6 @@ SIZES = {
     "v_head_dim": 128,
 }
 OWN = "linear_attn_config"  # of published files, for keys that transformers has beside the others
-FULL, LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ class KimiLinearConfig(LatentDecoderConfig):
 def read_kinds(hf: HfConfig, layers: int) -> tuple[bool, ...]:
     """`KimiLinearConfig.linear_layers`, by the names of layers or by lists of their numbers, which begin at one."""
     if kinds := hf.names("layer_types"):
-        if len(kinds) != layers or set(kinds) - {FULL, LINEAR} or FULL not in kinds:
-            raise hf.error("layer_types", f"must be {layers} times {FULL} or {LINEAR}, {FULL} at least once")
-        return tuple(kind == LINEAR for kind in kinds)
+        return linear_by_types(hf, kinds, layers)
     own = hf.inner(OWN)
     linear, full = own.sizes("kda_layers"), own.sizes("full_attn_layers")
     if sorted(linear + full) != [*range(1, layers + 1)] or not full:
