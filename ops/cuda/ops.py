@@ -13,13 +13,12 @@ from torch import Tensor
 
 from umbra.ops import reference
 from umbra.ops.cpu import ops as cpu
+from umbra.ops.cuda.grouped import grouped
 from umbra.ops.cuda.layout import CudaLayout
-from umbra.ops.cuda.unpack import biases, unpacked
+from umbra.ops.cuda.unpack import unpack
 from umbra.ops.cuda.weights import BlockExperts, FloatHeads, FloatMatrix, ResidentExperts
 from umbra.ops.interface import LatentCache, LatentNorm, Paged, Recurrent
 from umbra.ops.sampling import Choice
-
-UNPACKED = 1 << 28  # most elements of matrices that are unpacked at a time
 
 
 class CudaOps(CudaLayout):
@@ -33,6 +32,7 @@ class CudaOps(CudaLayout):
         of_rows: Any = self.kernels or reference
         self.rms_norm, self.add_rms_norm = of_rows.rms_norm, of_rows.add_rms_norm
         self.norm_rope_write, self.silu_mul = of_rows.norm_rope_write, of_rows.silu_mul
+        self.unpack = self.kernels.unpack if self.kernels else unpack
         self.route_softmax, self.route_sigmoid = of_rows.route_softmax, of_rows.route_sigmoid
 
     def embedding(self, ids: Tensor, table: Tensor | FloatMatrix, first_id: int | None) -> Tensor:
@@ -146,31 +146,4 @@ class CudaOps(CudaLayout):
             bank = experts.shape, experts.data, experts.places
             out: Tensor = self.kernels.mixture(x, weights, ids, *bank, first_expert or 0)
             return out
-        return grouped(x, weights, ids, experts, first_expert)
-
-
-def grouped(
-    x: Tensor, weights: Tensor, ids: Tensor, experts: BlockExperts | ResidentExperts, first_expert: int | None
-) -> Tensor:
-    """The mixture expert by expert, with matrices that are unpacked to the type of `x`, some experts at a time. Experts
-    without a place add nothing."""
-    shape, first = experts.shape, first_expert or 0
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    starts, memory = experts.places.tolist(), experts.data.view(-1)
-    used = [i - first for i in ids.unique().tolist() if first <= i < first + experts.count]
-    here = [i for i in used if starts[i] >= 0]
-    per_part = max(1, UNPACKED // (3 * shape.inner * shape.hidden))
-    for some in (here[at : at + per_part] for at in range(0, len(here), per_part)):
-        blocks = torch.stack([memory[starts[i] : starts[i] + shape.block_bytes] for i in some])
-        w13, w2 = (unpacked(blocks, shape, name).to(x.dtype) for name in shape.shapes)
-        b13, b2 = (biases(blocks, shape, name) for name in shape.shapes)
-        for i, expert in enumerate(some):
-            rows, columns = (ids == expert + first).nonzero(as_tuple=True)
-            both = F.linear(x[rows], w13[i]).float()
-            both = both if b13 is None else both + b13[i]
-            gate, up = both.unflatten(1, (-1, 2, 16)).unbind(2)  # 16 rows of each in turn
-            hidden = reference.gated(torch.cat((gate.flatten(1), up.flatten(1)), 1), experts.kind)
-            y = F.linear(hidden.to(x.dtype), w2[i]).float()[:, : x.shape[1]]
-            y = y if b2 is None else y + b2[i, : x.shape[1]]
-            out.index_add_(0, rows, y * weights[rows, columns, None].float())
-    return out.to(x.dtype)
+        return grouped(x, weights, ids, experts, first_expert, self.unpack)

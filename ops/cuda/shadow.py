@@ -50,7 +50,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
 
 @dataclass
 class GpuBuffers:
-    """The memory of the jobs of one number of tokens, which use it in turn. Captured graphs hold the addresses."""
+    """The memory of the jobs of one size, which use it in turn. Captured graphs hold the addresses."""
 
     host: tuple[Tensor, ...]  # pinned: x (tokens, hidden), ids (tokens, top_k) int32, weights, places (experts) int32
     there: tuple[Tensor, ...]  # the same as the GPU sees them
@@ -61,7 +61,8 @@ class GpuBuffers:
 
 class GpuNodes:
     """The nodes of the layers with these numbers, which have `experts` experts each. Steps of at most `captured` tokens
-    may be captured; longer ones share their buffers."""
+    may be captured; longer ones share their buffers, and their jobs have powers of two of rows, of which those behind
+    the step's are not written."""
 
     def __init__(
         self,
@@ -78,33 +79,37 @@ class GpuNodes:
         self.bridge = GpuBridge(worker.submit, worker.context, timeout_s, True)
         self.layers, self.experts, self.hidden, self.top_k = layers, experts, hidden, top_k
         self.dtype, self.timeout_s, self.captured = dtype, timeout_s, captured
-        self.buffers: dict[int, GpuBuffers] = {}  # by number of tokens
+        self.buffers: dict[int, GpuBuffers] = {}  # by size
         self.shared: tuple[Tensor, ...] = ()  # pinned memory of long steps
         self.end = torch.cuda.Event()  # of the last step
         self.pending: int | None = None  # the layer between submit and join
         self.step = -1
         self.expected: dict[int, int] = {}  # layer -> the payload whose call the step waits for
 
-    def prepare(self, tokens: int) -> None:
-        """Allocates the buffers of steps of `tokens` tokens, which cannot be allocated while a graph is captured."""
-        if tokens in self.buffers:
+    def size_of(self, tokens: int) -> int:
+        """The rows of the jobs of a step of `tokens` tokens."""
+        return tokens if tokens <= self.captured else 1 << (tokens - 1).bit_length()
+
+    def prepare(self, size: int) -> None:
+        """Allocates the buffers of jobs of `size` rows, which cannot be allocated while a graph is captured."""
+        if size in self.buffers:
             return
-        if tokens <= self.captured:
-            kept = self._pinned(tokens)
+        if size <= self.captured:
+            kept = self._pinned(size)
         else:
-            if not self.shared or len(self.shared[0]) < tokens:
-                self.shared = self._pinned(1 << (tokens - 1).bit_length())
+            if not self.shared or len(self.shared[0]) < size:
+                self.shared = self._pinned(size)
             kept = self.shared
-        x, sums, ids, weights = (part[:tokens] for part in kept[:4])
+        x, sums, ids, weights = (part[:size] for part in kept[:4])
         host = x, ids, weights, kept[4]
         addresses = [tensor.data_ptr() for tensor in (*host, sums)]
         payloads = {
             layer: self.bridge.payload(
-                BridgeJob(*addresses, tokens, self.top_k, self.hidden, layer, -1, None), sums.nbytes
+                BridgeJob(*addresses, size, self.top_k, self.hidden, layer, -1, None), sums.nbytes
             )
             for layer in self.layers
         }
-        self.buffers[tokens] = GpuBuffers(host, tuple(map(mapped, host)), sums, mapped(sums), payloads)
+        self.buffers[size] = GpuBuffers(host, tuple(map(mapped, host)), sums, mapped(sums), payloads)
 
     def _pinned(self, tokens: int) -> tuple[Tensor, ...]:
         """x, sums, ids, weights and places."""
@@ -123,11 +128,13 @@ class GpuNodes:
             raise RuntimeError(f"layer {layer} is submitted before layer {self.pending} has joined")
         buffers = self._of(len(x), layer)
         given = [tensor.contiguous() for tensor in (x, ids, weights, places)]
-        for name, tensor, wanted in zip(("x", "ids", "weights", "places"), given, buffers.host, strict=True):
-            if tensor.shape != wanted.shape:
+        sizes = [len(x)] * 3 + [self.experts]
+        for name, tensor, to, size in zip(("x", "ids", "weights", "places"), given, buffers.host, sizes, strict=True):
+            if tensor.shape != (size, *to.shape[1:]):
                 raise ValueError(f"layer {layer}: {name} is {tensor.dtype} {tuple(tensor.shape)}")
         here = torch.empty_like(places)
         publish(given, (*buffers.there, here))
+        self.expected[layer] = buffers.payloads[layer]
         self.bridge.launch(torch.cuda.current_stream().cuda_stream, buffers.payloads[layer])
         self.pending = layer
         return here
@@ -138,17 +145,18 @@ class GpuNodes:
             raise RuntimeError(f"layer {layer} joins, but was not submitted")
         self.pending = None
         self.bridge.wait_for_answer(torch.cuda.current_stream().cuda_stream)
-        return own + self._of(len(own), layer).seen_sums
+        return own + self._of(len(own), layer).seen_sums[: len(own)]
 
     def _of(self, tokens: int, layer: int) -> GpuBuffers:
-        if tokens not in self.buffers:
+        if (size := self.size_of(tokens)) not in self.buffers:
             raise KeyError(f"layer {layer} was not prepared for {tokens} tokens")
-        return self.buffers[tokens]
+        return self.buffers[size]
 
     def begin(self, step: int, tokens: int) -> None:
         """Must be called before the launches of a step and after `finish` of the step before."""
         self.step, self.pending = step, None
-        self.expected = self.buffers[tokens].payloads if tokens in self.buffers else {}
+        captured = tokens <= self.captured and tokens in self.buffers
+        self.expected = self.buffers[tokens].payloads if captured else {}
         self.bridge.begin(step)
 
     def finish(self) -> None:
@@ -183,13 +191,17 @@ class GpuCopies:
 
     def begin(self, to: int, source: Pieces, entry: int, value: int) -> int:
         """Copies a block to the address `to`, then writes `value` to the 64 bits at `entry`. -> a ticket"""
-        ticket, event, stream = next(self.tickets), torch.cuda.Event(), self.stream.cuda_stream
-        for offset, start, nbytes in source.pieces:
-            self.driver.cuMemcpyAsync(to + offset, source.address + start, nbytes, stream)
-        self.bridge.write(stream, entry, value)
+        ticket, event = next(self.tickets), torch.cuda.Event()
+        self.send(to, source, self.stream)
+        self.bridge.write(self.stream.cuda_stream, entry, value)
         event.record(self.stream)
         self.under_way[ticket] = event
         return ticket
+
+    def send(self, to: int, source: Pieces, stream: torch.cuda.Stream) -> None:
+        """Copies a block to the address `to` on `stream`."""
+        for offset, start, nbytes in source.pieces:
+            self.driver.cuMemcpyAsync(to + offset, source.address + start, nbytes, stream.cuda_stream)
 
     def done(self, ticket: int) -> bool:
         """Raises an error if the copy has failed."""

@@ -10,6 +10,30 @@ from umbra.ops.formats import Format
 HALF, WORD = 16, 4  # columns in the low nibbles of a block; neighbouring columns of a row
 
 
+def unpack(memory: Tensor, starts: Tensor, shape: ExpertBlocks, name: str, dtype: torch.dtype) -> Tensor:
+    """The matrices "w13" or "w2" of the blocks of `shape` that begin at `starts` (count) int64 of `memory` (uint8):
+    (count, rows, columns) with padding, in w13 all rows of gate before those of up."""
+    values = unpacked(blocks_at(memory, starts, shape), shape, name).to(dtype)
+    if name == "w2":
+        return values
+    gate, up = values.unflatten(1, (-1, 2, ROWS)).unbind(2)
+    return torch.cat((gate.flatten(1, 2), up.flatten(1, 2)), 1)
+
+
+def biases(memory: Tensor, starts: Tensor, shape: ExpertBlocks, name: str) -> Tensor:
+    """The biases of the same rows, (count, rows) float32, of experts that have some."""
+    rows, at = shape.shapes[name][0], shape.offsets[name][3]
+    places = (starts + at)[:, None] // 4 + torch.arange(rows, device=starts.device)
+    of_all = memory.view(-1).view(torch.float32)[places]
+    return of_all if name == "w2" else of_all.unflatten(1, (-1, 2, ROWS)).transpose(1, 2).flatten(1)
+
+
+def blocks_at(memory: Tensor, starts: Tensor, shape: ExpertBlocks) -> Tensor:
+    """-> (count, bytes)"""
+    flat = memory.view(-1)
+    return torch.stack([flat[start : start + shape.block_bytes] for start in starts.tolist()])
+
+
 def unpacked(blocks: Tensor, shape: ExpertBlocks, name: str) -> Tensor:
     """The matrices "w13" or "w2" of blocks (count, bytes) uint8, padding included. -> (count, rows, columns) float32"""
     rows, columns = shape.shapes[name]
@@ -20,12 +44,6 @@ def unpacked(blocks: Tensor, shape: ExpertBlocks, name: str) -> Tensor:
         return values.transpose(-1, -2).reshape(len(blocks), rows, columns).float()
     levels = _levels(quants, format, (*lead, columns))  # (count, row blocks, ROWS, columns)
     return _scaled(levels, scales, zeros, format).reshape(len(blocks), rows, columns)
-
-
-def biases(blocks: Tensor, shape: ExpertBlocks, name: str) -> Tensor | None:
-    """The biases of "w13" or "w2", (count, rows) float32; None: the experts have none."""
-    bias = _planes(blocks, shape, name)[3]
-    return bias.view(torch.float32) if shape.kind.biased else None
 
 
 def _planes(blocks: Tensor, shape: ExpertBlocks, name: str) -> list[Tensor]:

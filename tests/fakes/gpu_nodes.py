@@ -14,6 +14,7 @@ from umbra.executor.platform.cuda.device import CudaPlatform
 from umbra.executor.platform.settings import PlatformSettings
 from umbra.ops.bridge.calls import DONE, SUBMIT, BridgeJob
 from umbra.ops.cpu.shadow import BridgeWorker, Pieces
+from umbra.ops.cuda.shadow import GpuNodes
 
 
 class GpuOfTensors(CudaPlatform):
@@ -37,6 +38,9 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list["FakeNodes"]:
     monkeypatch.setattr(shadow_device, "GpuNodes", nodes)
     monkeypatch.setattr(shadow_device, "GpuCopies", FakeCopies)
     monkeypatch.setattr(shadow_device, "RegisteredRange", FakeRange)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     return opened
 
 
@@ -55,31 +59,38 @@ class FakeNodes:
         timeout_s: float,
     ):
         self.function, self.context, self.timeout_s = SUBMIT(worker.submit), worker.context, timeout_s
-        self.dtype, self.bridge, self.step = dtype, self, -1
+        self.dtype, self.bridge, self.step, self.captured = dtype, self, -1, captured
         self.ended, self.failed = threading.Event(), False
         self.done = DONE(self._done)
-        self.tokens: set[int] = set()
+        self.sizes: set[int] = set()
         self.jobs = 0
 
     def _done(self, job: Any, failed: int) -> None:
         self.failed = bool(failed)
         self.ended.set()
 
-    def prepare(self, tokens: int) -> None:
-        self.tokens.add(tokens)
+    def size_of(self, tokens: int) -> int:
+        return GpuNodes.size_of(self, tokens)  # type: ignore[arg-type]
+
+    def prepare(self, size: int) -> None:
+        self.sizes.add(size)
 
     def begin(self, step: int, tokens: int) -> None:
-        assert tokens in self.tokens
+        assert self.size_of(tokens) in self.sizes
         self.step = step
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, layer: int) -> Tensor:
         here = places.clone()
-        given = x.clone(), ids.to(torch.int32), weights.to(self.dtype), here.clamp(max=0).to(torch.int32)
-        self.given, self.sums = given, torch.full_like(x, torch.nan)
+        size, missing = self.size_of(len(x)), here.clamp(max=0).to(torch.int32)
+        rows = [torch.full((size, *of.shape[1:]), 5, dtype=of.dtype) for of in (x, ids, weights)]  # padding is not read
+        for to, of in zip(rows, (x, ids, weights), strict=True):
+            to[: len(of)] = of
+        given = rows[0], rows[1].to(torch.int32), rows[2].to(self.dtype), missing
+        self.given, self.sums = given, torch.full_like(rows[0], torch.nan)
         addresses = [tensor.data_ptr() for tensor in (*given, self.sums)]
         self.ended.clear()
         done = ctypes.cast(self.done, ctypes.c_void_p)
-        self.job = BridgeJob(*addresses, len(x), ids.shape[1], x.shape[1], layer, self.step, done)
+        self.job = BridgeJob(*addresses, size, ids.shape[1], x.shape[1], layer, self.step, done)
         assert not self.function(self.context, ctypes.byref(self.job))
         return here
 
@@ -87,7 +98,7 @@ class FakeNodes:
         assert self.ended.wait(self.timeout_s)
         assert not self.failed
         self.jobs += 1
-        return own + self.sums
+        return own + self.sums[: len(own)]
 
     def finish(self) -> None:
         pass
@@ -101,19 +112,53 @@ class FakeCopies:
 
     def __init__(self, bridge: FakeNodes):
         self.asked: list[int] = []
+        self.streamed = 0  # blocks that were copied without a place
 
     def begin(self, to: int, source: Pieces, entry: int, value: int) -> int:
-        for offset, start, nbytes in source.pieces:
-            ctypes.memmove(to + offset, source.address + start, nbytes)
+        self.send(to, source, FakeStream())
+        self.streamed -= 1
         ctypes.c_int64.from_address(entry).value = value
         self.asked.append(0)
         return len(self.asked) - 1
+
+    def send(self, to: int, source: Pieces, stream: "FakeStream") -> None:
+        for offset, start, nbytes in source.pieces:
+            ctypes.memmove(to + offset, source.address + start, nbytes)
+        self.streamed += 1
 
     def done(self, ticket: int) -> bool:
         self.asked[ticket] += 1
         return self.asked[ticket] > 1
 
     def wait(self, ticket: int) -> None:
+        pass
+
+
+class FakeEvent:
+    """Work of a stream is done as it is begun, so an event has happened once it is recorded."""
+
+    def __init__(self, enable_timing: bool = False):
+        self.timed, self.recorded = enable_timing, False
+
+    def record(self, stream: "FakeStream | None" = None) -> None:
+        self.recorded = True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.timed
+        assert end.timed
+        assert self.recorded
+        assert end.recorded
+        return 0.02
+
+
+class FakeStream:
+    def wait_stream(self, other: "FakeStream") -> None:
+        pass
+
+    def wait_event(self, event: FakeEvent) -> None:
+        pass
+
+    def synchronize(self) -> None:
         pass
 
 

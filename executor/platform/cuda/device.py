@@ -59,10 +59,13 @@ class CudaPlatform(Platform):
         return min(times)
 
     def shadow_device(self, top_k: int, choices: Choices) -> ShadowDevice:
+        from umbra.executor.platform.cuda.long_steps import Streamed
         from umbra.executor.platform.cuda.shadow_device import CudaDevice
 
-        settings = self.settings
-        return CudaDevice(self.own, self.device, top_k, settings.decode_rows, settings.shadow_timeout_s)
+        settings, least, streamed = self.settings, choices.stream_tokens.value, None
+        if least > 0:
+            streamed = Streamed(max(least, settings.decode_rows + 1), settings.prefill_tokens, choices.costs)
+        return CudaDevice(self.own, self.device, top_k, settings.decode_rows, settings.shadow_timeout_s, streamed)
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -12,7 +12,3 @@ def check(case: Case, where: str) -> None:
         )
     if case.cache_config.kv_dtype == "int8":
         raise UserError(f"{where}: cache_config.kv_dtype: int8 is not supported on platform: cuda: leave it auto")
-    if (tokens := case.offload_config.stream_tokens) and tokens > 0:
-        raise UserError(
-            f"{where}: offload_config.stream_tokens: {tokens}: platform: cuda streams no experts yet: leave it out"
-        )

@@ -5,6 +5,7 @@ from umbra.ops.cuda.kernels.experts import mixture
 from umbra.ops.cuda.kernels.paged import attention, latent_attention
 from umbra.ops.cuda.kernels.recurrent import causal_conv, gated_delta_rule
 from umbra.ops.cuda.kernels.rows import add_rms_norm, norm_rope_write, rms_norm, route_sigmoid, route_softmax, silu_mul
+from umbra.ops.cuda.kernels.unpack import unpack
 
 __all__ = [
     "add_rms_norm",
@@ -18,4 +19,5 @@ __all__ = [
     "route_sigmoid",
     "route_softmax",
     "silu_mul",
+    "unpack",
 ]

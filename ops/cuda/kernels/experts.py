@@ -36,10 +36,10 @@ class Tile(NamedTuple):
 
 # By how quants are stored, of `_up` and of `_down`.
 TILES = {
-    FLOATS: (Tile(256, 4), Tile(512, 8)),
-    BYTES: (Tile(64, 4), Tile(256, 8)),
-    NIBBLES: (Tile(64, 4), Tile(256, 8)),
-    E4M3: (Tile(256, 8), Tile(512, 16)),
+    FLOATS: (Tile(256, 4), Tile(2048, 16)),
+    BYTES: (Tile(128, 4), Tile(256, 8)),
+    NIBBLES: (Tile(64, 4), Tile(256, 16)),
+    E4M3: (Tile(256, 4), Tile(512, 16)),
 }
 
 
@@ -126,6 +126,26 @@ def _product(word, x, zero, SHIFT: tl.constexpr, MASK: tl.constexpr, CODES: tl.c
 
 
 @triton.jit
+def _nibbles(base, start, within, word, r, mask, BITS: tl.constexpr):
+    """The levels of word `within` of a block that begins at `base + start`: of its first and of its last 16 columns, in
+    the low and high nibbles where BITS is 4, else a byte each."""
+    if BITS == 4:
+        lows, highs = word, word
+    else:
+        lows, highs = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+    if BITS == 5:  # bit c / 4 of byte 4 r + c % 4
+        above = tl.load(base + start + 64 + r, mask=mask, other=0)
+        lows |= ((above >> within) & 0x01010101) << 4
+        highs |= ((above >> (within + 4)) & 0x01010101) << 4
+    elif BITS == 6:  # bits 2 (c / 4 % 4) of the vectors of the first and of the last 16 columns
+        above = tl.load(base + start + 64 + r, mask=mask, other=0)
+        lows |= ((above >> (2 * within)) & 0x03030303) << 4
+        above = tl.load(base + start + 80 + r, mask=mask, other=0)
+        highs |= ((above >> (2 * within)) & 0x03030303) << 4
+    return lows, highs
+
+
+@triton.jit
 def _sums(
     memory, words, halves, floats, typed, x, ids, places, weights, first_expert, first_block,
     PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, AT: tl.constexpr,
@@ -201,19 +221,7 @@ def _sums(
                     part += _product(word, one[:, None], zero, 8 * c, 255, 0)
                 sums += part * low
             else:
-                if BITS == 4:
-                    lows, highs = word, word
-                else:
-                    lows, highs = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
-                if BITS == 5:  # bit c / 4 of byte 4 r + c % 4
-                    above = tl.load(base + start + 64 + r, mask=mask, other=0)
-                    lows |= ((above >> within) & 0x01010101) << 4
-                    highs |= ((above >> (within + 4)) & 0x01010101) << 4
-                elif BITS == 6:  # bits 2 (c / 4 % 4) of the vectors of the first and of the last 16 columns
-                    above = tl.load(base + start + 64 + r, mask=mask, other=0)
-                    lows |= ((above >> (2 * within)) & 0x03030303) << 4
-                    above = tl.load(base + start + 80 + r, mask=mask, other=0)
-                    highs |= ((above >> (2 * within)) & 0x03030303) << 4
+                lows, highs = _nibbles(base, start, within, word, r, mask, BITS)
                 MASK: tl.constexpr = 15 if BITS == 4 else 255
                 UPPER: tl.constexpr = 4 if BITS == 4 else 0
                 other = tl.zeros((UNITS, ROWS), tl.float32)

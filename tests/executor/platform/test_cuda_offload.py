@@ -11,6 +11,8 @@ from tests.fakes.gpu_nodes import GpuOfTensors, without_gpu
 from tests.families import ROWS
 from tests.tiny import make_runner, tiny_case
 from umbra.commands.logits import collect_logits
+from umbra.cpu_offload import expert_ring
+from umbra.cpu_offload.prefill_split import Bools, Pairs, PrefillSplit
 from umbra.executor.model_runner import ModelRunner
 from umbra.tools.gpu_check.stages import shares
 
@@ -20,6 +22,8 @@ MODES: list[dict[str, Any]] = [
     {"mode": "fixed", "slots": 8, "max_swaps": 4, "interval": 1},
     {"mode": "resident"},
     {"mode": "elastic", "arena_mb": 0.25, "interval": 2, "max_swaps": 8},
+    {"mode": "fixed", "slots": 8, "stream_tokens": 4},
+    {"mode": "elastic", "arena_mb": 0.25, "interval": 2, "max_swaps": 8, "stream_tokens": 4},
 ]
 
 
@@ -38,8 +42,15 @@ def runner_of(model: Path, folder: Path, tokens: int = 16, **offload: Any) -> Mo
     return make_runner(tiny_case(folder, model, exe_mode="graph", platform="cuda", **sections), folder, GpuOfTensors)
 
 
+def by_halves(pairs: Pairs, here: Bools, *_: Any) -> PrefillSplit:
+    """Copies every second missing expert, whatever was measured."""
+    missing = np.flatnonzero((pairs > 0) & ~here).tolist()
+    return PrefillSplit(missing[::2], missing[1::2], 1.0)
+
+
 def test_tokens_are_those_without(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = without_gpu(monkeypatch)
+    monkeypatch.setattr(expert_ring, "split", by_halves)
     plain = runner_of(model, tmp_path, mode="none")
     wanted = [list(s.generated) for s in plain.model_generate(PROMPTS)]
     logits = collect_logits(plain, [prompt for _, prompt in PROMPTS[:3]], 4)
@@ -51,6 +62,8 @@ def test_tokens_are_those_without(model: Path, tmp_path: Path, monkeypatch: pyte
         assert all(np.allclose(ours[name], logits[name], rtol=0, atol=2e-4) for name in logits), mode
         shadows = runner.engine.shadows
         assert shadows is not None
+        if mode["mode"] == "fixed" and "stream_tokens" in mode:
+            assert shadows.device.copies.streamed > 0  # type: ignore[attr-defined]
         experts, resident = shadows.published.size, int(shadows.published.sum())
         if mode["mode"] == "resident":
             assert resident == experts

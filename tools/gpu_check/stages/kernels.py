@@ -2,6 +2,7 @@
 they read weights and caches."""
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from umbra.ops import reference
-from umbra.ops.cpu.shadow import ExpertBlocks
 from umbra.ops.cuda import kernels
-from umbra.ops.cuda.ops import grouped
-from umbra.ops.cuda.weights import BlockExperts
+from umbra.ops.cuda.grouped import grouped
+from umbra.ops.cuda.unpack import unpack
+from umbra.ops.cuda.weights import BlockExperts, ResidentExperts
 from umbra.ops.formats import SPECS, Format
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Paged, Recurrent
+from umbra.tools.gpu_check.blocks import FORMATS, random_blocks
 from umbra.tools.npu_check.outcome import Check, Passed, Skipped
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # of Qwen3-30B-A3B
@@ -24,10 +26,15 @@ BOUND = 2e-2  # of bfloat16 results, of the largest
 
 
 def checks() -> list[Check]:
-    formats = [Format(name, 32 if spec.zero_points else spec.group) for name, spec in SPECS.items()]
+    formats = [format for format in FORMATS if not format.zeros]
     return [
         *(Check(f"mixture {format.kind}", partial(mixture, format)) for format in formats),
         Check("mixture q4 biased", partial(mixture, Format("q4", 32, True), ExpertKind(7.0, 1.7, True))),
+        *(
+            Check(f"prompt {kind}, {n} tokens", partial(prompt, Format(kind, SPECS[kind].group or 0), n))
+            for kind in ("q4", "q4_k", "f8", "bfloat16")
+            for n in (64, 512, 4096)
+        ),
         *(Check(f"attention {length}, {rows} rows", partial(attention, length, rows)) for length, rows in LENGTHS),
         Check("attention with a window and sinks", partial(attention, 3000, 4, 128)),
         *(Check(f"latents {length}, {rows} rows", partial(latents, length, rows)) for length, rows in LENGTHS),
@@ -81,14 +88,13 @@ def mixture(format: Format, kind: ExpertKind = SILU_EXPERTS) -> Passed:
     needs_gpu()
     torch.manual_seed(0)
     hidden, inner = (HIDDEN, INNER)
-    shape = ExpertBlocks(inner, hidden, format, kind)
-    few = random_blocks(shape, 4)
+    shape, few = random_blocks(4, inner, hidden, format, kind)
     experts = BlockExperts(4, inner, hidden, format, torch.device("cpu"), kind)
     experts.data.copy_(few)
     x, weights = torch.randn(3, hidden), torch.rand(3, 2)
     ids = torch.tensor([[0, 1], [3, 9], [1, 0]])
     ours = kernels.mixture(x.cuda(), weights.cuda(), ids.cuda(), shape, few.cuda(), experts.places.cuda(), 0)
-    error = differs(ours, grouped(x, weights, ids, experts, 0), 1e-4)
+    error = differs(ours, grouped(x, weights, ids, experts, 0, unpack), 1e-4)
     measured: dict[str, Any] = {"error": error}
     many = few.cuda().repeat(EXPERTS // 4, 1)
     places = torch.arange(EXPERTS, device="cuda") * shape.block_bytes
@@ -104,30 +110,31 @@ def mixture(format: Format, kind: ExpertKind = SILU_EXPERTS) -> Passed:
     return Passed(f"{measured['share of HBM, 1 rows']:.0%} of {read_rate():.0f} GB/s at one row", measured)
 
 
-def random_blocks(shape: ExpertBlocks, count: int) -> Tensor:
-    """Blocks (count, bytes) of random experts, filled as a checkpoint's are where the format rounds floats; else with
-    random levels."""
-    blocks = torch.zeros(count, shape.block_bytes, dtype=torch.uint8)
-    for block in blocks:
-        for which, (rows, columns) in dict(
-            gate=(shape.inner, shape.hidden), up=(shape.inner, shape.hidden), down=(shape.hidden, shape.inner)
-        ).items():
-            if not shape.formats["w13"].spec.nesting:
-                shape.fill(block.data_ptr(), which, torch.randn(rows, columns) / columns**0.5)
-    if not shape.formats["w13"].spec.nesting:
-        return blocks
-    for name, (rows, columns) in shape.shapes.items():
-        format, (quants, scales, _, _) = shape.formats[name], shape.offsets[name]
-        nesting = format.spec.nesting
-        if nesting is None:
-            continue
-        sizes = shape.planes(name, rows)
-        blocks[:, quants : quants + sizes[0]] = torch.randint(256, (count, sizes[0]), dtype=torch.uint8)
-        groups = rows * columns // format.group // 16
-        halves = (torch.rand(count, groups, 8 * nesting.group_bytes) * 1e-4).half().view(torch.uint8)
-        bytes_ = torch.randint(64, (count, groups, format.group // 32 * 16 * nesting.block_bytes), dtype=torch.uint8)
-        blocks[:, scales : scales + sizes[1]] = torch.cat((halves, bytes_), 2).view(count, -1)
-    return blocks
+def prompt(format: Format, tokens: int) -> Passed:
+    """The mixture of many tokens, whose matrices are unpacked first."""
+    needs_gpu()
+    torch.manual_seed(0)
+    shape, few = random_blocks(4, INNER, HIDDEN, format)
+    on_host = BlockExperts(4, INNER, HIDDEN, format, torch.device("cpu"), SILU_EXPERTS)
+    on_host.data.copy_(few)
+    x, weights = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, TOP_K)
+    ids = torch.rand(tokens, EXPERTS).topk(TOP_K).indices
+    experts = ResidentExperts(shape, few.cuda().repeat(EXPERTS // 4, 1), torch.arange(EXPERTS).cuda() * len(few[0]))
+    work = partial(grouped, x.cuda(), weights.cuda(), ids.cuda(), experts, 0, kernels.unpack)
+    wanted = grouped(x[:8].float(), weights[:8], ids[:8] % 4, on_host, 0, unpack)
+    error, times = differs(work()[:8], wanted, BOUND), []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begun))
+    starts = experts.places.clone()
+    matrices = [partial(kernels.unpack, experts.data, starts, shape, name, x.dtype) for name in shape.shapes]
+    ms = sum(time_ms([matrix]) for matrix in matrices)
+    moved = EXPERTS * (shape.block_bytes + 6 * INNER * HIDDEN) / 1e6
+    measured = {"error": error, "ms": round(sorted(times)[3], 3), "ms to unpack": round(ms, 3)}
+    return Passed(f"{measured['ms']} ms", measured | {"share of HBM": round(moved / ms / read_rate(), 3)})
 
 
 def paged(length: int, rows: int, page: int) -> Paged:

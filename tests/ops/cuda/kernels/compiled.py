@@ -23,12 +23,12 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from tests.ops.cuda.blocks import FORMATS
 from umbra.ops.cpu.shadow import ExpertBlocks
 from umbra.ops.cuda import kernels
 from umbra.ops.cuda.kernels.publish import publish
 from umbra.ops.formats import Format
 from umbra.ops.interface import Heads, Paged, Recurrent
+from umbra.tools.gpu_check.blocks import FORMATS
 
 Resources = dict[str, dict[str, int]]  # by call and kernel, the most of all its variants in the call
 
@@ -45,6 +45,7 @@ def experts(format: Format) -> None:
     shape = ExpertBlocks(768, 2048, format)
     memory = empty(128 * shape.block_bytes, dtype=torch.uint8)
     kernels.mixture(empty(1, 2048), floats(1, 8), integers(1, 8), shape, memory, integers(128), 0)
+    kernels.unpack(memory, integers(8), shape, "w13", torch.bfloat16)
 
 
 def paged() -> Paged:

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 import tests.ops.cuda.kernels.interpreter
-from tests.ops.cuda.blocks import FORMATS, random_blocks
 from tests.ops.test_delta_net import Layer
 from umbra.ops import reference
 from umbra.ops.cuda import kernels
-from umbra.ops.cuda.ops import grouped
+from umbra.ops.cuda.grouped import grouped
+from umbra.ops.cuda.unpack import unpack
 from umbra.ops.cuda.weights import BlockExperts
 from umbra.ops.formats import Format
 from umbra.ops.interface import SILU_EXPERTS, ExpertKind, Paged
+from umbra.tools.gpu_check.blocks import FORMATS, random_blocks
 
 assert tests.ops.cuda.kernels.interpreter
 CLIPPED = ExpertKind(7.0, 1.7, True)
@@ -30,7 +31,7 @@ def compare(format: Format, x: Tensor, weights: Tensor, ids: Tensor) -> None:
     places = torch.where(torch.arange(4) == 2, -1, experts.places)
     x = x[:, :hidden].contiguous()
     sums = kernels.mixture(x, weights, ids, shape, blocks, places, 5)
-    wanted = grouped(x, weights, torch.where(ids == 7, -1, ids), experts, 5)
+    wanted = grouped(x, weights, torch.where(ids == 7, -1, ids), experts, 5, unpack)
     torch.testing.assert_close(sums, wanted, atol=3e-6 * float(wanted.abs().max()), rtol=0)
     assert sums.abs().max() > 0
 
@@ -58,7 +59,22 @@ def test_eight_rows_share_experts() -> None:
     experts.data.copy_(blocks)
     x, weights, ids = torch.randn(8, 64), torch.rand(8, 1), torch.tensor([[0], [1], [0], [2], [2], [2], [1], [0]])
     sums = kernels.mixture(x, weights, ids, shape, blocks, experts.places, 0)
-    torch.testing.assert_close(sums, grouped(x, weights, ids, experts, 0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums, grouped(x, weights, ids, experts, 0, unpack), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(f, marks=[] if f.kind in ("q4_k", "bfloat16") else pytest.mark.thorough) for f in FORMATS],
+    ids=str,
+)
+def test_matrices_are_unpacked(format: Format) -> None:
+    torch.manual_seed(7)
+    inner, hidden = (32, 64) if format.group in (0, 32) else (format.group, format.group)
+    shape, blocks = random_blocks(3, inner, hidden, format)
+    starts = torch.tensor([2, 0]) * shape.block_bytes
+    for name in shape.shapes:
+        given = blocks, starts, shape, name, torch.float32
+        torch.testing.assert_close(kernels.unpack(*given), unpack(*given), rtol=1e-6, atol=1e-6)
 
 
 CASES: list[dict[str, Any]] = [
