@@ -36,10 +36,10 @@ def checks() -> list[Check]:
 @functools.cache
 def opened() -> ModelRunner:
     """The model with all experts resident. The planner, which would choose for that share alone, gets all cores but
-    those of the thread that polls the doorbell and of Python."""
+    those of the thread that polls the doorbell and of Python, and streams experts of every prompt."""
     torch_gpu()
     offload: dict[str, Any] = {"mode": "fixed", "share": 100, "max_swaps": -1}
-    offload["shadow_threads"] = max(1, cores_of() - 2)
+    offload |= {"shadow_threads": max(1, cores_of() - 2), "stream_tokens": max(BATCHES) + 1}
     return offloaded(CASE, offload, SETTINGS | {"max_new_tokens": DECODED})
 
 
