@@ -60,7 +60,7 @@ def largest_of(sizes: Mapping[T, int], start_layer: int) -> T:
 
 def layer_number(path: str) -> int:
     """The number of the layer that contains the module at `path`."""
-    return int(re.findall(r"\.(\d+)\.", path)[0])
+    return int(re.findall(r"\.(\d+)(?:\.|$)", path)[0])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -38,18 +39,31 @@ class DecoderConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class DecoderOptions:
+    """Options that few decoders have. `ropes` are further rotary tables, each with the width of a head: a layer with
+    the attribute `rotary_table` takes that of this number, the first after the usual one being 1."""
+
+    ropes: tuple[tuple[RopeConfig, int], ...] = ()
+    embedding_scale: float = 1.0
+    softcap: float | None = None  # bound of the logits
+    streams: Streams = RESIDUAL
+
+
 class Decoder(nn.Module):
     """The hidden states of a step's tokens; if `wanted_per_group` is set, of those whose logits are wanted. Each of
-    `layers` takes (carried, cos, sin, batch), where `carried` is what passes from layer to layer in `streams` of this
-    kind, and returns what passes to the next."""
+    `layers` takes (carried, cos, sin, batch), where `carried` is what passes from layer to layer in the options' kind
+    of streams, and returns what passes to the next."""
 
     norm: RMSNorm  # where there is one stream
 
-    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module], streams: Streams = RESIDUAL):
+    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module], options: DecoderOptions):
         super().__init__()
-        self.parallel, self.ops, self.streams, hidden = build.parallel, build.ops, streams, config.hidden_size
-        self.embed_tokens = VocabEmbedding(build, config.vocab_size, hidden)
+        self.parallel, self.ops, hidden = build.parallel, build.ops, config.hidden_size
+        self.streams = streams = options.streams
+        self.embed_tokens = VocabEmbedding(build, config.vocab_size, hidden, options.embedding_scale)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
+        self.other_rotary = nn.ModuleList(RotaryTable(build, rope, width) for rope, width in options.ropes)
         self.layers = nn.ModuleList(layers)
         self.depth = len(self.layers)  # a layer for multi-token prediction may follow
         self.last_name = streams.names[2]
@@ -66,10 +80,11 @@ class Decoder(nn.Module):
         this rank's rows."""
         rows = batch.rows(self.parallel)
         carried: Carried = self.streams.start(self.ops, rows.own(self.embed_tokens(batch.token_ids)))
-        cos, sin = self.rotary(batch.positions)
+        angles = [table(batch.positions) for table in (self.rotary, *self.other_rotary)]
         last = getattr(self, self.last_name)
         tapped: list[Tensor] = []
         for number, layer in zip(range(1, self.depth + 1), self.layers, strict=False):
+            cos, sin = angles[getattr(layer, "rotary_table", 0)]
             carried = layer(carried, cos, sin, batch if number == self.depth else batch.with_all_rows)
             if number in taps:
                 tapped.append(last.tap(carried))
@@ -90,10 +105,10 @@ class CausalLM(nn.Module):
         mtp_layers: int = 0,
         mtp_layer: Callable[[Build], DecoderLayer] | None = None,
         mtp_names: MtpNames | None = None,
-        streams: Streams = RESIDUAL,
+        options: DecoderOptions = DecoderOptions(),
     ):
         super().__init__()
-        self.model, hidden = Decoder(config, build, layers, streams), config.hidden_size
+        self.model, hidden, streams = Decoder(config, build, layers, options), config.hidden_size, options.streams
         source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
         names = mtp_names or MtpNames()
         paths = [names.path.format(self.model.depth + i) for i in range(mtp_layers)]
@@ -121,7 +136,7 @@ class CausalLM(nn.Module):
                 else StreamedPrediction(own, *sizes, layer, names, streams)
             )
             add_at(self, self.mtp_at, predicting)
-        self.lm_head = LMHead(build, config.vocab_size, hidden, source)
+        self.lm_head = LMHead(build, config.vocab_size, hidden, source, options.softcap)
         head = build.drafts.eagle3
         self.eagle3 = Eagle3Head(head, build.of_head) if head else None
         # Of the states that guesses are made from.

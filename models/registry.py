@@ -40,6 +40,7 @@ FAMILIES = {  # the record of each family, as `module:name`
     "deepseek_v3": "umbra.models.deepseek.family:DEEPSEEK_V3",
     "glm4_moe_lite": "umbra.models.deepseek.family:GLM4_MOE_LITE",
     "kimi_linear": "umbra.models.kimi_linear.family:KIMI_LINEAR",
+    "gemma4": "umbra.models.gemma4.family:GEMMA4",
     "minimax_m2": "umbra.models.minimax_m2.family:MINIMAX_M2",
 }
 

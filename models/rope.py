@@ -37,6 +37,7 @@ class RopeConfig:
     llama3: Llama3Config | None = None
     divisors: tuple[float, ...] = ()  # of the frequencies
     query_beta: float = 0.0  # how fast queries grow with the logarithm of their position, in YaRN's original lengths
+    turning: int | None = None  # the first pairs, so many, that turn; the others have the angle zero. None: all
 
     @property
     def softmax_factor(self) -> float:
@@ -59,6 +60,8 @@ class RopeConfig:
             turns = (own.original_length * f / (2 * math.pi) for f in plain)
             fast = [min(max((n - low) / width, 0.0), 1.0) for n in turns]
             return [f * s + f / own.factor * (1 - s) for f, s in zip(plain, fast, strict=True)]
+        if self.turning is not None:
+            return plain[: self.turning] + [0.0] * (len(plain) - self.turning)
         if self.yarn is None:
             return plain
         yarn = self.yarn
@@ -95,6 +98,12 @@ def read_rope(
         return RopeConfig(theta, dim, None)
     if kind == "longrope":
         return RopeConfig(theta, dim, None, divisors=_divisors(inner, dim))
+    if kind == "proportional":
+        inner.refuse("factor", 1.0)
+        share = inner.number("partial_rotary_factor", default=1.0)
+        if share > 1:
+            raise inner.error("partial_rotary_factor", "must be at most 1")
+        return RopeConfig(theta, dim, None, turning=int(share * dim // 2))
     original = inner.size("original_max_position_embeddings", default=max_positions)
     factor = inner.number("factor", default=max_positions / original)
     if theta <= 1 or factor < 1:

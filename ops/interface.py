@@ -37,11 +37,13 @@ class Matrix(Protocol):
 @dataclass(frozen=True)
 class ExpertKind:
     """The computation of experts: down(silu(gate(x)) * up(x)) or, with a `limit`, down((up + 1) * gate * sigmoid(alpha
-    * gate)) of gates that are at most `limit` and ups between -limit and limit. `biased`: each matrix has a bias."""
+    * gate)) of gates that are at most `limit` and ups between -limit and limit. `biased`: each matrix has a bias.
+    `gelu`: down(gelu(gate(x)) * up(x)), as of `Ops.gelu_mul`."""
 
     limit: float = 0.0
     alpha: float = 0.0
     biased: bool = False
+    gelu: bool = False
 
 
 SILU_EXPERTS = ExpertKind()
@@ -414,6 +416,15 @@ class Ops(Protocol):
     def silu_mul(self, x: Tensor) -> Tensor:
         """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
 
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        """x (T, 2 N) holds gate and up side by side: gelu(gate) * up, of GELU's approximation by tanh. -> (T, N)"""
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), in place of x (T, N). -> x"""
+
+    def scale_by(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x * factor (1), in place of x (T, N). -> x"""
+
     def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
         """x + sigmoid(gate) * y, in place of x (T, H). gate (T, 1); None: y (T, H) is added whole. -> x"""
 
@@ -522,10 +533,16 @@ class Ops(Protocol):
         """Stream k becomes post[k] * y + the sum over j of comb[j, k] * stream j, in place of streams. -> streams"""
 
     def route_softmax(
-        self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+        self,
+        logits: Tensor,
+        top_k: int,
+        renormalise: bool,
+        scale: float = 1.0,
+        groups: Groups | None = None,
+        factors: Tensor | None = None,
     ) -> Routed:
         """Softmax over all experts (T, E), then the top k, of equal ones those with smaller ids; weighted by `scale`
-        too."""
+        too, and by the expert's own of `factors` (E) float32."""
 
     def route_sigmoid(
         self,

@@ -284,6 +284,19 @@ def silu_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def gelu_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return x.copy_((x.float() / cap).tanh() * cap)
+
+
+def scale_by(x: Tensor, factor: Tensor) -> Tensor:
+    return x.copy_(x.float() * factor.float())
+
+
 def add_gated(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
     return x.copy_(x.float() + (y.float() if gate is None else gate.float().sigmoid() * y.float()))
 
@@ -308,11 +321,17 @@ sinkhorn_read, sinkhorn_write = streams.sinkhorn_read, streams.sinkhorn_write
 
 
 def route_softmax(
-    logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+    logits: Tensor,
+    top_k: int,
+    renormalise: bool,
+    scale: float = 1.0,
+    groups: Groups | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores = logits.float().softmax(-1)
     ordered = scores if groups else logits.float()  # a softmax keeps the order
-    return _routed(scores, ordered, top_k, renormalise, scale, groups)
+    weights, ids = _routed(scores, ordered, top_k, renormalise, scale, groups)
+    return weights if factors is None else weights * factors.float()[ids], ids
 
 
 def route_sigmoid(
@@ -350,6 +369,8 @@ sample = sampling.sample
 
 def gated(x: Tensor, kind: ExpertKind) -> Tensor:
     """x (T, 2 N) holds gate and up side by side. -> (T, N)"""
+    if kind.gelu:
+        return gelu_mul(x)
     if not kind.limit:
         return silu_mul(x)
     gate, up = x.chunk(2, dim=-1)

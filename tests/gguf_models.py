@@ -149,6 +149,7 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
     """Writes the checkpoint in `folder`, with its tokenizer if it has one, to `path`, and what its values mean in
     floats to another file, which is returned. A part has at most `split` tensors, if that is not 0."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config = config.get("text_config", config)
     record = family_record(family)
     assert record.gguf
     arch = ARCHITECTURES.get(record.gguf.name, MODEL_ARCH.GLM4_MOE)  # Hy3's tensors have the names of GLM's
@@ -173,8 +174,14 @@ def save_gguf(folder: Path, path: Path, family: str, kinds: Kinds = lambda name:
         describe(writer, config, family, predicting)
         if (folder / "tokenizer.json").is_file():
             describe_tokenizer(writer, folder)
-    for theirs, tensor in stacked(tensors):
-        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or further.get_name(theirs, (".weight",))
+    own = {name: tensor for name, tensor in tensors.items() if family == "gemma4" and gemma_name(name)}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in own}
+    for theirs, tensor in (*own.items(), *stacked(rest)):
+        ours = (
+            gemma_name(theirs)
+            if theirs in own
+            else names.get_name(theirs, try_suffixes=(".weight", ".bias")) or further.get_name(theirs, (".weight",))
+        )
         if ours is None:
             ours = names.get_name(f"{theirs.replace('_correction_bias', '_correction')}.bias", (".bias",))
         assert ours, theirs
@@ -225,9 +232,48 @@ def as_last_layer(name: str, depth: int) -> str:
     return f"model.layers.{depth}.{own.get(module, module.removeprefix('layers.0.'))}.weight"
 
 
+GEMMA = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
+
+
+def gemma_name(name: str) -> str:
+    """The name of a tensor of Gemma 4 that the package's table lacks, or has for other layouts; empty: it has it."""
+    _, _, rest = name.partition(".layers.")
+    layer, _, last = rest.partition(".")
+    return f"blk.{layer}.{GEMMA[last]}" if last in GEMMA else ""
+
+
+def describe_gemma(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """The attention of both kinds of layers, and what bounds the logits."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    kv_heads = {True: config["num_key_value_heads"], False: config["num_key_value_heads"]}
+    if config["attention_k_eq_v"]:
+        kv_heads[False] = config["num_global_key_value_heads"]
+    width, swa = config["global_head_dim"], config["head_dim"]
+    writer.add_head_count_kv([kv_heads[own] for own in slides])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_key_length_swa(swa)
+    writer.add_value_length_swa(swa)
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count_swa(swa)
+    turning = width // 8
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turning + [1e30] * (width // 2 - turning), np.float32))
+
+
 def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: bool) -> None:
     """`predicts`: the layer that predicts further tokens is among the tensors; it is read by none that lacks it."""
     rope, head_dim = config.get("rope_parameters") or config, config.get("head_dim") or _even_heads(config)
+    if family == "gemma4":
+        rope, head_dim = rope["full_attention"], config["global_head_dim"]
     writer.add_context_length(config["max_position_embeddings"])
     predicting = int(predicts or family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe", "qwen3_5"))
     writer.add_block_count(config["num_hidden_layers"] + predicting)
@@ -236,6 +282,8 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
     writer.add_head_count(config["num_attention_heads"])
     if "kv_lora_rank" in config:
         describe_latents(writer, config, family)
+    elif family == "gemma4":
+        describe_gemma(writer, config)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(head_dim)
@@ -250,7 +298,7 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
     experts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if count := next((count for count in experts if count), 0):
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if predicting:
         writer.add_nextn_predict_layers(predicting)

@@ -27,7 +27,8 @@ class Conventions:
     @property
     def tags(self) -> frozenset[str]:
         """The marks that a decoder must not drop, although a tokenizer may call them special."""
-        return frozenset({THINK, THINK_END}).union(*(format.marks for format in self.formats.values()))
+        own = (mark for format in self.formats.values() for mark in (*format.thoughts, *format.marks))
+        return frozenset({THINK, THINK_END}).union(own)
 
     @property
     def expressions(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 SIGN = re.compile(r"<[|｜].*?[|｜]>|\[[A-Z_]+\]")  # a mark in a text
-THINK, THINK_END = "<think>", "</think>"  # the same in every format whose marks are text
+THINK, THINK_END = "<think>", "</think>"  # of most formats whose marks are text
 # Tokens of harmony, the format whose marks are special tokens (text/harmony.py).
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
@@ -42,12 +42,20 @@ class OutputMarks:
     other_block_end: str = ""
     begins_line: bool = False  # an answer begins with a line break, which is layout
     tokens: tuple[str, ...] = ()  # instead of all these: special tokens that are marks by their ids (text/harmony.py)
+    quote: str = ""  # arguments are no JSON: keys are bare, and a string stands between two of these
+    think: str = THINK  # opens reasoning
+    think_end: str = THINK_END
     ends: tuple[str, ...] = ()  # tokens that end an answer, whatever else a checkpoint says
 
     @property
     def marks(self) -> tuple[str, ...]:
         own = (self.block, self.block_end, self.call, self.call_end, self.parameter, self.parameter_end, self.value)
-        others = (self.other_block, self.other_block_end, *SIGN.findall(self.before_name + self.before_arguments))
+        others = (
+            self.quote,
+            self.other_block,
+            self.other_block_end,
+            *SIGN.findall(self.before_name + self.before_arguments),
+        )
         return tuple(mark for mark in (*own, self.key_end.removeprefix(">"), *others) if mark)
 
     @property
@@ -57,6 +65,11 @@ class OutputMarks:
     @property
     def call_is_json(self) -> bool:
         return bool(self.call) and not self.parameter
+
+    @property
+    def thoughts(self) -> tuple[str, str]:
+        """The tokens that begin the marks of reasoning."""
+        return f"{self.think.partition('>')[0]}>", self.think_end
 
     @property
     def blocks(self) -> tuple[str, ...]:

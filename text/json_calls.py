@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from umbra.text.formats import OutputMarks
-from umbra.text.tool_arguments import read_json_text, to_json
+from umbra.text.tool_arguments import in_json, read_json_text, to_json
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
 BEGIN = '{"name":"'  # of a call in JSON, without white space
@@ -64,6 +64,7 @@ def _named(text: str, format: OutputMarks) -> Call | None:
     if not match:
         return None
     arguments = match[4].removesuffix(format.after_arguments.strip()).rstrip()
+    arguments = in_json(arguments, format.quote) if format.quote else arguments
     return Call(match[2], arguments, match[1] if match[3] else "")
 
 

@@ -16,7 +16,7 @@ from io import StringIO
 from typing import Any
 
 from umbra.text.answer import Part, Reader
-from umbra.text.formats import THINK, THINK_END, OutputMarks
+from umbra.text.formats import OutputMarks
 from umbra.text.harmony import Harmony
 from umbra.text.json_calls import LONGEST_NAME, Call, cut_call, read_call
 from umbra.text.tool_arguments import Tool, to_json, tools_by_name
@@ -59,19 +59,18 @@ def _marks(format: OutputMarks, tools: bool, split: bool) -> dict[ParserState, M
     calls = (*blocks, *format.block_ends, format.call) if tools and format.call else blocks
     around = (*format.blocks, *format.block_ends)
     inner = (format.parameter, format.call, format.call_end, format.block, format.block_end)
-    title = (*format.marks, THINK, THINK_END) if format.block_is_call else (">", "<", "\n")
+    title = (*format.marks, format.think, format.think_end) if format.block_is_call else (">", "<", "\n")
     return {
-        ParserState.REASONING: Marks((THINK, THINK_END, *blocks)),
-        ParserState.CONTENT: Marks((*((THINK_END,) if split else ()), *calls)),
+        ParserState.REASONING: Marks((format.think, format.think_end, *(blocks or calls))),
+        ParserState.CONTENT: Marks((*((format.think_end,) if split else ()), *calls)),
         ParserState.OPEN: Marks((*around, format.call or "{")),
         ParserState.BLOCK: Marks((format.call, format.block_end)),
         ParserState.NAME: Marks(title),
         ParserState.CALL: Marks(inner),
         ParserState.VALUE: Marks((format.parameter_end, format.value, *inner)),
-        ParserState.JSON: Marks((*around, format.call, format.call_end, THINK_END, '"')),
-        ParserState.STRING: Marks(
-            ("\\\\", '\\"', '"', "\n")
-        ),  # JSON has no line break in a string, so one ends a broken one
+        ParserState.JSON: Marks((*around, format.call, format.call_end, format.think_end, format.quote or '"')),
+        # JSON has no line break in a string, so one ends a broken one.
+        ParserState.STRING: Marks((format.quote,) if format.quote else ("\\\\", '\\"', '"', "\n")),
     }
 
 
@@ -92,12 +91,14 @@ class Parser(Reader):
         self._tools = tools_by_name(tools) if format else {}
         self._plain = format is None
         self._marks = _marks(self._format, bool(self._tools), split)
-        self._first = Marks((THINK, *self._marks[ParserState.CONTENT].marks))  # content that may still open reasoning
+        self._first = Marks(
+            (self._format.think, *self._marks[ParserState.CONTENT].marks)
+        )  # content that may still open reasoning
         closers = (self._format.call_end, self._format.parameter_end) if self._tools and self._format.call else ()
         self._behind = Marks((*self._marks[ParserState.CONTENT].marks, *closers))  # content behind a mark
         self._fresh = split and not reasoning
         self._state = ParserState.REASONING if reasoning and split else ParserState.CONTENT
-        self._parts = [Part("content", THINK)] if format and reasoning and not split else []
+        self._parts = [Part("content", self._format.think)] if format and reasoning and not split else []
         self._buffer, self._at = "", 0  # the text that is held back is self._buffer[self._at:]
         self._newlines = 0  # held back: they are layout if a mark follows
         # Newlines here are layout: a mark came before.
@@ -161,15 +162,17 @@ class Parser(Reader):
         state, format = self._state, self._format
         if state is ParserState.REASONING:
             self._say(state, text)
-            if mark == THINK_END:
+            if mark == format.think_end:
                 self._turn(ParserState.CONTENT)
             elif mark in format.blocks:
                 self._open_block(state, mark)
+            elif mark and mark == format.call:
+                self._open_json(mark, state)
         elif state is ParserState.CONTENT:
             self._say(state, text)
-            if mark == THINK and self._fresh:
+            if mark == format.think and self._fresh:
                 self._turn(ParserState.REASONING)
-            elif mark == THINK:  # after content it is text
+            elif mark == format.think:  # after content it is text
                 self._say(state, mark)
             elif mark in format.blocks:
                 self._open_block(state, mark)
@@ -217,10 +220,10 @@ class Parser(Reader):
                     self._at -= len(mark)  # it counts in the state after
         elif state is ParserState.STRING:
             self._write(text + mark)
-            self._state = ParserState.JSON if mark in ('"', "\n") else state
+            self._state = ParserState.JSON if mark in (format.quote or '"', "\n") else state
         else:
             self._write(text)
-            if mark == '"':
+            if mark == (format.quote or '"'):
                 self._write(mark)
                 self._state = ParserState.STRING
             elif mark:

@@ -151,7 +151,7 @@ class Tokenizer:
     def describes_tools(self, format: OutputMarks) -> bool:
         """Returns whether conversations with tools get a description of them, because the chat template renders calls
         in `format` and their results, but no tools."""
-        return not renders_tools(self.template) and not (format.parameter or format.tokens)
+        return not renders_tools(self.template) and not (format.parameter or format.tokens or format.quote)
 
     def _with_systems(self, messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
         """Returns `messages` with system messages only where `template` renders them."""
@@ -224,7 +224,14 @@ class Tokenizer:
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Returns whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
-        return self.whole_text([*ids[-TAIL:]]).rstrip().endswith(THINK)
+        return self._ends_with(ids, THINK, *(format.think for format in self.conventions.formats.values()))
+
+    def ends_reasoning(self, ids: Sequence[int]) -> bool:
+        """Returns whether a prompt ends with a mark that closes reasoning, so that the answer has none."""
+        return self._ends_with(ids, THINK_END, *(format.think_end for format in self.conventions.formats.values()))
+
+    def _ends_with(self, ids: Sequence[int], *marks: str) -> bool:
+        return self.whole_text([*ids[-TAIL:]]).rstrip().endswith(marks)
 
     def reader(
         self,
@@ -240,8 +247,8 @@ class Tokenizer:
         if format and format.tokens:
             begin = [Mark(CHANNEL), "final", Mark(MESSAGE), begun] if begun else []
         else:
-            ended = self.whole_text([*prompt[-TAIL:]]).rstrip().endswith(THINK_END)
-            begin = [THINK_END if ended else "", begun]
+            closing = format.think_end if format else THINK_END
+            begin = [closing if self._ends_with(prompt, closing) else "", begun]
         for text in filter(None, begin):
             answer.push(text)
         return answer

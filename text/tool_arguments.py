@@ -16,6 +16,7 @@ MOST_REFERENCES = 16  # from one definition to the next
 INTEGER = re.compile(r"[+-]?[0-9]+")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 HALF_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(u[0-9A-Fa-f]{0,3})?$")  # at the end of a string that is open
+BARE_KEY = re.compile(r"([{,]\s*)([^\s:{}\[\],\"]+)\s*:")  # within an object that is no JSON
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -125,6 +126,26 @@ def repaired(text: str) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
     return {}
+
+
+def in_json(text: str, quote: str) -> str:
+    """The object `text`, or the beginning of one, as JSON: its keys are bare, and strings stand between two `quote`."""
+    parts = []
+    for number, part in enumerate(text.split(quote)):
+        if number % 2:
+            parts.append(to_json(part)[1:-1])
+        else:
+            parts.append(BARE_KEY.sub(lambda key: f"{key[1]}{to_json(key[2])}:", part))
+    return '"'.join(parts)
+
+
+def bare(value: Any, quote: str) -> str:
+    """`value` in that notation, with keys in order."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{bare(value[key], quote)}' for key in sorted(value))}}}"
+    if isinstance(value, list):
+        return f"[{','.join(bare(part, quote) for part in value)}]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else to_json(value)
 
 
 def to_json(value: Any) -> str:

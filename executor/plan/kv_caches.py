@@ -1,8 +1,12 @@
 """Binds the KV caches of a model: a cache for each place in its sets of layers, or one arena for all, which also holds
-recurrent states."""
+recurrent states.
+
+Layers of different sets may keep tokens of different sizes. Those that share a cache have its memory in pages of the
+largest one's size: where another's is a part of it, the layer's cache is the same memory in several times as many
+pages, of which those are used that begin where a page of the largest one does."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +31,9 @@ def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> tuple
     caches (pages, ...) of each set of layers, and the states (places, ...) of all recurrent layers."""
     caches_by_position = []
     for layers in sharing(model):
-        caches_by_position.append(caches := _caches(_alike([*layers.values()], case), case, build, pages + 1))
+        caches_by_position.append(caches := _caches(_largest(attentions(model)), case, build, pages + 1))
         for number, layer in layers.items():
-            layer.bind(*map(apart, caches), layers=number)
+            layer.bind(*map(apart, _seen_by(layer, caches, case, build)), layers=number)
     aside = bind_aside(model, case, build, pages + 1)
     states = torch.empty(1, max((of.elements for of in recurrent(model)), default=0), device=build.device)
     _bind_states(model, states)
@@ -92,6 +96,37 @@ def sharing(model: nn.Module) -> list[dict[int, PagedCache]]:
     ]
 
 
+def parts_of_pages(model: nn.Module, case: Case, build: Build) -> tuple[int, ...]:
+    """For each set of layers, of how many of its own pages a page has the size: numbers of pages are multiplied by
+    that."""
+    largest, *_ = _caches(_largest(attentions(model)), case, build, 1)
+    alike = [next(iter(sharing(model)))[number] for number in range(len(sets_of(model)))]
+    pages = [_caches(layer, case, build, 1)[0] for layer in alike]
+    return tuple(_parts(largest, page, case) for page in pages)
+
+
+def _parts(page: Tensor, own: Tensor, case: Case) -> int:
+    """Returns how many pages like `own` a `page` has."""
+    if page.numel() % own.numel():
+        raise UserError(
+            f"case {case.name}: cache_config: caches of {page.numel()} and {own.numel()} values a page cannot share "
+            f"memory: set kv_dtype: auto"
+        )
+    return page.numel() // own.numel()
+
+
+def _seen_by(layer: PagedCache, caches: Sequence[Tensor], case: Case, build: Build) -> list[Tensor]:
+    """The memory of `caches` (pages, ...), which are those of the largest layer that shares it, as the caches of
+    `layer`."""
+    own = _caches(layer, case, build, 1)
+    if all(page.shape[1:] == cache.shape[1:] for page, cache in zip(own, caches, strict=True)):
+        return list(caches)
+    return [
+        cache.view(_parts(cache[:1], page, case) * len(cache), *page.shape[1:])
+        for page, cache in zip(own, caches, strict=True)
+    ]
+
+
 def frame_of(model: nn.Module, case: Case, build: Build, windows: Sequence[int | None] | None = None) -> Frame:
     """`windows` are those of all layers, if `model` has only some of them."""
     sets = sets_of(model) if windows is None else layer_sets(windows)
@@ -113,7 +148,7 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
     be units of the buffer: page numbers would have to be multiples of both sizes' ratio.
     """
     shared, (inside, _) = sharing(model), _pages(model, case, build)
-    first, dtype, page_size = _alike(attentions(model), case), cache_type(case, build), case.cache_config.page_size
+    first, dtype, page_size = _largest(attentions(model)), cache_type(case, build), case.cache_config.page_size
     per_layer, units = len(inside), len(inside) * len(shared)
     counts = {0: frames * units - -spare // inside[0].nbytes} | dict.fromkeys(
         range(per_layer, first.tensors), frames * units
@@ -124,7 +159,7 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
         caches = [buffers[0][begin : begin + end] for begin in starts]
         caches += [buffer[starts[0] : starts[0] + end] for buffer in buffers[1:]]
         for number, layer in layers.items():
-            layer.bind(*map(apart, caches), layers=number)
+            layer.bind(*map(apart, _seen_by(layer, caches, case, build)), layers=number)
     if recurrent(model):
         _bind_states(model, buffers[0].view(len(buffers[0]), -1).view(torch.float32))
     return buffers
@@ -145,15 +180,12 @@ def _caches(layer: PagedCache, case: Case, build: Build, pages: int) -> list[Ten
 
 
 def _pages(model: nn.Module, case: Case, build: Build) -> tuple[list[Tensor], list[Tensor]]:
-    """A page of each cache of a layer: of those with the size of the first, and of others."""
-    pages = _caches(_alike(attentions(model), case), case, build, 1)
+    """A page of each cache of the largest layer: of those with the size of the first, and of others."""
+    pages = _caches(_largest(attentions(model)), case, build, 1)
     alike = [page for page in pages if page.shape == pages[0].shape]
     return alike, pages[len(alike) :]
 
 
-def _alike(layers: list[PagedCache], case: Case) -> PagedCache:
-    """The first of the layers, whose caches share memory: all have its sizes."""
-    sizes = {layer.sizes for layer in layers}
-    if len(sizes) > 1:
-        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share memory: {sizes}")
-    return layers[0]
+def _largest(layers: Iterable[PagedCache]) -> PagedCache:
+    """The first of those layers that keep most of a token."""
+    return max(layers, key=lambda layer: math.prod(layer.sizes))

@@ -3,6 +3,7 @@
 Splits of a model are even (`check_parallel`), or the first ranks hold a little more: none holds more than rank 0.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import cast
@@ -25,9 +26,9 @@ from umbra.models.layers.attention import PagedCache
 from umbra.models.layers.base import layers_of
 from umbra.models.layers.embedding import LMHead, VocabEmbedding
 from umbra.models.layers.experts import Experts
-from umbra.models.layers.norm import RMSNorm, SplitRMSNorm
+from umbra.models.layers.norm import DirectNorm, RMSNorm, SplitRMSNorm, WeightlessNorm
 from umbra.models.layers.rotary import RotaryTable
-from umbra.models.layers.router import Router, SelectionBias
+from umbra.models.layers.router import ExpertFactors, Router, SelectionBias
 from umbra.models.layers.states import LayerStates
 from umbra.models.layers.streams import Residual, StreamNorm
 from umbra.models.registry import load, model_class
@@ -42,9 +43,12 @@ KINDS: dict[type[nn.Module], str] = {
     Residual: "norms",
     StreamNorm: "norms",
     SplitRMSNorm: "norms",
+    WeightlessNorm: "norms",
+    DirectNorm: "norms",
     Experts: "experts",
     Router: "router",
     SelectionBias: "router",
+    ExpertFactors: "router",
 }
 MTP = ("MTP layer", "experts of the MTP layer")
 GUESSING = (*MTP, "head for drafts")  # of which a step that guesses nothing reads none
@@ -122,7 +126,8 @@ def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
 
 def cache_of(sketch: Sketch) -> PlanLine:
     """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
-    caches: list[Tensor] = [cache for layers in sharing(sketch.model) for cache in next(iter(layers.values())).caches]
+    largest = (max(layers.values(), key=lambda layer: math.prod(layer.sizes)) for layers in sharing(sketch.model))
+    caches: list[Tensor] = [cache for layer in largest for cache in layer.caches]
     aside = sum(cache.nbytes for layer in attentions(sketch.model, aside=True) for cache in layer.caches)
     pages, limits = len(caches[0]), sketch.limits
     kinds = Counter(cache[0].numel() // limits.page_size for cache in caches)

@@ -72,5 +72,5 @@ DEEPSEEK2 = Architecture(
     write=write,
     assumed="<|user|> and <|observation|> end an answer; experts, if 160 or 256, are in 8 groups",
     stops=("<|user|>", "<|observation|>"),
-    latent=True,
+    own_attention=True,
 )

@@ -26,4 +26,5 @@ class Architecture:
     assumed: str = ""  # what no file says, for a message
     partial: bool = False  # whether part of a head may rotate
     stops: tuple[str, ...] = ()  # tokens that end an answer, beside those that do in every model
-    latent: bool = False  # whether attention is over latents
+    dense: bool = False  # whether some of its models have no experts
+    own_attention: bool = False  # whether `read` says all of attention, whose keys others have or have otherwise

@@ -17,7 +17,7 @@ from umbra.models.gguf.container import SPLIT, Gguf, TensorInfo, parts_of, read_
 from umbra.models.gguf.keys import Keys
 from umbra.models.gguf.metadata import architecture_of, config_of, head_width, value_heads
 from umbra.models.gguf.names import Tiled, View, views_of
-from umbra.models.gguf.vocabulary import AT, SENTENCE_PIECE, Vocabulary
+from umbra.models.gguf.vocabulary import AT, SENTENCE_PIECE, SPACED, Vocabulary
 from umbra.models.hf_config import HfConfig
 from umbra.models.registry import architectures, read_config
 
@@ -107,7 +107,7 @@ def files_of(gguf: Gguf) -> dict[str, dict[str, Any]]:
     }
     kind = meta.value(f"{AT}model", default="no_vocab")
     if kind != "no_vocab":
-        meta.one_of(f"{AT}model", allowed=("gpt2", SENTENCE_PIECE))
+        meta.one_of(f"{AT}model", allowed=("gpt2", SENTENCE_PIECE, SPACED))
         words = Vocabulary(meta)
         contents["tokenizer.json"], contents["tokenizer_config.json"] = words.tokenizer(), words.settings()
         contents["generation_config.json"] = words.generation(architecture_of(gguf).stops)

@@ -35,6 +35,14 @@ class Keys:
     def flag(self, key: str, default: bool) -> bool:
         return self.all.flag(f"{self.name}.{key}", default)
 
+    def flags(self, key: str) -> tuple[bool, ...]:
+        """Returns a list of true and false, one for each layer."""
+        name = f"{self.name}.{key}"
+        values = self.all.value(name)
+        if not isinstance(values, list) or not values or not all(isinstance(value, bool) for value in values):
+            raise self.all.error(name, "must be a list of true and false")
+        return tuple(values)
+
     def rows(self, tensor: str, dimension: int = -2) -> int | None:
         """Returns the rows of a tensor, for keys that older files lack."""
         info = self.gguf.tensors.get(tensor)
@@ -70,10 +78,13 @@ class Keys:
             raise self.all.error(name, "must be the same in every layer")
         return counts[0] if counts else heads
 
+    def divisors(self) -> list[float]:
+        """Returns those of the frequencies of rotary embedding; empty: there are none."""
+        return self._floats(ROPE_DIVISORS) if self.has(ROPE_DIVISORS) else []
+
     def scaling(self) -> dict[str, Any] | None:
         """Returns `rope_scaling` of config.json. Files of Llama 3 have divisors of its frequencies alone."""
-        if self.has(ROPE_DIVISORS):
-            divisors = self._floats(ROPE_DIVISORS)
+        if divisors := self.divisors():
             return {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
         kind = self.all.value(f"{self.name}.rope.scaling.type", default="none")
         if kind == "none":

@@ -17,13 +17,15 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     architecture, keys = architecture_of(gguf), Keys(gguf)
     keys.all.refuse("general.type", "model")
     keys.all.refuse(f"{keys.name}.expert_gating_func", 0, *architecture.gatings)
-    if architecture.gatings:
+    if architecture.dense and not keys.size("expert_count", default=0, minimum=0):
+        experts = {}
+    elif architecture.gatings:
         experts = {"num_experts_per_tok": keys.size("expert_used_count")}
     else:
         keys.all.refuse(f"{keys.name}.expert_count", 0)
         experts = {}
     more = experts | architecture.read(keys)
-    if not architecture.latent:
+    if not architecture.own_attention:
         for key in ("expert_group_count", "expert_group_used_count"):
             keys.all.refuse(f"{keys.name}.{key}", 0, 1)
         more |= _heads(keys, architecture.partial)

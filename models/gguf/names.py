@@ -18,7 +18,7 @@ WHOLE = {
 }
 ROPE_DIVISORS = "rope_freqs.weight"  # of the frequencies, which config.json says
 QUERIES_OR_KEYS = re.compile(r"\.self_attn\.[qk]_proj\.(?:weight|bias)$")
-LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(ssm_a|[\w.]+\.(?:weight|bias))")
+LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(ssm_a|[\w.]+\.(?:weight|bias|scale))")
 FACTOR = ".scale"  # the last name of a tensor with a number for a whole matrix, or for each expert of a stack
 # Parts of families' tables: the module of a layer's tensors `KEY.weight` and `KEY.bias`, or the path of a tensor `KEY`.
 AFTER_ATTENTION = "post_attention_layernorm"

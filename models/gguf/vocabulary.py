@@ -10,6 +10,7 @@ from umbra.text.splits import Split
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of tokens
 SENTENCE_PIECE = "llama"  # kind of tokenizers whose merges follow from the scores of tokens
+SPACED = "gemma4"  # kind of tokenizers that have merges, and otherwise tokens as those
 SPACE = "\u2581"  # stands for a space in their tokens
 AT = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
@@ -31,9 +32,11 @@ class Vocabulary:
 
     def __init__(self, meta: HfConfig):
         self.meta, self.conventions = meta, conventions()
-        self.by_scores, splits = meta.value(f"{AT}model") == SENTENCE_PIECE, self.conventions.splits
-        if self.by_scores:
+        self.kind, splits = meta.value(f"{AT}model"), self.conventions.splits
+        if self.kind == SENTENCE_PIECE:
             self.split = Split((), bos=True)
+        elif self.kind == SPACED:
+            self.split = splits[SPACED]
         else:
             self.split = splits[meta.one_of(f"{AT}pre", allowed=tuple(splits))]
         self.tokens = self._texts("tokens")
@@ -63,8 +66,35 @@ class Vocabulary:
 
     def tokenizer(self) -> dict[str, Any]:
         """The contents of tokenizer.json. Every token is in the vocabulary, so that none changes its id."""
-        if self.by_scores:
-            return self._sentence_piece()
+        if self.kind == SENTENCE_PIECE:
+            return self._with_bytes(self._pairs_by_scores(), self.meta.flag(f"{AT}add_space_prefix", True))
+        pairs = self._pairs()
+        if self.kind == SPACED:
+            return self._with_bytes(pairs, self.meta.flag(f"{AT}add_space_prefix", False))
+        return {
+            "version": "1.0",
+            "added_tokens": self._added(CONTROL, USER_DEFINED),
+            "normalizer": {"type": "NFC"} if self.split.composed else None,
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    *self._splits(),
+                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+                ],
+            },
+            "post_processor": self._around(),
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {"type": "BPE", "ignore_merges": self.split.whole, "vocab": self.ids, "merges": pairs},
+        }
+
+    def _splits(self) -> list[dict[str, Any]]:
+        return [
+            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+            for regex in self.split.expressions
+        ]
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Returns the pairs of tokens that are joined, in order."""
         merges = [(merge, merge.find(" ", 1)) for merge in self._texts("merges")]
         if wrong := next((merge for merge, at in merges if at < 0), None):
             raise UserError(f"{self.meta.where}: {AT}merges: {short(wrong)} is not two tokens with a space between")
@@ -73,24 +103,7 @@ class Vocabulary:
             raise UserError(
                 f"{self.meta.where}: {AT}merges: {short(' '.join(unknown))} makes or joins what is no token"
             )
-        return {
-            "version": "1.0",
-            "added_tokens": self._added(CONTROL, USER_DEFINED),
-            "normalizer": {"type": "NFC"} if self.split.composed else None,
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [
-                    *(
-                        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-                        for regex in self.split.expressions
-                    ),
-                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-                ],
-            },
-            "post_processor": self._around(),
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {"type": "BPE", "ignore_merges": self.split.whole, "vocab": self.ids, "merges": pairs},
-        }
+        return pairs
 
     def _added(self, *kinds: int) -> list[dict[str, Any]]:
         """Returns the tokens of these kinds, which are found in a text before it is split."""
@@ -101,9 +114,8 @@ class Vocabulary:
             if self.kinds[id] in kinds and text
         ]
 
-    def _sentence_piece(self) -> dict[str, Any]:
-        """Returns the contents of tokenizer.json of a tokenizer that joins the two parts whose token has the highest
-        score, and writes a character that is no token in bytes."""
+    def _pairs_by_scores(self) -> list[tuple[str, str]]:
+        """Returns the pairs of a tokenizer that joins the two parts whose token has the highest score."""
         scores = self.meta.value(f"{AT}scores", default=[])
         if len(scores) != len(self.tokens) or not all(isinstance(score, float) for score in scores):
             raise self.meta.error(f"{AT}scores", f"must have a number for each of {len(self.tokens)} tokens")
@@ -117,8 +129,12 @@ class Vocabulary:
             ),
             key=lambda pair: pair[:3],
         )
+        return [pair[3:] for pair in pairs]
+
+    def _with_bytes(self, pairs: list[tuple[str, str]], before: bool) -> dict[str, Any]:
+        """Returns the contents of tokenizer.json of a tokenizer that joins `pairs`, and writes a character that is no
+        token in bytes. `before`: a space stands before a text."""
         unknown = next((text for text, id in self.ids.items() if self.kinds[id] == UNKNOWN), None)
-        before = self.meta.flag(f"{AT}add_space_prefix", True)
         spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
         first = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -129,7 +145,7 @@ class Vocabulary:
                 "type": "Sequence",
                 "normalizers": [*([{"type": "Prepend", "prepend": SPACE}] if before else []), spaces],
             },
-            "pre_tokenizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits} if (splits := self._splits()) else None,
             "post_processor": self._around(),
             "decoder": {
                 "type": "Sequence",
@@ -141,7 +157,7 @@ class Vocabulary:
                 "fuse_unk": True,
                 "byte_fallback": True,
                 "vocab": self.ids,
-                "merges": [pair[3:] for pair in pairs],
+                "merges": pairs,
             },
         }
 

@@ -72,5 +72,5 @@ KIMI_LINEAR = Architecture(
     read=read,
     write=write,
     assumed="renormalised weights of experts",
-    latent=True,
+    own_attention=True,
 )

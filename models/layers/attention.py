@@ -48,15 +48,25 @@ class PagedCache(nn.Module):
 
 
 class PagedAttention(PagedCache):
-    """Attention over the paged KV cache, of all tokens before a token or of the last `window` ones."""
+    """Attention over the paged KV cache, of all tokens before a token or of the last `window` ones. `scale` is that of
+    the scores, by default the root of 1 / head_dim."""
 
     tensors = 2
     k_cache: Tensor  # ops.kv_cache(...)
     v_cache: Tensor
 
-    def __init__(self, build: Build, heads: int, kv_heads: int, head_dim: int, window: int | None = None):
+    def __init__(
+        self,
+        build: Build,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+        scale: float | None = None,
+    ):
         super().__init__()
         self.ops, self.heads, self.head_dim = build.ops, heads, head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.kv_heads, self.sizes, self.window = kv_heads, (kv_heads, head_dim), window
 
     def new_cache(self, part: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,8 +100,8 @@ class PagedAttention(PagedCache):
         return self._attend(q, batch, sinks)
 
     def _attend(self, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
-        paged, scale = batch.paged[self.layers], self.head_dim**-0.5
-        return self.ops.attention(q, self.k_cache, self.v_cache, paged, scale, self.window, sinks).flatten(1)
+        paged = batch.paged[self.layers]
+        return self.ops.attention(q, self.k_cache, self.v_cache, paged, self.scale, self.window, sinks).flatten(1)
 
 
 class Sinks(Layer):

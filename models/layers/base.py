@@ -68,6 +68,18 @@ class Layer(nn.Module):
             yield from getattr(value, "storages", ())
 
 
+class Vector(Layer):
+    """Numbers that the checkpoint has under the name of this layer's path; `mean` is that of random ones."""
+
+    def __init__(self, values: Tensor, mean: float = 0.0):
+        super().__init__()
+        self.values, self.mean = values, mean
+        self.elements, self.nbytes = values.numel(), values.nbytes
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        yield Piece(path, tuple(self.values.shape), (ALL,), self.values.copy_, mean=self.mean)
+
+
 class Separate(nn.Module):
     """A part of a model with a checkpoint of its own."""
 

@@ -30,8 +30,8 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps, self.bias)
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, sum) of `x` and `residual`; `residual` is None in the first layer, whose sum is `x`."""
+    def add(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, sum) of `x` and `residual`; without a `residual` the sum is `x`."""
         if residual is None:
             return self(x), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.bias)
@@ -42,6 +42,31 @@ class RMSNorm(Layer):
         yield Piece(f"{path}.weight", shape, (ALL,), fill, mean=1 - self.base)
         if self.bias is not None:
             yield Piece(f"{path}.bias", shape, (ALL,), self.source.fills(self.bias.copy_))
+
+
+class DirectNorm(RMSNorm):
+    """RMSNorm whose weight is `factor` times the checkpoint's tensor of this layer's path."""
+
+    def __init__(self, build: Build, size: int, eps: float, factor: float):
+        super().__init__(build, size, eps, base=0.0)
+        self.factor = factor
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        yield Piece(
+            path, (len(self.weight),), (ALL,), lambda part: self.weight.copy_(part.float() * self.factor), mean=1
+        )
+
+
+class WeightlessNorm(RMSNorm):
+    """RMSNorm of which a checkpoint has no weight."""
+
+    def __init__(self, build: Build, size: int, eps: float):
+        super().__init__(build, size, eps, base=0.0)
+        self.weight.fill_(1.0)
+        self.elements = 0
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        yield from ()
 
 
 class SplitRMSNorm(Layer):

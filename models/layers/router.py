@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from umbra.models.build import Build
-from umbra.models.layers.base import ALL, Layer, Piece, nbytes_of
+from umbra.models.layers.base import ALL, Layer, Piece, Vector, nbytes_of
 from umbra.ops.formats import Format
-from umbra.ops.interface import fixed
 
 
 class Router(Layer):
@@ -49,14 +48,15 @@ class Router(Layer):
             yield Piece(f"{path}.bias", shape[:1], (ALL,), self.score_bias.copy_)
 
 
-class SelectionBias(Layer):
-    """A float32 number for each expert, added to its score when experts are chosen. The checkpoint tensor has the name
-    of this layer's path."""
+class SelectionBias(Vector):
+    """A float32 number for each expert, added to its score when experts are chosen."""
 
     def __init__(self, build: Build, experts: int):
-        super().__init__()
-        self.values = fixed(torch.empty(experts, dtype=torch.float32, device=build.device))
-        self.elements, self.nbytes = experts, self.values.nbytes
+        super().__init__(build.vector(experts, torch.float32))
 
-    def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(path, tuple(self.values.shape), (ALL,), self.values.copy_)
+
+class ExpertFactors(Vector):
+    """A float32 number for each expert, by which its weight is multiplied once experts are chosen."""
+
+    def __init__(self, build: Build, experts: int):
+        super().__init__(build.vector(experts, torch.float32), mean=1.0)

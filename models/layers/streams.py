@@ -67,8 +67,8 @@ class Streams(Protocol):
 
 
 class Residual(RMSNorm):
-    """`carried` is (x,) before the first layer, then (result, residual), and the residual alone between a reading and
-    the writing after it."""
+    """`carried` is (x,) before the first layer, then (result, residual), or their sum alone; between a reading and the
+    writing after it the residual alone."""
 
     def read(self, carried: Carried, reader: MergedLinear | None, batch: Batch) -> tuple[Rows, Carried]:
         x, *rest = carried

@@ -11,7 +11,7 @@ import dataclasses
 from torch import nn
 
 from umbra.models.build import Build
-from umbra.models.causal_lm import CausalLM
+from umbra.models.causal_lm import CausalLM, DecoderOptions
 from umbra.models.layers.decoder_layer import DecoderLayer
 from umbra.models.layers.delta_net import DeltaNet
 from umbra.models.layers.indexer import IndexedAttention
@@ -57,7 +57,7 @@ class Qwen4ExpForCausalLM(CausalLM):
             config.mtp_num_hidden_layers,
             lambda own: decoder_layer(config, own, streams, linear=False),
             MTP,
-            streams,
+            DecoderOptions(streams=streams),
         )
 
     def ignores(self, name: str) -> bool:

@@ -233,6 +233,10 @@ class AscendCosts(OpCosts):
     def _activated(self, x: Tensor) -> Tensor:
         return self.new("silu(gate) * up", x, *x.shape[:-1], x.shape[-1] // 2)
 
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        gelu = self.new("gelu(gate)", x, *x.shape[:-1], x.shape[-1] // 2)
+        return self.new("gelu(gate) * up", gelu, *gelu.shape)
+
     def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
             _ = self.new("sigmoid of the gate", gate, *gate.shape)
@@ -280,9 +284,21 @@ class AscendCosts(OpCosts):
         return self.new("delta rule", qkv, len(qkv), heads, width)
 
     def route_softmax(
-        self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+        self,
+        logits: Tensor,
+        top_k: int,
+        renormalise: bool,
+        scale: float = 1.0,
+        groups: Groups | None = None,
+        factors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._gated(logits, top_k)  # `npu_moe_gating_top_k_softmax` makes less, as plain ops do in groups
+        weights, ids = self._gated(
+            logits, top_k
+        )  # `npu_moe_gating_top_k_softmax` makes less, as do plain ops in groups
+        if factors is None:
+            return weights, ids
+        own = self.new("factors of experts", factors, *ids.shape)
+        return self._in_own_type(self.new("weights times factors", own, *ids.shape)), ids
 
     def route_sigmoid(
         self,
@@ -369,7 +385,7 @@ class AscendCosts(OpCosts):
                 rows, _scales = self._rounded(rows)
             return self._int8_products(rows, experts)
         gate_up = self.new("gate and up", rows, *rows.shape[:2], 2 * experts.inner)
-        act = self._activated(gate_up)
+        act = self.gelu_mul(gate_up) if experts.kind.gelu else self._activated(gate_up)
         del gate_up
         return self.new("down's result", act, *rows.shape)
 

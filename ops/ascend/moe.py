@@ -12,6 +12,7 @@ multiplied by 0.
 """
 
 import torch
+import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
@@ -45,8 +46,15 @@ def swiglu(x: Tensor) -> Tensor:
     return torch_npu.npu_swiglu(input=x, dim=-1)
 
 
+def gelu_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def activated(x: Tensor, kind: ExpertKind, clipped: bool) -> Tensor:
     """x (T, 2 N) holds gate and up side by side: what `kind` makes of them, (T, N). `clipped`: torch_npu has an op."""
+    if kind.gelu:
+        return gelu_mul(x)
     if not kind.limit:
         return swiglu(x)
     if clipped:

@@ -298,6 +298,15 @@ class AscendOps(AscendLayout):
     def silu_mul(self, x: Tensor) -> Tensor:
         return moe.swiglu(x)
 
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        return moe.gelu_mul(x)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
+    def scale_by(self, x: Tensor, factor: Tensor) -> Tensor:
+        return x.mul_(factor)
+
     def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
         return x.add_(y) if gate is None else x.addcmul_(y, gate.sigmoid())
 
@@ -320,9 +329,18 @@ class AscendOps(AscendLayout):
     gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
 
     def route_softmax(
-        self, logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+        self,
+        logits: Tensor,
+        top_k: int,
+        renormalise: bool,
+        scale: float = 1.0,
+        groups: Groups | None = None,
+        factors: Tensor | None = None,
     ) -> Routed:
         choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise, scale=scale, groups=groups)
+        if factors is not None:
+            weights, ids = choose(logits)
+            return (weights * factors[ids]).to(self.dtype), ids
         plain = renormalise and scale == 1 and groups is None
         return self._routed(logits, None, top_k, plain, False, choose)
 

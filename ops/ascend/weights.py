@@ -256,7 +256,7 @@ class AscendExperts:
         self.ahead: AscendMatrix | None = None  # the weight that is read next, if it is to be prefetched
         how = format, dtype, device, room
         if format.spec.int8_inputs and kind != SILU_EXPERTS:
-            raise UserError("quantization.method: auto: w8a8 experts with biases or a clipped SwiGLU: use none")
+            raise UserError("quantization.method: auto: w8a8 experts with biases, a clipped SwiGLU or GELU: use none")
         in_planes, biased = in_planes and not unfit(format, hidden, inner, kind), kind.biased
         self.w13 = Matrices((count, 2 * inner, hidden), *how, Role.UP, in_planes, biased)
         self.w2 = Matrices((count, hidden, inner), *how, Role.DOWN, in_planes, biased)
@@ -296,7 +296,7 @@ def unfit(format: Format, columns: int, inner: int = 0, kind: ExpertKind = SILU_
     """The reason why the kernels of the vector cores cannot read matrices with `columns` inputs, and w2 with `inner`;
     empty if they can."""
     if kind != SILU_EXPERTS:
-        return "experts with biases or a clipped SwiGLU"
+        return "experts with biases, a clipped SwiGLU or GELU"
     if format.kind != "q4":
         return "the weights do not have 4 bits"
     if format.group not in GROUP_SIZES:

@@ -360,6 +360,26 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 @traced
+def gelu_mul(x: Tensor) -> Tensor:
+    tokens, both = x.shape
+    out = torch.empty(tokens, both // 2)
+    native.gelu_mul(pointer(x), pointer(out), tokens, both // 2)
+    return out
+
+
+@traced
+def softcap(x: Tensor, cap: float) -> Tensor:
+    native.softcap(pointer(x), x.numel(), cap)
+    return x
+
+
+@traced
+def scale_by(x: Tensor, factor: Tensor) -> Tensor:
+    native.scale_by(pointer(x), pointer(factor), x.numel())
+    return x
+
+
+@traced
 def add_gated(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
     native.add_gated(pointer(x), pointer(y), pointer(gate), *x.shape)
     return x
@@ -394,9 +414,14 @@ sinkhorn_read, sinkhorn_write = traced(streams.sinkhorn_read), traced(streams.si
 
 @traced
 def route_softmax(
-    logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+    logits: Tensor,
+    top_k: int,
+    renormalise: bool,
+    scale: float = 1.0,
+    groups: Groups | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _route(logits, None, top_k, False, renormalise, scale, groups)
+    return _route(logits, None, top_k, False, renormalise, scale, groups, factors)
 
 
 @traced
@@ -414,6 +439,7 @@ def _route(
     renormalise: bool,
     scale: float,
     groups: Groups | None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     groups = groups or ALL_EXPERTS
     if groups.number > native.most_groups:
@@ -437,6 +463,7 @@ def _route(
         renormalise,
         scale,
         *groups,
+        pointer(factors),
     )
     return weights, ids
 
@@ -510,6 +537,7 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_e
         experts.inner,
         experts.kind.limit,
         experts.kind.alpha,
+        experts.kind.gelu,
         0,
     )
     return out

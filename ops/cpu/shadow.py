@@ -229,6 +229,7 @@ def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Sha
             inner=blocks.inner,
             limit=blocks.kind.limit,
             alpha=blocks.kind.alpha,
+            gelu=blocks.kind.gelu,
         )
         return rows_of.in_slots(slots=blocks.slots) if blocks.slots else rows_of
 
@@ -289,6 +290,7 @@ def in_place(layer: ShadowLayer, x: Tensor, weights: Tensor, ids: Tensor) -> Ten
         blocks.inner,
         blocks.kind.limit,
         blocks.kind.alpha,
+        blocks.kind.gelu,
         pointer(layer.store, INT),
     )
     return out
@@ -353,6 +355,7 @@ class BridgeWorker:
             inner=blocks.inner,
             limit=blocks.kind.limit,
             alpha=blocks.kind.alpha,
+            gelu=blocks.kind.gelu,
         )
         work = work.in_slots(slots=blocks.slots) if blocks.slots else work
         live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))

@@ -49,6 +49,8 @@ class CudaOps(CudaLayout):
         return torch.bmm(x.transpose(0, 1), weights.data.transpose(1, 2)).transpose(0, 1)
 
     rope, write_kv = staticmethod(reference.rope), staticmethod(reference.write_kv)
+    gelu_mul = staticmethod(reference.gelu_mul)
+    softcap, scale_by = staticmethod(reference.softcap), staticmethod(reference.scale_by)
 
     def split_rms_norm(
         self,

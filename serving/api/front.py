@@ -247,7 +247,8 @@ class Text:
     def __init__(self, case: Case, tokenizer: Tokenizer, compiler: Compiler):
         self.tokenizer, self.compiler = tokenizer, compiler
         self.format: OutputMarks | None = tokenizer.format(case.model_config.output_format)
-        self.reasons = THINK in tokenizer.template or (self.format is not None and bool(self.format.tokens))
+        think = self.format.think if self.format else THINK
+        self.reasons = think in tokenizer.template or (self.format is not None and bool(self.format.tokens))
         self.splits = case.model_config.reasoning == "split"
         marks = (*tokenizer.conventions.tags, *tokenizer.marks.values())
         # Those marks of reasoning and tool calls that grammars take for special tokens.

@@ -30,7 +30,7 @@ from umbra.serving.api.structured import (
 )
 from umbra.serving.ranks.messages import Ready
 from umbra.text import chat as conversations
-from umbra.text.formats import JSON_CALLS, THINK, THINK_END, OutputMarks
+from umbra.text.formats import JSON_CALLS, OutputMarks
 from umbra.text.tool_prompt import renders_tools
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
@@ -475,7 +475,7 @@ def _whole_grammar(
     tokenizer, marks = text.tokenizer, GrammarMarks(text.mark_ids)
     if text.format and tokenizer.opens_reasoning(ids):
         opened = True
-    elif text.format and THINK in tokenizer.template and THINK_END not in tokenizer.decode(ids[-8:]):
+    elif text.format and text.format.think in tokenizer.template and not tokenizer.ends_reasoning(ids):
         opened = False
     if forced or strict:
         several = (not forced or request.tool_choice == "required") and request.parallel_tool_calls is not False
@@ -483,5 +483,5 @@ def _whole_grammar(
     if grammar and text.format and text.format.tokens:
         return in_final_message(grammar, marks)
     if grammar and opened is not None:
-        return after_reasoning(grammar, opened, marks)
+        return after_reasoning(grammar, opened, marks, text.format)
     return grammar

@@ -87,13 +87,13 @@ def conjunctions(schema: Any, root: Any, depth: int = 0) -> list[list[dict[str, 
 def value_of(schema: Any, root: Any, marks: Sequence[str]) -> RawValue | None:
     """Returns the texts that a model may write for `schema`, in which none of `marks` may be; None: JSON, which has no
     string."""
-    cases = [(parts, types) for parts in conjunctions(schema, root) if (types := _types(parts))]
+    cases = [(parts, types) for parts in conjunctions(schema, root) if (types := types_of(parts))]
     strings = [parts for parts, types in cases if "string" in types]
     if not strings:
         return None
     others = [(parts, types - {"string"}) for parts, types in cases if types - {"string"}]
     read = Tool({"properties": {"value": schema}, **definitions(root)}).types_of("value")
-    unlimited = any(_values(parts) is None and not [*_limits(parts)] for parts in strings)
+    unlimited = any(values_of(parts) is None and not [*limits_of(parts)] for parts in strings)
     if unlimited and not read & {"object", "array"} and not any(_limited(parts) for parts, _ in others):
         return RawValue(free=True)
     unlike = [without(marks)]
@@ -123,7 +123,7 @@ def definitions(root: Any) -> dict[str, Any]:
     return {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
 
 
-def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+def values_of(parts: Sequence[Mapping[str, Any]]) -> list[Any] | None:
     """The values that all of `parts` allow, of those that they name; None: they name none."""
     values: list[Any] | None = None
     for part in parts:
@@ -134,30 +134,30 @@ def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any] | None:
     return values
 
 
-def _types(parts: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+def types_of(parts: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     types = TYPES
     for part in parts:
         named = part.get("type")
         if named is not None:
             own = frozenset(named if isinstance(named, list) else [named])
             types &= own | ({"integer"} if "number" in own else set())
-    values = _values(parts)
+    values = values_of(parts)
     return types if values is None else types & frozenset(map(type_of, values))
 
 
 def _strings(parts: Sequence[Mapping[str, Any]], marks: Sequence[str], unlike: Sequence[str]) -> list[str]:
     """An expression of the strings that all of `parts` allow: those that they name, or those that are `unlike` others;
     none, if all have one of `marks`."""
-    if (values := _values(parts)) is None:
-        return [f"({' & '.join([*(_limits(parts) or [ANYTHING]), *unlike])})"]
+    if (values := values_of(parts)) is None:
+        return [f"({' & '.join([*(limits_of(parts) or [ANYTHING]), *unlike])})"]
     names = [v for v in values if isinstance(v, str) and not any(mark in v for mark in marks)]
     if not names:
         return []
     named = f"({' | '.join(json.dumps(name) if name else '/()/' for name in names)})"
-    return [f"({' & '.join([named, *_limits(parts)])})"]
+    return [f"({' & '.join([named, *limits_of(parts)])})"]
 
 
-def _limits(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+def limits_of(parts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Expressions of the lengths, patterns and formats that `parts` demand of a string."""
     limits = []
     for part in parts:
@@ -173,13 +173,13 @@ def _limits(parts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _limited(parts: Sequence[Mapping[str, Any]]) -> bool:
     """Says whether values that are no strings may be some of their types only."""
-    return _values(parts) is not None or any(key in part for part in parts for key in NUMBER_KEYS)
+    return values_of(parts) is not None or any(key in part for part in parts for key in NUMBER_KEYS)
 
 
 def _scalars(parts: Sequence[Mapping[str, Any]], types: frozenset[str]) -> Iterator[str]:
     """Expressions of null, booleans and numbers; none of numbers with limits, which a terminal cannot have beside
     strings."""
-    if (values := _values(parts)) is not None:
+    if (values := values_of(parts)) is not None:
         yield from (json.dumps(json.dumps(v)) for v in values if type_of(v) in types - {"object", "array"})
         return
     yield from ('"null"' for _ in types & {"null"})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from umbra.executor.engine.schedule.request import Grammar
+from umbra.serving.api.bare_values import bare_rules
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, Structured
 from umbra.serving.api.raw_values import ANYTHING, conjunctions, definitions, value_of, without
@@ -133,12 +134,13 @@ class GrammarMarks:
             return f"{rule}: {rule}_text {self.one(mark)}\n{rule}_text: {ANYTHING}"
         return f"{rule}[suffix={json.dumps(before + mark)}]: {ANYTHING}"
 
-    def reasoned(self, then: str, opened: bool) -> str:
+    def reasoned(self, then: str, opened: bool, format: OutputMarks | None) -> str:
         """Rules for reasoning and the rule `then`. `opened` says that the prompt ends within reasoning; otherwise the
         model may leave it out."""
         thoughts = f"thoughts /\\n{{0,2}}/ {then}"
-        start = thoughts if opened else f"(/\\n?/ {self.one(THINK)} thoughts /\\n{{0,2}}/)? {then}"
-        return f"start: {start}\n{self.until('thoughts', THINK_END)}"
+        think, end = (format.think, format.think_end) if format else (THINK, THINK_END)
+        start = thoughts if opened else f"(/\\n?/ {self.text(think)} thoughts /\\n{{0,2}}/)? {then}"
+        return f"start: {start}\n{self.until('thoughts', end)}"
 
     def free(self, rule: str, format: OutputMarks) -> list[str]:
         """Rules for any text that begins no call, which the rule `calls` may follow, after the mark of a block."""
@@ -157,11 +159,11 @@ class GrammarMarks:
         return f"start: ({self.one(CHANNEL)} {text})* {self.one(CHANNEL)} {then}\nsaid: {ANYTHING}"
 
 
-def after_reasoning(grammar: Grammar, opened: bool, marks: GrammarMarks) -> Grammar:
+def after_reasoning(grammar: Grammar, opened: bool, marks: GrammarMarks, format: OutputMarks | None) -> Grammar:
     """`grammar` for the content of an answer that first reasons. A Lark grammar describes the whole answer."""
     if grammar.kind == "lark":
         return grammar
-    return Grammar("lark", f"{marks.reasoned('answer', opened)}\nanswer: {_rule(grammar)}\n")
+    return Grammar("lark", f"{marks.reasoned('answer', opened, format)}\nanswer: {_rule(grammar)}\n")
 
 
 def in_final_message(grammar: Grammar, marks: GrammarMarks) -> Grammar:
@@ -219,7 +221,7 @@ def calls_grammar(
         text = [marks.messages("answer"), f"calls: {one}"]
         text.append("answer: calls" if demanded else f'answer: calls | "final" {marks.one(MESSAGE)} said')
     else:
-        text = ["start: answer" if opened is None else marks.reasoned("answer", opened), f"calls: {calls}"]
+        text = ["start: answer" if opened is None else marks.reasoned("answer", opened, format), f"calls: {calls}"]
         whole = f"answer: {block} calls" if format.block else "answer: calls"
         text += [whole] if demanded else marks.free("answer", format)
     grammar = "\n".join([*text, *rules]) + "\n"
@@ -250,6 +252,10 @@ def _call_rules(
     if format.tokens:
         opening = f'{json.dumps(f"commentary to=functions.{name} ")} {marks.one(CONSTRAIN)} "json" {marks.one(MESSAGE)}'
         return [f"{rule}: {opening} {rule}a", arguments]
+    if format.quote:
+        opening = marks.text(format.call + format.before_name + name)
+        rules = bare_rules(f"{rule}a", parameters, marks.one(format.quote), format.quote)
+        return [f"{rule}: {opening} {rule}a {marks.one(format.call_end)}", *rules]
     if format.call_is_json:
         opening = marks.text(format.call + format.before_name + name) + (" /:[0-9]{1,4}/" if format.numbered else "")
         before, after = format.before_arguments, format.after_arguments + format.call_end

@@ -8,7 +8,6 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from umbra.models.registry import conventions
-from umbra.text.formats import THINK, THINK_END
 from umbra.text.tokenizer import Tokenizer as TextTokenizer
 
 FOLDER = Path(__file__).parent / "templates"  # written in the way that transformers' jinja2 reads
@@ -42,6 +41,7 @@ SPECIAL |= {"qwen35": QWEN_SPECIAL, "glm45": GLM_SPECIAL, "glm47": GLM_SPECIAL}
 SPECIAL |= {"harmony": ["<|endoftext|>", *conventions().formats["harmony"].tokens]}
 SPECIAL |= {"kimi_k2": ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"]}
 SPECIAL |= {"mistral": ["[INST]", "[/INST]", "[TOOL_RESULTS]", "</s>"]}
+SPECIAL |= {"gemma4": ["<bos>", "<|turn>", "<|tool_response>", "<turn|>"]}
 SPECIAL |= {"deepseek_v3": DEEPSEEK_SPECIAL, "deepseek_v31": DEEPSEEK_SPECIAL}
 
 
@@ -55,7 +55,7 @@ def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, *
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[family]])
     format = FORMAT_OF[family]
     marks = format.marks if format.block_is_call or format.call_is_json else (format.block, format.block_end)
-    tags = () if format.tokens else (THINK, THINK_END, *marks)
+    tags = () if format.tokens else (*format.thoughts, *marks)
     tokenizer.add_tokens([AddedToken(tag, special=tags_are_special, normalized=False) for tag in tags])
     settings = {"eos_token": SPECIAL[family][-1], "chat_template": TEMPLATES[family]} | options
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings).save_pretrained(folder)

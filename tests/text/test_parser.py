@@ -24,7 +24,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "g"}},
 ]
 M2, QWEN3, CODER, GLM = "minimax_m2", "qwen3", "qwen3_coder", "glm45"
-KIMI, V3, V31 = "kimi_k2", "deepseek_v3", "deepseek_v31"
+KIMI, V3, V31, GEMMA = "kimi_k2", "deepseek_v3", "deepseek_v31", "gemma4"
 TEXTS = [name for name, format in conventions().formats.items() if not format.tokens]
 
 
@@ -74,6 +74,11 @@ def deepseek(*calls: str) -> str:
     return f"{BLOCK}{''.join(marked)}{BLOCK_END}"
 
 
+def gemma(call: str) -> str:
+    """A call with `'` for the mark around a string."""
+    return f"<|tool_call>call:{call}<tool_call|>".replace("'", '<|"|>')
+
+
 def said(reasoning: str = "", content: str = "", *calls: tuple[str, ...]) -> Answer:
     """An answer whose arguments are as they were written."""
     return Answer(reasoning, content, tuple(ToolCall(*call) for call in calls))
@@ -83,6 +88,21 @@ MARKS = "a </parameter> b\n</function>c\n</tool_call>\nd <parameter=i> <tool_cal
 EXAMPLE = qwen(function(y="\nz\n"))
 A = '<invoke name="f">\n<parameter name="i">1</parameter>\n'
 CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
+    # Gemma 4, whose arguments are no JSON
+    "a thought and two calls": (
+        GEMMA,
+        {},
+        "<|channel>thought\na\n<channel|>b" + gemma("f{i:1,s:'x \"y\", {z:1}\n<tool_call|>'}") + gemma("g{}"),
+        said("a", "b", ("f", '{"i":1,"s":"x \\"y\\", {z:1}\\n<tool_call|>"}'), ("g", "{}")),
+    ),
+    "a call within a thought": (
+        GEMMA,
+        {},
+        "<|channel>thought\na" + gemma("f{a:[1,'b',null],o:{k:true,l:{}}}"),
+        said("a", "", ("f", '{"a":[1,"b",null],"o":{"k":true,"l":{}}}')),
+    ),
+    "a broken call without JSON": (GEMMA, {}, gemma("f{a:") + "x", said("", gemma("f{a:") + "x")),
+    "an empty thought": (GEMMA, {}, "<|channel>thought\n<channel|>a", said("", "a")),
     # Reasoning
     "m2 reasoning": (M2, {"reasoning": True}, "a\nb\n</think>\n\nc\n", answer("a\nb", "c\n")),
     "stray opener": (M2, {"reasoning": True}, "<think>\na <think>b\n</think>\n\nc", answer("a b", "c")),
@@ -303,6 +323,8 @@ def test_a_call_that_the_limit_cuts_off(text: str, expected: Answer) -> None:
     begun = deepseek("f|")[: -len("<｜tool▁call▁end｜>" + BLOCK_END)]
     assert new(V31).whole(begun + '{"a": ', cut=True) == said("", "", ("f", '{"a":'))
     assert new(V31).whole(begun[:-3], cut=True) == answer()
+    begun = gemma("f{i:1,s:'ab")[: -len("<tool_call|>")]
+    assert new(GEMMA).whole(begun, cut=True) == said("", "", ("f", '{"i":1,"s":"ab'))
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,14 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs sequences of this rank's data-parallel group, whose pages lie in `pool`, for `sets` sets of layers; so do
-    their states, in `state_layers` layers. `table_width` is the number of pages of the longest sequence."""
+    """Packs sequences of this rank's data-parallel group, whose pages lie in `pool`, for each set of layers, of whose
+    caches a page has so many pages as `parts` says; so do their states, in `state_layers` layers. `table_width` is the
+    number of pages of the longest sequence."""
 
     ops: Ops
     pool: Pages
     table_width: int
-    sets: int = 1
+    parts: tuple[int, ...] = (1,)
     state_layers: int = 0
     previous: int = 0  # tokens before each that `Batch.previous` has
 
@@ -58,7 +59,7 @@ class Packer:
     ) -> Batch:
         """Returns the batch of one token of each of `rows`, (sequence, position), whose pages are reserved, without its
         ids. None is a padding row."""
-        tables = PageTables(self.pool, self.table_width, self.sets, aside)
+        tables = PageTables(self.pool, self.table_width, self.parts, aside)
         for number, row in enumerate(rows):
             if row:
                 tables.add(row[0], range(row[1], row[1] + 1), 1)
@@ -81,7 +82,7 @@ class PackedRows:
         self.starts: array[int] = array("q", [0])
         self.lengths: array[int] = array("q")
         self.wanted: array[int] = array("q")  # rows whose logits are wanted, unless all are
-        self.tables = PageTables(packer.pool, packer.table_width, packer.sets, shape.aside)
+        self.tables = PageTables(packer.pool, packer.table_width, packer.parts, shape.aside)
         self.states = StateRows(packer.state_layers)
         self.expanded, self.absorbed = SubsetRows(), SubsetRows()
         self.previous: list[array[int]] = [array("q") for _ in range(packer.previous)]
@@ -145,13 +146,13 @@ class PackedRows:
 
 class PageTables:
     """The slot mapping of a step's tokens, which says where they are written, and the block tables of its rows, in each
-    of `sets` sets of layers. With `aside` one more set has the pages of caches that lie aside: those of the first set,
-    numbered without gaps."""
+    set of layers, of whose caches a page has so many pages as `parts` says. With `aside` one more set has the pages of
+    caches that lie aside: those of the first set, numbered without gaps."""
 
-    def __init__(self, pool: Pages, table_width: int, sets: int, aside: bool):
-        self.pool, self.table_width, self.aside = pool, table_width, aside
-        # Of each set of layers: the slot mapping (T), and block tables (S, table_width).
-        self.sets: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in range(sets)]
+    def __init__(self, pool: Pages, table_width: int, parts: tuple[int, ...], aside: bool):
+        self.pool, self.table_width, self.parts, self.aside = pool, table_width, parts, aside
+        # Of each set of layers: the slot mapping (T), and block tables (S, table_width), both by numbers of the pool.
+        self.sets: list[tuple[array[int], array[int]]] = [(array("q"), array("q")) for _ in parts]
         self.unused = array("q", bytes(8 * table_width))
 
     def add(self, sequence: Sequence, positions: range, rows: int) -> None:
@@ -175,16 +176,20 @@ class PageTables:
     def tensors(self) -> list[Tensor]:
         """Returns the block tables of each set, (S, table_width)."""
         tables = [tensor_of(block_tables).view(-1, self.table_width) for _, block_tables in self.sets]
-        return [*tables, tables[0] // self.pool.stride] if self.aside else tables
+        own = [table * parts if parts > 1 else table for table, parts in zip(tables, self.parts, strict=True)]
+        return [*own, tables[0] // self.pool.stride] if self.aside else own
 
     def paged(
         self, ops: Ops, block_tables: ListOf[Tensor], starts: "array[int]", lengths: "array[int]"
     ) -> tuple[Paged, ...]:
         """Returns the metadata of each set, whose block tables are those of `tensors()`."""
         size, stride = self.pool.page_size, self.pool.stride
-        mappings = [slot_mapping for slot_mapping, _ in self.sets]
+        mappings = [
+            array("q", [at // size * parts * size + at % size for at in slots]) if parts > 1 else slots
+            for (slots, _), parts in zip(self.sets, self.parts, strict=True)
+        ]
         if self.aside:
-            mappings.append(array("q", [at // size // stride * size + at % size for at in mappings[0]]))
+            mappings.append(array("q", [at // size // stride * size + at % size for at in self.sets[0][0]]))
         return tuple(
             ops.paging(slot_mapping, table, starts, lengths, size)
             for slot_mapping, table in zip(mappings, block_tables, strict=True)

@@ -27,7 +27,7 @@ from umbra.executor.engine.step.shadows import make_shadow_experts
 from umbra.executor.engine.step.weights import fill_weights
 from umbra.executor.plan.arena_sizes import set_pages_of
 from umbra.executor.plan.batch_limits import limits_of
-from umbra.executor.plan.kv_caches import attentions, bind_caches, recurrent
+from umbra.executor.plan.kv_caches import attentions, bind_caches, parts_of_pages, recurrent
 from umbra.executor.plan.weight_formats import build_of
 from umbra.executor.platform.base import Platform
 from umbra.models.batch import Batch
@@ -81,8 +81,8 @@ class Engine:
             self.page_memory = PageMemory(caches, 1, states, [of.elements for of in recurrent(self.model)])
             self.pages = PagePool(limits.pages, limits.page_size)
         state_layers = len(recurrent(self.model))
-        sets, previous = len(limits.windows), self.model.previous
-        self.packer = Packer(platform.ops, self.pages, limits.table_width, sets, state_layers, previous)
+        parts, previous = parts_of_pages(self.model, case, build), self.model.previous
+        self.packer = Packer(platform.ops, self.pages, limits.table_width, parts, state_layers, previous)
         balanced, interval = case.parallel_config.expert_slots > 0, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if balanced else None
         self._packed: ListOf[ListOf[Sequence]] = ()  # the sequences of this step, of each group

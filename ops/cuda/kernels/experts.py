@@ -248,9 +248,9 @@ def _sums(
 def _up(
     memory, words, halves, floats, typed, x, ids, places, hidden, first_expert, limit, alpha,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, INNER: tl.constexpr, AT: tl.constexpr, SCALES_AT: tl.constexpr,
-    ZEROS_AT: tl.constexpr, BIAS_AT: tl.constexpr, BIASED: tl.constexpr, LIMITED: tl.constexpr, K: tl.constexpr,
-    GROUP: tl.constexpr, STORED: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr,
-    MIDDLE: tl.constexpr, CODES: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+    ZEROS_AT: tl.constexpr, BIAS_AT: tl.constexpr, BIASED: tl.constexpr, LIMITED: tl.constexpr, GELU: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    BITS: tl.constexpr, MIDDLE: tl.constexpr, CODES: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """hidden (pairs, INNER) float32: 16 columns of the product of gate and up."""
     pair, j = tl.program_id(0), tl.program_id(1)
@@ -270,6 +270,8 @@ def _up(
         if LIMITED:
             gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
             out = (up + 1) * gate / (1 + tl.exp(-alpha * gate))
+        elif GELU:
+            out = gate / (1 + tl.exp(-1.5957691216 * gate * (1 + 0.044715 * gate * gate))) * up
         else:
             out = gate / (1 + tl.exp(-gate)) * up
         tl.store(hidden + pair * INNER + j * 16 + n, out)
@@ -359,7 +361,7 @@ def mixture(
     common = dict(TOP_K=top_k, EXPERTS=len(places))
     _up[(tokens * top_k, shape.inner // 16)](
         *views(memory, shape.formats["w13"]), x.contiguous(), ids, places, hidden, first_expert, kind.limit,
-        kind.alpha, INNER=shape.inner, LIMITED=bool(kind.limit), **common, **constants(shape, "w13"),
+        kind.alpha, INNER=shape.inner, LIMITED=bool(kind.limit), GELU=kind.gelu, **common, **constants(shape, "w13"),
     )  # fmt: skip
     _down[(tokens, shape.shapes["w2"][0] // 16)](
         *views(memory, shape.formats["w2"]), hidden, ids, weights.contiguous(), places, out, first_expert, x.shape[1],

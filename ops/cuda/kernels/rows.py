@@ -160,11 +160,17 @@ def _route(
 
 
 def route_softmax(
-    logits: Tensor, top_k: int, renormalise: bool, scale: float = 1.0, groups: Groups | None = None
+    logits: Tensor,
+    top_k: int,
+    renormalise: bool,
+    scale: float = 1.0,
+    groups: Groups | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if groups:
-        return reference.route_softmax(logits, top_k, renormalise, scale, groups)
-    return _routed(logits, None, top_k, renormalise, scale, False)
+        return reference.route_softmax(logits, top_k, renormalise, scale, groups, factors)
+    weights, ids = _routed(logits, None, top_k, renormalise, scale, False)
+    return weights if factors is None else weights * factors[ids], ids
 
 
 def route_sigmoid(

@@ -204,6 +204,22 @@ def pieces_of(text: str) -> list[str]:
     return [token for p in parts for token in ([p] if p in scores else [f"<0x{b:02X}>" for b in p.encode()])]
 
 
+def test_a_tokenizer_with_merges_and_bytes() -> None:
+    """Texts are split at line breaks, and a character that is no token is written in bytes."""
+    letters = [*"abc\n", "\u2581", "ab", "\u2581ab", "\n\n", "c\n"]
+    tokens = ["<unk>", "<bos>", "<|turn>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(letters)]
+    merges = ["a b", "\u2581 ab", "\n \n", "c \n"]
+    data: dict[str, Any] = {"model": "gemma4", "tokens": tokens, "token_type": kinds, "merges": merges}
+    data |= {"bos_token_id": 1, "add_bos_token": True}
+    words = Vocabulary(HfConfig({f"tokenizer.ggml.{key}": value for key, value in data.items()}, "x.gguf"))
+    tokenizer = Backend.from_str(json.dumps(words.tokenizer()))
+    text = "ab abc\n\n<|turn>\u00e9"
+    expected = ["<bos>", "ab", "\u2581ab", "c", "\n\n", "<|turn>", "<0xC3>", "<0xA9>"]
+    assert tokenizer.encode(text).tokens == expected
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == f"<bos>{text}"
+
+
 def test_sentence_piece_joins_by_scores() -> None:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, "<mark>"]
     kinds = [2, 3, 3, *[6] * 256, *[1] * len(PIECES), 4]

@@ -257,6 +257,7 @@ CLIPPED = ExpertKind(limit=0.8, alpha=1.702, biased=True)
 MIXTURES = [
     *((format, SILU_EXPERTS) for format in KINDS.values()),
     *((KINDS[k], CLIPPED) for k in ("float32", "mxfp4")),
+    *((KINDS[k], ExpertKind(gelu=True)) for k in ("float32", "q4")),
 ]
 
 
@@ -509,6 +510,25 @@ def test_silu_mul() -> None:
     close(cpu.silu_mul(x), reference.silu_mul(x))
 
 
+@pytest.mark.usefixtures("kernels")
+def test_gelu_mul() -> None:
+    x = torch.randn(50, 64) * 5
+    x[0, :8] = torch.tensor([0.0, -0.0, 90, -90, 1e10, -1e10, 1e-30, -1e-30])
+    exact = torch.nn.functional.gelu(x[1:, :32]) * x[1:, 32:]
+    close(cpu.gelu_mul(x), reference.gelu_mul(x))
+    assert float((cpu.gelu_mul(x)[1:] - exact).abs().max()) > 1e-4  # the approximation is another function
+
+
+@pytest.mark.usefixtures("kernels")
+def test_softcap_and_scale_by() -> None:
+    for shape in ((1, 9001), (3, 37)):
+        x, factor = torch.randn(shape) * 40, torch.tensor([0.3])
+        for name, operand in (("softcap", 30.0), ("scale_by", factor)):
+            ours, expected = x.clone(), getattr(reference, name)(x.clone(), operand)
+            assert getattr(cpu, name)(ours, operand) is ours
+            close(ours, expected)
+
+
 @pytest.mark.parametrize("gate", [None, torch.tensor([[0.5], [-90], [90]])])
 @pytest.mark.usefixtures("kernels")
 def test_add_gated(gate: Tensor | None) -> None:
@@ -525,6 +545,7 @@ def test_routing(tokens: int, experts: int, top_k: int, renormalise: bool) -> No
     logits = torch.randn(tokens, experts) * 4
     ways: list[Callable[[Any], tuple[Tensor, Tensor]]] = [
         lambda ops: ops.route_softmax(logits, top_k, renormalise),
+        lambda ops: ops.route_softmax(logits, top_k, renormalise, factors=torch.ones(experts).cumsum(0)),
         lambda ops: ops.route_sigmoid(logits, torch.ones(experts).cumsum(0) / 99, top_k, renormalise),
         lambda ops: ops.route_sigmoid(logits, None, top_k, renormalise, 2.5),
     ]
@@ -629,8 +650,8 @@ def test_impossible_shapes_and_sets_are_named() -> None:
         NativeMatrix(16, 40, FORMATS["q4"], CPU)
     with pytest.raises(UserError, match="an expert's 16 intermediate columns on this rank are no multiple of 32"):
         NativeExperts(2, 16, 64, FORMATS["q8"], CPU)
-    with pytest.raises(UserError, match="head_dim: 257 is above 256"):
-        cpu.kv_cache(1, 16, 1, 257, torch.float32, CPU)
+    with pytest.raises(UserError, match="head_dim: 513 is above 512"):
+        cpu.kv_cache(1, 16, 1, 513, torch.float32, CPU)
     with pytest.raises(UserError, match="head_dim: 16, page_size: 5: the cpu keeps keys and values in pairs"):
         cpu.kv_cache(1, 5, 1, 16, torch.float32, CPU)
     with pytest.raises(UserError, match="instruction_set: sve is not a set of kernels; usable: generic"):

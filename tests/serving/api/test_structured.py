@@ -77,7 +77,7 @@ def test_what_a_request_asks_for(field: str, value: Any, good: str, bad: str) ->
     assert follows(grammar, good)
     assert not follows(grammar, bad)
     for opened in (False, True) if grammar.kind != "lark" else ():
-        reasoned = structured.after_reasoning(grammar, opened, marks("qwen3"))
+        reasoned = structured.after_reasoning(grammar, opened, marks("qwen3"), None)
         thoughts = "I think.\nSo.</think>\n\n" if opened else "\n<think>I think.</think>\n"
         assert follows(reasoned, thoughts + good)
         assert not follows(reasoned, thoughts + bad)
@@ -177,6 +177,7 @@ CALLS = {
     '{"town":"Bath"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"town":"Bath"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "gemma4": '<|tool_call>call:weather{town:<|"|>Bath<|"|>}<tool_call|>',
     "qwen35": "<tool_call>\n<function=weather>\n<parameter=town>\nBath\n</parameter>\n</function>\n</tool_call>",
 }
 
@@ -187,7 +188,7 @@ def test_demanded_calls(family: str, opened: bool | None) -> None:
     format = FORMAT_OF[family]
     for several in (False, True):
         grammar = structured.calls_grammar(TOOLS, format, several, opened, marks(family))
-        thoughts = "Hm.</think>\n\n" if opened and not format.tokens else ""
+        thoughts = f"Hm.{format.think_end}\n\n" if opened and not format.tokens else ""
         assert follows(grammar, thoughts + CALLS[family], family)
         assert not follows(grammar, thoughts + "Hello", family)
         assert not follows(grammar, thoughts + CALLS[family].replace("weather", "storm"), family)

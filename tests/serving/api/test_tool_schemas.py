@@ -24,7 +24,7 @@ from umbra.text.parser import reader
 from umbra.text.tool_arguments import bounded
 
 LONGEST = 150  # tokens of a walk, after which it closes whatever it can
-CLOSINGS = ("\n</parameter>\n", "</arg_value>", '"', "]", "}", ",", "\n", "0", "x", "/", "b")
+CLOSINGS = ("\n</parameter>\n", "</arg_value>", '"', "]", "}", ",", "\n", '<|"|>', "0", "x", "/", "b")
 CALLED = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"  # without messages before it
 WORDS = ["", "a", "null", "5", "true", "1", "two words", "a\nb", '"quoted"', "<b>", "{x", " led", "Österreich"]
 FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]

@@ -199,6 +199,21 @@ void bind_ops(py::module_& m) {
         },
         py::arg("x"), py::arg("out"), py::arg("tokens"), py::arg("width"));
     m.def(
+        "gelu_mul",
+        [](uintptr_t x, uintptr_t out, int64_t tokens, int64_t width) {
+            submit(GeluMul{at<const float>(x), at<float>(out), tokens, width});
+        },
+        py::arg("x"), py::arg("out"), py::arg("tokens"), py::arg("width"));
+    m.def(
+        "softcap", [](uintptr_t x, int64_t count, float cap) { submit(Softcap{at<float>(x), count, cap}); },
+        py::arg("x"), py::arg("count"), py::arg("cap"));
+    m.def(
+        "scale_by",
+        [](uintptr_t x, uintptr_t factor, int64_t count) {
+            submit(ScaleBy{at<float>(x), at<const float>(factor), count});
+        },
+        py::arg("x"), py::arg("factor"), py::arg("count"));
+    m.def(
         "add_gated",
         [](uintptr_t x, uintptr_t y, uintptr_t gate, int64_t tokens, int64_t width) {
             submit(AddGated{at<float>(x), at<const float>(y), at<const float>(gate), tokens, width});
@@ -277,14 +292,14 @@ void bind_ops(py::module_& m) {
         "route",
         [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,
            int64_t experts, int64_t k, bool sigmoid, bool renormalise, float scale, int64_t groups, int64_t kept_groups,
-           int64_t best) {
+           int64_t best, uintptr_t factors) {
             submit(Route{at<const float>(logits), at<const float>(bias), at<float>(weights), at<int64_t>(ids),
-                         at<float>(scratch), tokens, experts, k, sigmoid, renormalise, scale, groups, kept_groups,
-                         best});
+                         at<float>(scratch), tokens, experts, k, sigmoid, renormalise, scale, groups, kept_groups, best,
+                         at<const float>(factors)});
         },
         py::arg("logits"), py::arg("bias"), py::arg("weights"), py::arg("ids"), py::arg("scratch"), py::arg("tokens"),
         py::arg("experts"), py::arg("k"), py::arg("sigmoid"), py::arg("renormalise"), py::arg("scale") = 1.0f,
-        py::arg("groups") = 1, py::arg("kept_groups") = 1, py::arg("best") = 1);
+        py::arg("groups") = 1, py::arg("kept_groups") = 1, py::arg("best") = 1, py::arg("factors") = 0);
     m.def(
         "argmax",
         [](uintptr_t x, uintptr_t out, uintptr_t best, int64_t rows, int64_t width) {
@@ -313,7 +328,7 @@ void bind_ops(py::module_& m) {
         "moe",
         [](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids, uintptr_t out,
            uintptr_t scratch, int64_t tokens, int64_t k, int64_t experts, int64_t first_expert, int64_t hidden,
-           int64_t inner, float limit, float alpha, uintptr_t address) {
+           int64_t inner, float limit, float alpha, bool gelu, uintptr_t address) {
             submit(Moe{fitting(w13),
                        fitting(w2),
                        at<const float>(x),
@@ -327,12 +342,12 @@ void bind_ops(py::module_& m) {
                        first_expert,
                        hidden,
                        inner,
-                       {limit, alpha},
+                       {limit, alpha, gelu},
                        at<const int64_t>(address)});
         },
         py::arg("w13"), py::arg("w2"), py::arg("x"), py::arg("weights"), py::arg("ids"), py::arg("out"),
         py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("first_expert"),
-        py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"), py::arg("address"));
+        py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"), py::arg("gelu"), py::arg("address"));
     py::class_<SlotMatrix>(m, "SlotMatrix")
         .def(py::init([](int format, int type, int of_bias, int64_t n, int64_t k, int32_t group, int32_t groups,
                          int32_t lanes, int32_t unit, uintptr_t data, uintptr_t scales, uintptr_t offsets,
@@ -363,8 +378,8 @@ void bind_ops(py::module_& m) {
     py::class_<MoeRows>(m, "MoeRows")
         .def(py::init([](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t address, uintptr_t elsewhere,
                          uintptr_t x, uintptr_t ids, uintptr_t rows, uintptr_t scratch, int64_t tokens, int64_t k,
-                         int64_t experts, int64_t first_expert, int64_t hidden, int64_t inner, float limit,
-                         float alpha) {
+                         int64_t experts, int64_t first_expert, int64_t hidden, int64_t inner, float limit, float alpha,
+                         bool gelu) {
                  return MoeRows{w13,
                                 w2,
                                 at<const int64_t>(address),
@@ -379,12 +394,13 @@ void bind_ops(py::module_& m) {
                                 first_expert,
                                 hidden,
                                 inner,
-                                {limit, alpha},
+                                {limit, alpha, gelu},
                                 nullptr};
              }),
              py::arg("w13"), py::arg("w2"), py::arg("address"), py::arg("elsewhere"), py::arg("x"), py::arg("ids"),
              py::arg("rows"), py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"),
-             py::arg("first_expert"), py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"))
+             py::arg("first_expert"), py::arg("hidden"), py::arg("inner"), py::arg("limit"), py::arg("alpha"),
+             py::arg("gelu"))
         .def(
             "in_slots",
             [](MoeRows rows, std::shared_ptr<const SlotExperts> slots) {

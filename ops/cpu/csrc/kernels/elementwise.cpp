@@ -63,6 +63,22 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
+// 0.5 g (1 + tanh u) is g * sigmoid(2 u), with u = sqrt(2 / pi) (g + 0.044715 g^3).
+CLONES void gelu_mul_row(const float* gate, const float* up, float* out, int64_t width) {
+    for (int64_t i = 0; i < width; i++) {
+        const float g = gate[i], u = -1.5957691216f * g * (1.0f + 0.044715f * g * g);
+        out[i] = g / (1.0f + fast_exp(u)) * up[i];
+    }
+}
+
+CLONES void softcap_row(float* x, float cap, int64_t width) {
+    for (int64_t i = 0; i < width; i++) x[i] = cap - 2.0f * cap / (1.0f + fast_exp(x[i] * (2.0f / cap)));
+}
+
+CLONES void scale_by_row(float* x, float factor, int64_t width) {
+    for (int64_t i = 0; i < width; i++) x[i] *= factor;
+}
+
 CLONES void clipped_swiglu_row(const float* gate, const float* up, float limit, float alpha, float* out,
                                int64_t width) {
     for (int64_t i = 0; i < width; i++) {
@@ -89,6 +105,8 @@ CLONES void normalise(const float* x, const float* weight, float* out, int64_t w
 }
 
 void silu_mul(const float* gate, const float* up, float* out, int64_t width) { silu_mul_row(gate, up, out, width); }
+
+void gelu_mul(const float* gate, const float* up, float* out, int64_t width) { gelu_mul_row(gate, up, out, width); }
 
 void clipped_swiglu(const float* gate, const float* up, float limit, float alpha, float* out, int64_t width) {
     clipped_swiglu_row(gate, up, limit, alpha, out, width);
@@ -158,6 +176,24 @@ void SiluMul::run(Context& context) const {
              [&](int64_t t) { silu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width); });
 }
 
+void GeluMul::run(Context& context) const {
+    for_rows(context, tokens, width,
+             [&](int64_t t) { gelu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width); });
+}
+
+// Rows may be as wide as a vocabulary, so tasks are parts of them.
+constexpr int64_t kPart = 4096;
+
+void Softcap::run(Context& context) const {
+    for_rows(context, (count + kPart - 1) / kPart, kPart,
+             [&](int64_t part) { softcap_row(x + part * kPart, cap, std::min(kPart, count - part * kPart)); });
+}
+
+void ScaleBy::run(Context& context) const {
+    for_rows(context, (count + kPart - 1) / kPart, kPart,
+             [&](int64_t part) { scale_by_row(x + part * kPart, *factor, std::min(kPart, count - part * kPart)); });
+}
+
 void SigmoidMul::run(Context& context) const {
     for_rows(context, tokens, width, [&](int64_t t) { sigmoid_mul_row(x + t * width, gate + t * stride, width); });
 }
@@ -214,7 +250,8 @@ void Route::run(Context& context) const {
             p[e] = kNone;
         }
         const float divisor = renormalise ? chosen : 1.0f;
-        for (int64_t j = 0; j < k; j++) weights[t * k + j] = weights[t * k + j] / divisor * scale;
+        for (int64_t j = 0; j < k; j++)
+            weights[t * k + j] = weights[t * k + j] / divisor * scale * (factors ? factors[ids[t * k + j]] : 1.0f);
     });
 }
 

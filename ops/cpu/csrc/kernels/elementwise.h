@@ -29,6 +29,9 @@ void normalise(const float* x, const float* weight, float* out, int64_t width, f
 // silu(gate) * up, `width` of each.
 void silu_mul(const float* gate, const float* up, float* out, int64_t width);
 
+// gelu(gate) * up, `width` of each, with GELU's approximation by tanh.
+void gelu_mul(const float* gate, const float* up, float* out, int64_t width);
+
 // (up + 1) * gate * sigmoid(alpha * gate) of gates that are at most `limit` and ups between -limit and limit.
 void clipped_swiglu(const float* gate, const float* up, float limit, float alpha, float* out, int64_t width);
 

@@ -243,6 +243,8 @@ private:
         const Gating& gating = m_.gating;
         if (gating.limit != 0)
             clipped_swiglu(gates, ups, gating.limit, gating.alpha, to, count);
+        else if (gating.gelu)
+            gelu_mul(gates, ups, to, count);
         else
             silu_mul(gates, ups, to, count);
     }

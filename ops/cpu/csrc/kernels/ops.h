@@ -26,7 +26,7 @@ struct Context {
 
 enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // element type of a table or cache; i8: caches only
 
-constexpr int kMostWidth = 256;   // of an attention head
+constexpr int kMostWidth = 512;   // of an attention head
 constexpr int kMostLatent = 512;  // of a latent
 constexpr int kMostRotary = 64;   // of the rotated columns beside it
 
@@ -174,6 +174,29 @@ struct SiluMul {
     void run(Context&) const;
 };
 
+// The same with GELU, in its approximation by tanh, in place of SiLU.
+struct GeluMul {
+    const float* x;  // (T, 2 width)
+    float* out;      // (T, width)
+    int64_t tokens, width;
+    void run(Context&) const;
+};
+
+// x = cap * tanh(x / cap).
+struct Softcap {
+    float* x;  // (count), in place
+    int64_t count;
+    float cap;
+    void run(Context&) const;
+};
+
+struct ScaleBy {
+    float* x;             // (count), in place
+    const float* factor;  // (1)
+    int64_t count;
+    void run(Context&) const;
+};
+
 struct SigmoidMul {
     float* x;           // (T, width), in place
     const float* gate;  // (T, width), tokens `stride` apart
@@ -238,6 +261,7 @@ struct Route {
     float scale;                // of the weights
     // Experts are chosen of the `kept_groups` of `groups` with the largest sums of their `best` largest scores, 1 or 2.
     int64_t groups, kept_groups, best;
+    const float* factors = nullptr;  // (experts) or null; each expert's weight is multiplied by its own
     static constexpr int64_t kMostGroups = 64;
     void run(Context&) const;
 };
@@ -301,9 +325,10 @@ struct HeadLinear {
     void run(Context&) const;
 };
 
-// What an expert does between its matrices: silu(gate) * up or, with a limit, `clipped_swiglu`.
+// What an expert does between its matrices: silu(gate) * up, with a limit `clipped_swiglu`, or gelu(gate) * up.
 struct Gating {
-    float limit = 0, alpha = 0;  // limit 0: silu
+    float limit = 0, alpha = 0;  // limit 0: none
+    bool gelu = false;
 };
 
 // Fused mixture of experts. w13 and w2 each hold `experts` matrices, one after another in each plane. The row blocks of
