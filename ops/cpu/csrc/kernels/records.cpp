@@ -15,8 +15,12 @@ constexpr uint32_t kEach = 0x01010101;  // times a byte: that byte four times
 constexpr int64_t kChunk = 1024;        // columns that are expanded at once: they stay in the first cache
 constexpr int64_t kLeastChunk = 256;
 
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint8_t Bytes __attribute__((vector_size(64)));
+// Half of the rows at a time, a register of AVX2: GCC moves larger vectors of integers through scalar registers.
+constexpr int kHalf = kRows / 2;
+typedef uint32_t Word __attribute__((vector_size(4 * kHalf)));
+typedef int32_t Ints __attribute__((vector_size(4 * kHalf)));
+typedef uint8_t Bytes __attribute__((vector_size(4 * kHalf)));
+typedef float Floats __attribute__((vector_size(4 * kHalf)));
 
 // Entries of eight bytes, and of four.
 alignas(64) uint64_t iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq1[2048];
@@ -41,41 +45,43 @@ constexpr int kMost = 3;  // words or bytes of a record
 
 // Of 32 columns; each lane is a row.
 struct Fields {
-    Bits words[kMost], bytes[kMost];
-    Bits index[8];             // of entries
-    Bits signs;                // bit c is column c's
-    Bits negative[4];          // of 8 columns: whether an eighth is taken off, and not added
-    Bits scale[2], lowest[2];  // of 16 columns; signed
+    Word words[kMost], bytes[kMost];
+    Word index[8];             // of entries
+    Word signs;                // bit c is column c's
+    Word negative[4];          // of 8 columns: whether an eighth is taken off, and not added
+    Word scale[2], lowest[2];  // of 16 columns; signed
 };
 
 constexpr bool levels(Record kind) { return kind >= Record::q2_k; }
 constexpr bool eighths(Record kind) { return kind == Record::iq1_s || kind == Record::iq1_m; }
 constexpr int columns_of(Record kind) { return kind == Record::iq3_xxs || kind == Record::iq3_s ? 4 : 8; }
 
+// Of the rows from `row` on.
 template <Format F>
-ALWAYS_INLINE void load_record(const uint8_t* record, Fields& to) {
+ALWAYS_INLINE void load_record(const uint8_t* record, int row, Fields& to) {
     constexpr FormatTraits kOf = kTraits<F>;
     static_assert(kOf.words <= kMost && kOf.bytes_more <= kMost);
-    for (int i = 0; i < kOf.words; i++) std::memcpy(&to.words[i], record + i * 64, 64);
+    for (int i = 0; i < kOf.words; i++) std::memcpy(&to.words[i], record + i * 64 + 4 * row, sizeof(Word));
     for (int i = 0; i < kOf.bytes_more; i++) {
-        typedef uint8_t Few __attribute__((vector_size(kRows)));
+        typedef uint8_t Few __attribute__((vector_size(kHalf)));
+        typedef uint16_t Shorts __attribute__((vector_size(2 * kHalf)));
         Few few;
-        std::memcpy(&few, record + kOf.words * 64 + i * kRows, sizeof few);
-        to.bytes[i] = __builtin_convertvector(few, Bits);
+        std::memcpy(&few, record + kOf.words * 64 + i * kRows + row, sizeof few);
+        to.bytes[i] = __builtin_convertvector(__builtin_convertvector(few, Shorts), Word);
     }
 }
 
 // The signs of four times eight columns of which seven are given; their number is even.
-ALWAYS_INLINE void with_eighths(const Bits& sevens, Bits& to) {
-    const Bits low =
+ALWAYS_INLINE void with_eighths(const Word& sevens, Word& to) {
+    const Word low =
         (sevens & 0x7f) | (sevens >> 7 & 0x7f) << 8 | (sevens >> 14 & 0x7f) << 16 | (sevens >> 21 & 0x7f) << 24;
-    Bits sum = low ^ (low >> 4 & 0x0f * kEach);
+    Word sum = low ^ (low >> 4 & 0x0f * kEach);
     sum ^= sum >> 2 & 0x03 * kEach;
     sum ^= sum >> 1 & kEach;
     to = low | (sum & kEach) << 7;
 }
 
-ALWAYS_INLINE void nibbles(const Bits& v, Fields& to) {
+ALWAYS_INLINE void nibbles(const Word& v, Fields& to) {
     to.scale[0] = 2 * (v & 15) + 1;
     to.scale[1] = 2 * (v >> 4) + 1;
 }
@@ -83,17 +89,17 @@ ALWAYS_INLINE void nibbles(const Bits& v, Fields& to) {
 template <Record Kind>
 ALWAYS_INLINE void read(Fields& of) {
     constexpr int kEntries = kBlock / columns_of(Kind);
-    const Bits(&w)[kMost] = of.words, (&b)[kMost] = of.bytes;
+    const Word(&w)[kMost] = of.words, (&b)[kMost] = of.bytes;
     if constexpr (!levels(Kind) && Kind != Record::iq2_xs)
         for (int i = 0; i < kEntries; i++) of.index[i] = w[i / 4] >> 8 * (i % 4) & 255;
     if constexpr (Kind == Record::iq2_xxs || Kind == Record::iq3_xxs) {
-        const Bits& last = w[kEntries / 4];
+        const Word& last = w[kEntries / 4];
         with_eighths(last, of.signs);
         of.scale[0] = of.scale[1] = 2 * (last >> 28) + 1;
     } else if constexpr (Kind == Record::iq2_xs) {
-        Bits sevens{};
+        Word sevens{};
         for (int i = 0; i < kEntries; i++) {
-            const Bits both = w[i / 2] >> 16 * (i % 2) & 0xffff;
+            const Word both = w[i / 2] >> 16 * (i % 2) & 0xffff;
             of.index[i] = both & 511;
             sevens |= both >> 9 << 7 * i;
         }
@@ -108,7 +114,7 @@ ALWAYS_INLINE void read(Fields& of) {
         of.signs = w[2];
         of.scale[0] = of.scale[1] = 2 * (b[1] & 15) + 1;
     } else if constexpr (Kind == Record::iq1_s) {
-        const Bits high = b[0] | b[1] << 8;
+        const Word high = b[0] | b[1] << 8;
         for (int i = 0; i < kEntries; i++) {
             of.index[i] |= (high >> 3 * i & 7) << 8;
             of.negative[i] = high >> 15;
@@ -116,7 +122,7 @@ ALWAYS_INLINE void read(Fields& of) {
         of.scale[0] = of.scale[1] = 2 * (high >> 12 & 7) + 1;
     } else if constexpr (Kind == Record::iq1_m) {
         for (int i = 0; i < kEntries; i++) {
-            const Bits high = b[i / 2] >> 4 * (i % 2);
+            const Word high = b[i / 2] >> 4 * (i % 2);
             of.index[i] |= (high & 7) << 8;
             of.negative[i] = high >> 3 & 1;
         }
@@ -129,89 +135,108 @@ ALWAYS_INLINE void read(Fields& of) {
     } else if constexpr (Kind == Record::q3_k) {
         for (int i = 0; i < 2; i++) of.scale[i] = (b[i] ^ 128) - 128;
     } else {
-        of.scale[0] = of.scale[1] = Bits{} + 1;
+        of.scale[0] = of.scale[1] = Word{} + 1;
     }
 }
 
-// The entries of a grid, as they are there.
+// Four bytes of entry index[0], of index[1] and so on, and the four behind them where entries have eight.
+ALWAYS_INLINE void look_up(const uint32_t* grid, const uint32_t* index, Word& to) {
+    for (int l = 0; l < kHalf; l++) to[l] = grid[index[l]];
+}
+ALWAYS_INLINE void look_up(const uint64_t* grid, const uint32_t* index, Word& first, Word& second) {
+    typedef uint64_t Pairs __attribute__((vector_size(4 * kHalf)));
+    const auto of = [&](int i) { return grid[index[i]]; };
+    const Word a = reinterpret_cast<Word>(Pairs{of(0), of(1), of(4), of(5)});
+    const Word b = reinterpret_cast<Word>(Pairs{of(2), of(3), of(6), of(7)});
+    first = __builtin_shuffle(a, b, Word{0, 2, 8, 10, 4, 6, 12, 14});
+    second = __builtin_shuffle(a, b, Word{1, 3, 9, 11, 5, 7, 13, 15});
+}
+
+// The entries of a grid, as they are there, of four columns each.
 template <Record Kind>
-ALWAYS_INLINE void look_up(const Fields& of, uint32_t (*to)[kRows]) {
+ALWAYS_INLINE void look_up_all(const Fields& of, Word (&to)[8]) {
     constexpr int kEntries = kBlock / columns_of(Kind);
-    uint32_t index[8][kRows];
+    uint32_t index[8][kHalf];
     std::memcpy(index, of.index, sizeof index);
     if constexpr (kEntries == 8) {
         constexpr const uint32_t* kGrid = Kind == Record::iq3_xxs ? iq3_xxs : iq3_s;
-        for (int i = 0; i < kEntries; i++)
-            for (int l = 0; l < kRows; l++) to[i][l] = kGrid[index[i][l]];
+        for (int i = 0; i < kEntries; i++) look_up(kGrid, index[i], to[i]);
     } else {
         constexpr const uint64_t* kGrid = Kind == Record::iq2_xxs  ? iq2_xxs
                                           : Kind == Record::iq2_xs ? iq2_xs
                                           : Kind == Record::iq2_s  ? iq2_s
                                                                    : iq1;
-        for (int i = 0; i < kEntries; i++)
-            for (int l = 0; l < kRows; l++) {
-                const uint64_t entry = kGrid[index[i][l]];
-                to[2 * i][l] = static_cast<uint32_t>(entry);
-                to[2 * i + 1][l] = static_cast<uint32_t>(entry >> 32);
-            }
+        for (int i = 0; i < kEntries; i++) look_up(kGrid, index[i], to[2 * i], to[2 * i + 1]);
     }
 }
 
-// The bytes of 32 columns.
+// The bytes of 32 columns of the rows from `row` on.
 template <Record Kind>
-ALWAYS_INLINE void fill(const Fields& of, uint32_t (*to)[kRows]) {
-    if constexpr (!levels(Kind)) look_up<Kind>(of, to);
+ALWAYS_INLINE void fill(const Fields& of, int row, uint32_t (*to)[kRows]) {
+    Word entries[8];
+    if constexpr (!levels(Kind)) look_up_all<Kind>(of, entries);
     for (int i = 0; i < 8; i++) {
         Bytes v;
         if constexpr (levels(Kind)) {
             constexpr int kLess = Kind == Record::q3_k ? 4 : Kind == Record::tq2_0 ? 1 : 0;
-            Bits found = of.words[i / 4] >> 2 * (i % 4) & 3 * kEach;
+            Word found = of.words[i / 4] >> 2 * (i % 4) & 3 * kEach;
             if constexpr (Kind == Record::q3_k) found |= (of.words[2] >> i & kEach) << 2;
             v = reinterpret_cast<Bytes>(found) + static_cast<uint8_t>(kMiddle - kLess);
         } else {
-            std::memcpy(&v, to[i], sizeof v);
+            v = reinterpret_cast<Bytes>(entries[i]);
             if constexpr (eighths(Kind)) {
-                const Bits offset = (kMiddle + 1 - 2 * of.negative[i / 2]) * kEach;
+                const Word offset = (kMiddle + 1 - 2 * of.negative[i / 2]) * kEach;
                 v += reinterpret_cast<Bytes>(offset);
             } else {
-                const Bits bits = of.signs >> 4 * i & 15;
-                const Bits ones = (bits | bits << 7 | bits << 14 | bits << 21) & kEach;
+                const Word ones = (of.signs >> 4 * i & 15) * 0x00204081 & kEach;  // a bit to each byte
                 const Bytes mask = reinterpret_cast<Bytes>((ones << 8) - ones);
                 v = (v ^ mask) - mask + static_cast<uint8_t>(kMiddle);
             }
         }
-        std::memcpy(to[i], &v, sizeof v);
+        std::memcpy(to[i] + row, &v, sizeof v);
     }
 }
 
-ALWAYS_INLINE void put(const uint16_t* halves, float unit, const Bits (&numbers)[2], float* to) {
-    Lanes d;
-    load(reinterpret_cast<const F16*>(halves), d);
+// Scales of 16 columns each, `d` times `numbers`.
+ALWAYS_INLINE void put(const float* d, const Word (&numbers)[2], float* to) {
+    Floats of;
+    std::memcpy(&of, d, sizeof of);
     for (int i = 0; i < 2; i++) {
-        const Lanes v = d * unit * __builtin_convertvector(reinterpret_cast<Ints>(numbers[i]), Lanes);
+        const Floats v = of * __builtin_convertvector(reinterpret_cast<Ints>(numbers[i]), Floats);
         std::memcpy(to + i * kRows, &v, sizeof v);
     }
+}
+
+ALWAYS_INLINE void read_halves(const uint16_t* halves, float unit, float* to) {
+    Lanes d;
+    load(reinterpret_cast<const F16*>(halves), d);
+    d *= unit;
+    std::memcpy(to, &d, sizeof d);
 }
 
 template <Format F>
 ALWAYS_INLINE void expand_all(const Matrix& like, const uint8_t* quants, const uint16_t* scales, int64_t first,
                               int64_t columns, Order order, const Expansion& to) {
     constexpr FormatTraits kOf = kTraits<F>;
+    alignas(64) float d[kRows], least[kRows];
     for (int64_t c = first; c < first + columns; c += kBlock) {
+        if (c == first || c % like.group == 0) {
+            read_halves(like.nested_halves(scales, c, 0), kOf.unit, d);
+            if constexpr (kOf.minimums()) read_halves(like.nested_halves(scales, c, 1), 1, least);
+        }
         const int64_t within = c - first;
         uint8_t* bytes = to.bytes + within * kRows;
-        Fields fields;
-        load_record<F>(quants + c / kBlock * kOf.block_bytes(), fields);
-        read<kOf.record>(fields);
-        if (order == Order::fours) {
-            fill<kOf.record>(fields, reinterpret_cast<uint32_t (*)[kRows]>(bytes));
-        } else {
-            Words words;
-            fill<kOf.record>(fields, words.of);
-            write_levels(traits_of(kExpanded), order, words, {0, 0, kRows}, bytes);
+        Words words;
+        uint32_t (*const at)[kRows] = order == Order::fours ? reinterpret_cast<uint32_t (*)[kRows]>(bytes) : words.of;
+        for (int row = 0; row < kRows; row += kHalf) {
+            Fields fields;
+            load_record<F>(quants + c / kBlock * kOf.block_bytes(), row, fields);
+            read<kOf.record>(fields);
+            fill<kOf.record>(fields, row, at);
+            put(d + row, fields.scale, to.scales + within + row);
+            if constexpr (kOf.minimums()) put(least + row, fields.lowest, to.lowest + within + row);
         }
-        put(like.nested_halves(scales, c, 0), kOf.unit, fields.scale, to.scales + within);
-        if constexpr (kOf.minimums()) put(like.nested_halves(scales, c, 1), 1, fields.lowest, to.lowest + within);
+        if (order != Order::fours) write_levels(traits_of(kExpanded), order, words, {0, 0, kRows}, bytes);
     }
 }
 
@@ -227,17 +252,18 @@ ALWAYS_INLINE void expand_as(const Matrix& like, const uint8_t* quants, const ui
 
 // Subtracts from y the products of minimums with sums of activations.
 CLONES void subtract(const float* lowest, const Block* x, int64_t blocks, float* y) {
-    Lanes sum{}, before;
-    for (int64_t b = 0; b < blocks; b++)
-        for (int i = 0; i < 2; i++) {
-            const int32_t total = (i ? x[b].start - x[b].first : x[b].first) >> 3;  // less than nothing
-            Lanes v;
-            load(lowest + (2 * b + i) * kRows, v);
-            sum += v * (static_cast<float>(total) * x[b].scale);
-        }
-    load(y, before);
-    before += sum;
-    std::memcpy(y, &before, sizeof before);
+    for (int row = 0; row < kRows; row += kHalf) {
+        Floats sum{}, v;
+        for (int64_t b = 0; b < blocks; b++)
+            for (int i = 0; i < 2; i++) {
+                const int32_t total = (i ? x[b].start - x[b].first : x[b].first) >> 3;  // less than nothing
+                std::memcpy(&v, lowest + (2 * b + i) * kRows + row, sizeof v);
+                sum += v * (static_cast<float>(total) * x[b].scale);
+            }
+        std::memcpy(&v, y + row, sizeof v);
+        v += sum;
+        std::memcpy(y + row, &v, sizeof v);
+    }
 }
 
 // The largest divisor of k that is not above kChunk, unless that is small.
