@@ -1,7 +1,7 @@
 """A decoder-only language model: embedding, a family's decoder layers, output head."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from umbra.models.layers.rotary import RotaryTable
 from umbra.models.layers.streams import RESIDUAL, Carried, Streams
 from umbra.models.mtp_names import MtpNames
 from umbra.models.rope import RopeConfig
+from umbra.ops.parallel.rows import GroupRows
 
 
 class DecoderConfig(Protocol):
@@ -39,15 +40,28 @@ class DecoderConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
+class InputsOfLayers(Protocol):
+    """Inputs of layers beside what passes from one to the next."""
+
+    @property
+    def parts(self) -> Mapping[str, nn.Module]:
+        """The modules that make them, under the checkpoint's names."""
+
+    def make(self, token_ids: Tensor, embedded: Tensor, rows: GroupRows) -> Tensor:
+        """Returns the inputs of this rank's `rows`, of which `embedded` has the embedding."""
+
+
 @dataclass(frozen=True)
 class DecoderOptions:
     """Options that few decoders have. `ropes` are further rotary tables, each with the width of a head: a layer with
-    the attribute `rotary_table` takes that of this number, the first after the usual one being 1."""
+    the attribute `rotary_table` takes that of this number, the first after the usual one being 1. `inputs` follow what
+    is carried."""
 
     ropes: tuple[tuple[RopeConfig, int], ...] = ()
     embedding_scale: float = 1.0
     softcap: float | None = None  # bound of the logits
     streams: Streams = RESIDUAL
+    inputs: InputsOfLayers | None = None
 
 
 class Decoder(nn.Module):
@@ -62,6 +76,9 @@ class Decoder(nn.Module):
         self.parallel, self.ops, hidden = build.parallel, build.ops, config.hidden_size
         self.streams = streams = options.streams
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, hidden, options.embedding_scale)
+        self.inputs = options.inputs
+        for name, part in options.inputs.parts.items() if options.inputs else ():
+            self.add_module(name, part)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.other_rotary = nn.ModuleList(RotaryTable(build, rope, width) for rope, width in options.ropes)
         self.layers = nn.ModuleList(layers)
@@ -79,7 +96,9 @@ class Decoder(nn.Module):
         hidden states before the layers `taps`, in order, of which the last one may be their number. These two are of
         this rank's rows."""
         rows = batch.rows(self.parallel)
-        carried: Carried = self.streams.start(self.ops, rows.own(self.embed_tokens(batch.token_ids)))
+        embedded = rows.own(self.embed_tokens(batch.token_ids))
+        inputs = (self.inputs.make(batch.token_ids, embedded, rows),) if self.inputs else ()
+        carried: Carried = (*self.streams.start(self.ops, embedded), *inputs)
         angles = [table(batch.positions) for table in (self.rotary, *self.other_rotary)]
         last = getattr(self, self.last_name)
         tapped: list[Tensor] = []

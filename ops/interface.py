@@ -416,8 +416,9 @@ class Ops(Protocol):
     def silu_mul(self, x: Tensor) -> Tensor:
         """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
 
-    def gelu_mul(self, x: Tensor) -> Tensor:
-        """x (T, 2 N) holds gate and up side by side: gelu(gate) * up, of GELU's approximation by tanh. -> (T, N)"""
+    def gelu_mul(self, x: Tensor, up: Tensor | None = None) -> Tensor:
+        """x (T, 2 N) holds gate and up side by side: gelu(gate) * up, of GELU's approximation by tanh. With `up`
+        (T, N), whose tokens may lie further apart, x (T, N) is the gate. -> (T, N)"""
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap), in place of x (T, N). -> x"""

@@ -284,8 +284,8 @@ def silu_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-def gelu_mul(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
+def gelu_mul(x: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1) if up is None else (x.float(), up.float())
     return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 

@@ -248,7 +248,7 @@ SPECS = {
             once=True,
         ),
         Spec("silu_mul", "x out", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2)),
-        Spec("gelu_mul", "x out", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2)),
+        Spec("gelu_mul", "x up out", lambda x, up: x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if up is None else 1))),
         Spec("softcap", "x x", lambda x: x),
         Spec("scale_by", "x x", lambda x: x),
         Spec("add_gated", "x x y", lambda x: x, lambda gate: "add" if gate is None else "add_gated"),

@@ -258,6 +258,8 @@ def describe_gemma(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv([kv_heads[own] for own in slides])
     writer.add_sliding_window(config["sliding_window"])
     writer.add_sliding_window_pattern(slides)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     writer.add_key_length(width)
     writer.add_value_length(width)
@@ -278,7 +280,9 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
     predicting = int(predicts or family in ("glm4_moe", "glm4_moe_lite", "qwen3_5_moe", "qwen3_5"))
     writer.add_block_count(config["num_hidden_layers"] + predicting)
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size", 1))
+    inner, shared = config.get("intermediate_size", 1), config.get("num_kv_shared_layers", 0)
+    widths = [inner] * (config["num_hidden_layers"] - shared) + [2 * inner] * shared
+    writer.add_feed_forward_length(widths if shared else inner)
     writer.add_head_count(config["num_attention_heads"])
     if "kv_lora_rank" in config:
         describe_latents(writer, config, family)

@@ -22,15 +22,15 @@ from umbra.executor.plan.weight_formats import build_of
 from umbra.models.build import Build, Shadows
 from umbra.models.causal_lm import CausalLM
 from umbra.models.config import ModelConfig
-from umbra.models.layers.attention import PagedCache
+from umbra.models.layers.attention import CacheReader, PagedCache
 from umbra.models.layers.base import layers_of
 from umbra.models.layers.embedding import LMHead, VocabEmbedding
 from umbra.models.layers.experts import Experts
-from umbra.models.layers.norm import DirectNorm, RMSNorm, SplitRMSNorm, WeightlessNorm
+from umbra.models.layers.norm import RMSNorm, ScaledNorm, SplitRMSNorm, WeightlessNorm
 from umbra.models.layers.rotary import RotaryTable
 from umbra.models.layers.router import ExpertFactors, Router, SelectionBias
 from umbra.models.layers.states import LayerStates
-from umbra.models.layers.streams import Residual, StreamNorm
+from umbra.models.layers.streams import Residual, StreamNorm, Sum
 from umbra.models.registry import load, model_class
 from umbra.ops.interface import Exchange, Ops
 from umbra.ops.parallel.join import parallel_of
@@ -41,10 +41,11 @@ KINDS: dict[type[nn.Module], str] = {
     LMHead: "head",
     RMSNorm: "norms",
     Residual: "norms",
+    Sum: "norms",
     StreamNorm: "norms",
     SplitRMSNorm: "norms",
     WeightlessNorm: "norms",
-    DirectNorm: "norms",
+    ScaledNorm: "norms",
     Experts: "experts",
     Router: "router",
     SelectionBias: "router",
@@ -121,7 +122,8 @@ def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
     if type(layer) in KINDS:
         return KINDS[type(layer)]
     around = model.get_submodule(path.rpartition(".")[0]).children()
-    return "attention" if any(isinstance(child, PagedCache | LayerStates) for child in around) else "dense MLP"
+    of_attention = CacheReader, PagedCache, LayerStates
+    return "attention" if any(isinstance(child, of_attention) for child in around) else "dense MLP"
 
 
 def cache_of(sketch: Sketch) -> PlanLine:

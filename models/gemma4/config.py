@@ -19,6 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 THETAS = {FULL: 1e6, SLIDING: 1e4}
 TURNING = 0.25  # share of the pairs of a head that turn in layers that see all tokens
 UNIFIED = ("gemma4_unified", "gemma4_unified_text")  # types of models without inputs of each layer
+INPUTS = "hidden_size_per_layer_input"
 KV_HEADS = "num_global_key_value_heads"
 DEFAULTS = {
     "vocab_size": 262144,
@@ -52,6 +53,9 @@ class Gemma4Config(MoeConfig):
     full: AttentionSizes
     full_layers: tuple[bool, ...]  # for each layer whether a token sees all tokens
     final_logit_softcapping: float | None
+    shared_layers: int  # the last ones, that read the caches of the last layer of their kind before them
+    wide: bool  # whether their MLPs are twice as wide
+    layer_inputs: int  # columns of the input that each layer has of its own; 0: none
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Gemma4Config":
@@ -60,14 +64,16 @@ class Gemma4Config(MoeConfig):
         hf.refuse("hidden_activation", "gelu_pytorch_tanh")
         hf.refuse("attention_bias", False)
         hf.refuse("use_bidirectional_attention", "vision")  # which has no effect on text
-        hf.refuse("num_kv_shared_layers", 0)
-        if hf.size("hidden_size_per_layer_input", default=256 * (hf.value("model_type") not in UNIFIED), minimum=0):
-            raise hf.error("hidden_size_per_layer_input", "is not implemented, only 0")
         sizes = dense_config.read_sizes(hf, DEFAULTS)
         sizes["tie_word_embeddings"] = hf.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", True))
         sparse = hf.flag("enable_moe_block", False)
         layers = sizes["num_hidden_layers"]
-        kinds = _kinds(hf, layers)
+        kinds, shared = _kinds(hf, layers), hf.size("num_kv_shared_layers", default=0, minimum=0)
+        if shared and not {*kinds[-shared:]} <= {*kinds[:-shared]}:
+            raise hf.error("num_kv_shared_layers", "leaves no layer of some kind before them")
+        inputs = hf.size(INPUTS, default=256 * (hf.value("model_type") not in UNIFIED), minimum=0)
+        if inputs and hf.size("vocab_size_per_layer_input", default=DEFAULTS["vocab_size"]) != sizes["vocab_size"]:
+            raise hf.error("vocab_size_per_layer_input", f"must be {sizes['vocab_size']}, as vocab_size")
         ropes = _ropes(hf, sizes, full_dim := _full_size(hf, "head_dim", kinds, default=512))
         kv_heads, same = sizes["num_key_value_heads"], hf.flag("attention_k_eq_v", False)
         full_kv = _full_size(hf, "num_key_value_heads", kinds, default=kv_heads)
@@ -90,14 +96,21 @@ class Gemma4Config(MoeConfig):
                 if hf.value("final_logit_softcapping") is None
                 else hf.number("final_logit_softcapping", default=30.0)
             ),
+            shared_layers=shared,
+            wide=hf.flag("use_double_wide_mlp", False),
+            layer_inputs=inputs,
         )
+        if shared and sparse:
+            raise hf.error("num_kv_shared_layers", "is only implemented for models without experts")
         check_experts(hf, "num_experts", config.num_experts, layers)
         check_routing(hf, config, "num_experts")
         return config
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(self.attention_of(full).window for full in self.full_layers)
+        """The windows of the layers that have caches of their own."""
+        own = self.full_layers[: len(self.full_layers) - self.shared_layers]
+        return tuple(self.attention_of(full).window for full in own)
 
     @property
     def has_dense_layers(self) -> bool:

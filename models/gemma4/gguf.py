@@ -20,6 +20,9 @@ NAMES = {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
     "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
@@ -46,19 +49,26 @@ def read(keys: Keys) -> dict[str, Any]:
     alike = not keys.has(f"blk.{sliding.index(False)}.attn_v.weight")
     thetas = {FULL: keys.number("rope.freq_base"), SLIDING: keys.number("rope.freq_base_swa")}
     experts = keys.size("expert_count", default=0, minimum=0)
+    shared = keys.size("attention.shared_kv_layers", default=0, minimum=0)
+    widths = keys.all.one_or_more(f"{keys.name}.feed_forward_length")
+    inner = widths[0] if widths else 0
+    if {*widths[: len(widths) - shared]} - {inner} or {*widths[-shared:]} - {inner, 2 * inner} or not inner:
+        raise keys.all.error(f"{keys.name}.feed_forward_length", "must be one number, or twice that in last layers")
     return {
         "num_key_value_heads": own,
         "head_dim": keys.size("attention.key_length_swa"),
         "global_head_dim": width,
         "num_global_key_value_heads": full if alike else None,
         "attention_k_eq_v": alike,
-        "intermediate_size": keys.size("feed_forward_length"),
+        "intermediate_size": inner,
+        "use_double_wide_mlp": widths[-1] != inner,
         "enable_moe_block": experts > 0,
         "num_experts": experts or None,
         "top_k_experts": keys.size("expert_used_count") if experts else None,
         "moe_intermediate_size": keys.expert_width() if experts else None,
         "hidden_size_per_layer_input": keys.size("embedding_length_per_layer_input", default=0, minimum=0),
-        "num_kv_shared_layers": keys.size("attention.shared_kv_layers", default=0, minimum=0),
+        "num_kv_shared_layers": shared,
+        "vocab_size_per_layer_input": keys.rows("per_layer_token_embd.weight"),
         "sliding_window": keys.size("attention.sliding_window"),
         "layer_types": [SLIDING if slides else FULL for slides in sliding],
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),

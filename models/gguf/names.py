@@ -15,6 +15,9 @@ WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 ROPE_DIVISORS = "rope_freqs.weight"  # of the frequencies, which config.json says
 QUERIES_OR_KEYS = re.compile(r"\.self_attn\.[qk]_proj\.(?:weight|bias)$")

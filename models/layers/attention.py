@@ -92,16 +92,29 @@ class PagedAttention(PagedCache):
         out = getattr(self, f"queries_{len(qkv)}", None)
         slot_mapping = batch.paged[self.layers].slot_mapping
         q = self.ops.norm_rope_write(qkv, heads, self.k_cache, self.v_cache, slot_mapping, out)
-        return self._attend(q, batch)
+        return self.attend(q, batch)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         """q (T, heads, D), k and v (T, kv_heads, D); sinks (heads), as of `Ops.attention`. -> (T, heads * D)"""
         self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.paged[self.layers].slot_mapping)
-        return self._attend(q, batch, sinks)
+        return self.attend(q, batch, sinks)
 
-    def _attend(self, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        """Attention over what has been written. q (T, heads, D) -> (T, heads * D)"""
         paged = batch.paged[self.layers]
         return self.ops.attention(q, self.k_cache, self.v_cache, paged, self.scale, self.window, sinks).flatten(1)
+
+
+class CacheReader(nn.Module):
+    """Attention over what another layer keeps of tokens."""
+
+    def __init__(self, source: PagedAttention):
+        super().__init__()
+        self.sources = (source,)  # which is no module of this one
+
+    def forward(self, q: Tensor, batch: Batch) -> Tensor:
+        """q (T, heads, D) -> (T, heads * D)"""
+        return self.sources[0].attend(q, batch)
 
 
 class Sinks(Layer):

@@ -30,8 +30,8 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps, self.bias)
 
-    def add(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, sum) of `x` and `residual`; without a `residual` the sum is `x`."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, sum) of `x` and `residual`; `residual` is None in the first layer, whose sum is `x`."""
         if residual is None:
             return self(x), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.bias)
@@ -44,17 +44,16 @@ class RMSNorm(Layer):
             yield Piece(f"{path}.bias", shape, (ALL,), self.source.fills(self.bias.copy_))
 
 
-class DirectNorm(RMSNorm):
-    """RMSNorm whose weight is `factor` times the checkpoint's tensor of this layer's path."""
+class ScaledNorm(RMSNorm):
+    """RMSNorm whose weight is `factor` times the checkpoint's tensor of this layer's path with `suffix`."""
 
-    def __init__(self, build: Build, size: int, eps: float, factor: float):
+    def __init__(self, build: Build, size: int, eps: float, factor: float, suffix: str = ""):
         super().__init__(build, size, eps, base=0.0)
-        self.factor = factor
+        self.factor, self.suffix = factor, suffix
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(
-            path, (len(self.weight),), (ALL,), lambda part: self.weight.copy_(part.float() * self.factor), mean=1
-        )
+        name, shape = path + self.suffix, (len(self.weight),)
+        yield Piece(name, shape, (ALL,), lambda part: self.weight.copy_(part.float() * self.factor), mean=1)
 
 
 class WeightlessNorm(RMSNorm):

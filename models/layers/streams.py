@@ -4,6 +4,8 @@ token is read from them, and the result is written to them.
 *Residual* is the usual kind: one stream, which a norm reads and the result is added to. The sum is left to the next
 norm, which adds in the same kernel; so a result and the residual pass on side by side.
 
+*Summed*: one stream, to which layers of a kind of their own add results themselves.
+
 *Gated*: S streams, which all begin as the embedding. A row is the mean of the streams, each normalised alone and times
 a gate of low rank; each stream adds the result times a weight of its own. The last reading replaces the last norm.
 
@@ -67,8 +69,8 @@ class Streams(Protocol):
 
 
 class Residual(RMSNorm):
-    """`carried` is (x,) before the first layer, then (result, residual), or their sum alone; between a reading and the
-    writing after it the residual alone."""
+    """`carried` is (x,) before the first layer, then (result, residual), and the residual alone between a reading and
+    the writing after it."""
 
     def read(self, carried: Carried, reader: MergedLinear | None, batch: Batch) -> tuple[Rows, Carried]:
         x, *rest = carried
@@ -97,7 +99,7 @@ class ResidualStreams:
     count: ClassVar[int] = 1
     names: ClassVar[tuple[str, str, str]] = "input_layernorm", "post_attention_layernorm", "norm"
 
-    def reading(self, build: Build, hidden: int, eps: float, last: bool = False) -> Residual:
+    def reading(self, build: Build, hidden: int, eps: float, last: bool = False) -> RMSNorm:
         return Residual(build, hidden, eps)
 
     def start(self, ops: Ops, embedded: Tensor) -> Carried:
@@ -105,6 +107,27 @@ class ResidualStreams:
 
 
 RESIDUAL = ResidualStreams()
+
+
+class Sum(RMSNorm):
+    """The last norm where `carried` begins with the sum of the embedding and all results, which layers make."""
+
+    def collapse(self, carried: Carried) -> Tensor:
+        return self(carried[0])
+
+    def tap(self, carried: Carried) -> Tensor:
+        return carried[0]
+
+    def kept(self, carried: Carried) -> Tensor | None:
+        return None
+
+
+class SummedStreams(ResidualStreams):
+    def reading(self, build: Build, hidden: int, eps: float, last: bool = False) -> Sum:
+        return Sum(build, hidden, eps)
+
+
+SUMMED = SummedStreams()
 
 
 class StreamNorm(Layer):

@@ -233,8 +233,8 @@ class AscendCosts(OpCosts):
     def _activated(self, x: Tensor) -> Tensor:
         return self.new("silu(gate) * up", x, *x.shape[:-1], x.shape[-1] // 2)
 
-    def gelu_mul(self, x: Tensor) -> Tensor:
-        gelu = self.new("gelu(gate)", x, *x.shape[:-1], x.shape[-1] // 2)
+    def gelu_mul(self, x: Tensor, up: Tensor | None = None) -> Tensor:
+        gelu = self.new("gelu(gate)", x, *x.shape[:-1], x.shape[-1] // (2 if up is None else 1))
         return self.new("gelu(gate) * up", gelu, *gelu.shape)
 
     def add_gated(self, x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:

@@ -46,8 +46,8 @@ def swiglu(x: Tensor) -> Tensor:
     return torch_npu.npu_swiglu(input=x, dim=-1)
 
 
-def gelu_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
+def gelu_mul(x: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, up = x.chunk(2, -1) if up is None else (x, up)
     return F.gelu(gate, approximate="tanh") * up
 
 

@@ -298,8 +298,8 @@ class AscendOps(AscendLayout):
     def silu_mul(self, x: Tensor) -> Tensor:
         return moe.swiglu(x)
 
-    def gelu_mul(self, x: Tensor) -> Tensor:
-        return moe.gelu_mul(x)
+    def gelu_mul(self, x: Tensor, up: Tensor | None = None) -> Tensor:
+        return moe.gelu_mul(x, up)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)

@@ -360,10 +360,12 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 @traced
-def gelu_mul(x: Tensor) -> Tensor:
-    tokens, both = x.shape
-    out = torch.empty(tokens, both // 2)
-    native.gelu_mul(pointer(x), pointer(out), tokens, both // 2)
+def gelu_mul(x: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, up = x.chunk(2, -1) if up is None else (x, up)
+    tokens, width = gate.shape
+    out = torch.empty(tokens, width)
+    rows = (strided(gate[:, None]), strided(up[:, None]), pointer(out))
+    native.gelu_mul(*rows, tokens, width, gate.stride(0), up.stride(0))
     return out
 
 

@@ -12,6 +12,11 @@ from umbra.models.rope import RopeConfig
 KINDS = ["sliding_attention", "full_attention"]
 OTHERS = ("norm_topk_prob", "rope_theta", "num_experts_per_tok")  # keys of other families
 DENSE: dict[str, Any] = dict(enable_moe_block=False, num_experts=None, top_k_experts=None, moe_intermediate_size=None)
+SHARED: dict[str, Any] = (
+    DENSE
+    | dict(num_hidden_layers=6, layer_types=3 * KINDS, num_kv_shared_layers=3, use_double_wide_mlp=True)
+    | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=SIZES["vocab_size"], attention_k_eq_v=False)
+)
 
 
 def randomise(model: PreTrainedModel) -> None:
@@ -50,11 +55,15 @@ ROW = Row(
         "keys_and_values": dict(attention_k_eq_v=False, num_global_key_value_heads=None, final_logit_softcapping=None)
         | dict(layer_types=[*2 * KINDS, KINDS[0], KINDS[0], KINDS[1]], num_hidden_layers=7, global_head_dim=8)
         | dict(tie_word_embeddings=False, initializer_range=0.2),
+        "shared": SHARED,
     },
     mistakes=GEMMA4,
     refused=[
-        ({"text_config": {"num_kv_shared_layers": 2}}, "text_config: num_kv_shared_layers: 2 is not implemented"),
-        ({"text_config": {}}, "text_config: hidden_size_per_layer_input: None is not implemented, only 0"),
+        (
+            {"text_config": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 25}},
+            "text_config: num_kv_shared_layers: 25 leaves no layer of some kind before them",
+        ),
+        ({"text_config": {"vocab_size_per_layer_input": 5}}, "text_config: vocab_size_per_layer_input: 5 must be 2"),
         (
             {"text_config": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "all"}},
             "text_config: use_bidirectional_attention: 'all' is not implemented",
@@ -69,6 +78,9 @@ ROW = Row(
         ("gemma-4-31B-it", 32.1, RopeConfig(1e4, 256, None), 256),
     ],
     last="layers.1.router.per_expert_scale",
-    splits={"gemma4": ({}, "tp2 dp2_ep_graph tp4_moe2_graph_sp dp2_tp2_chunks5_sp tp8_ep")},
+    splits={
+        "gemma4": ({}, "tp2 dp2_ep_graph tp4_moe2_graph_sp dp2_tp2_chunks5_sp tp8_ep"),
+        "gemma4_shared": (SHARED, "tp2_graph tp4_graph_sp dp2_tp2_chunks5_sp"),
+    },
     offload=dict(num_key_value_heads=2, num_global_key_value_heads=1),
 )

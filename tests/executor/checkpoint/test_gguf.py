@@ -66,11 +66,11 @@ def logits(folder: Path, checkpoint: Path, family: str, **sections: Any) -> list
     return prefill_logits(runner, PROMPTS)
 
 
-@pytest.mark.parametrize("row", FILES, ids=str)
-def test_a_family_means_the_same(tmp_path: Path, row: Row) -> None:
+@pytest.mark.parametrize(("row", "variant"), [*((row, "tiny") for row in FILES), (ROWS["gemma4"], "shared")], ids=str)
+def test_a_family_means_the_same(tmp_path: Path, row: Row, variant: str) -> None:
     """Within what the logarithm of a state's rates costs, and that of divisors in float32."""
     most = 1e-4 if row.name == "llama" else 1e-5 if any("linear_" in key for key in row.sizes) else 0
-    row.save(tmp_path / "model", **row.gguf)
+    row.save(tmp_path / "model", **row.gguf, **row.variant(variant))
     save_gguf(tmp_path / "model", tmp_path / "model.gguf", row.name)
     read, expected = (logits(tmp_path, tmp_path / name, row.name) for name in ("model.gguf", "model"))
     for ours, theirs in zip(read, expected, strict=True):

@@ -200,10 +200,13 @@ void bind_ops(py::module_& m) {
         py::arg("x"), py::arg("out"), py::arg("tokens"), py::arg("width"));
     m.def(
         "gelu_mul",
-        [](uintptr_t x, uintptr_t out, int64_t tokens, int64_t width) {
-            submit(GeluMul{at<const float>(x), at<float>(out), tokens, width});
+        [](uintptr_t gate, uintptr_t up, uintptr_t out, int64_t tokens, int64_t width, int64_t gate_stride,
+           int64_t up_stride) {
+            submit(GeluMul{at<const float>(gate), at<const float>(up), at<float>(out), tokens, width, gate_stride,
+                           up_stride});
         },
-        py::arg("x"), py::arg("out"), py::arg("tokens"), py::arg("width"));
+        py::arg("gate"), py::arg("up"), py::arg("out"), py::arg("tokens"), py::arg("width"), py::arg("gate_stride"),
+        py::arg("up_stride"));
     m.def(
         "softcap", [](uintptr_t x, int64_t count, float cap) { submit(Softcap{at<float>(x), count, cap}); },
         py::arg("x"), py::arg("count"), py::arg("cap"));

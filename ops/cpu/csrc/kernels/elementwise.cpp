@@ -178,7 +178,7 @@ void SiluMul::run(Context& context) const {
 
 void GeluMul::run(Context& context) const {
     for_rows(context, tokens, width,
-             [&](int64_t t) { gelu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width); });
+             [&](int64_t t) { gelu_mul_row(gate + t * gate_stride, up + t * up_stride, out + t * width, width); });
 }
 
 // Rows may be as wide as a vocabulary, so tasks are parts of them.

@@ -174,11 +174,12 @@ struct SiluMul {
     void run(Context&) const;
 };
 
-// The same with GELU, in its approximation by tanh, in place of SiLU.
+// gelu(gate) * up, of GELU's approximation by tanh.
 struct GeluMul {
-    const float* x;  // (T, 2 width)
-    float* out;      // (T, width)
-    int64_t tokens, width;
+    const float* gate;  // (T, width), tokens `gate_stride` apart
+    const float* up;    // (T, width), tokens `up_stride` apart
+    float* out;         // (T, width)
+    int64_t tokens, width, gate_stride, up_stride;
     void run(Context&) const;
 };
 
