@@ -314,13 +314,13 @@ def describe(writer: GGUFWriter, config: dict[str, Any], family: str, predicts: 
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         if config["norm_topk_prob"] or family == "glm4_moe":
             writer.add_expert_weights_norm(config["norm_topk_prob"])
-    elif "shared_expert_intermediate_size" in config:
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     elif family == "hy_v3":
         writer.add_expert_shared_feed_forward_length(config["num_shared_experts"] * config["moe_intermediate_size"])
         writer.add_expert_weights_scale(config["router_scaling_factor"])
         writer.add_expert_weights_norm(True)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    elif "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     elif family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
     if rope.get("rope_type") == "llama3":
