@@ -10,6 +10,7 @@ from umbra.base.errors import UserError
 from umbra.text.tool_arguments import read_json_text, repaired, to_json
 
 Message = Mapping[str, Any]  # role, content; of an assistant also reasoning_content and tool_calls
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 CALL_ID = re.compile(r"(functions\.)?[\w.-]+:[0-9]+")  # with its number in the conversation
 
 
@@ -121,15 +122,15 @@ def with_systems(messages: Sequence[dict[str, Any]], shape: SystemShape) -> list
     return kept
 
 
-def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def numbered(messages: Sequence[dict[str, Any]], short: bool) -> list[dict[str, Any]]:
     """Returns `messages` in which calls have ids with numbers that count the calls of the conversation; and results
-    those of their calls, or of the next call that has none."""
+    those of their calls, or of the next call that has none. `short` ids are nine letters and digits."""
     renumbered: list[dict[str, Any]] = []
     ids: dict[str, str] = {}
     count, waiting = 0, list[str]()
     for message in messages:
         if given := message.get("tool_calls"):
-            calls = [{**call, "id": _numbered_id(call, number)} for number, call in enumerate(given, count)]
+            calls = [{**call, "id": _numbered_id(call, number, short)} for number, call in enumerate(given, count)]
             waiting = [call["id"] for call in calls]
             ids |= {str(old["id"]): new for old, new in zip(given, waiting, strict=True) if old.get("id")}
             count += len(calls)
@@ -142,18 +143,15 @@ def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return renumbered
 
 
-def _numbered_id(call: dict[str, Any], number: int) -> str:
+def _numbered_id(call: dict[str, Any], number: int, short: bool) -> str:
     given = str(call.get("id"))
+    if short:
+        return given if SHORT_ID.fullmatch(given) else f"{number:09}"
     return given if CALL_ID.fullmatch(given) else f"functions.{call['function']['name']}:{number}"
 
 
-def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the variables `messages` and `tools` of a template for harmony. It renders one call of a message,
-    refuses reasoning and content together before a call, and needs descriptions of tools."""
-    for i, message in enumerate(messages):
-        for name in ("content", "reasoning_content"):
-            if not isinstance(message.get(name, ""), str):
-                raise UserError(f"messages[{i}].{name}: {message[name]!r:.60} must be a text for this chat template")
+def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns `messages` in which none has several calls: each of these has a message of its own, with its result."""
     plain: list[dict[str, Any]] = []
     turn: list[dict[str, Any]] = []  # a message with calls, and the results after it
     for message in messages:
@@ -163,9 +161,21 @@ def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str,
         plain += _single_calls(turn)
         turn = [message] if message.get("tool_calls") else []
         plain += [] if turn else [message]
-    plain += _single_calls(turn)
+    return plain + _single_calls(turn)
+
+
+def for_harmony(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the variables `messages` and `tools` of a template for harmony. It renders one call of a message,
+    refuses reasoning and content together before a call, and needs descriptions of tools."""
+    for i, message in enumerate(messages):
+        for name in ("content", "reasoning_content"):
+            if not isinstance(message.get(name, ""), str):
+                raise UserError(f"messages[{i}].{name}: {message[name]!r:.60} must be a text for this chat template")
     functions = [{**tool["function"], "description": tool["function"].get("description") or ""} for tool in tools]
-    return {"messages": plain, "tools": [{"type": "function", "function": function} for function in functions] or None}
+    return {
+        "messages": one_call_each(messages),
+        "tools": [{"type": "function", "function": function} for function in functions] or None,
+    }
 
 
 def _single_calls(turn: list[dict[str, Any]]) -> list[dict[str, Any]]:

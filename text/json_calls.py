@@ -5,12 +5,17 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from umbra.text.formats import OutputMarks
+from umbra.text.formats import JSON_CALLS, OutputMarks
 from umbra.text.tool_arguments import in_json, read_json_text, to_json
 
 LONGEST_NAME = 256  # characters of a tool's or a parameter's name
-BEGIN = '{"name":"'  # of a call in JSON, without white space
-CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"(?:.*?"(?:arguments|parameters)"\s*:\s*)?(.*)', re.DOTALL)
+BEGINS = '{"name":"', '{"type":"function","name":"'  # a call in JSON, without white space
+LONGEST_BEGIN = 128  # characters of that, with it
+SEPARATORS = re.compile(r"[\s,;\[\]]*")  # between calls that follow one another, or are in a list
+CUT = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"(?:.*?"(?:arguments|parameters)"\s*:\s*)?(.*)',
+    re.DOTALL,
+)
 
 
 class Call(NamedTuple):
@@ -34,6 +39,32 @@ def read_call(text: str, format: OutputMarks) -> Call | None:
     return Call(call["name"], to_json(arguments)) if isinstance(arguments, dict) else None
 
 
+def read_calls(text: str) -> tuple[list[Call], str]:
+    """Returns the calls in JSON that `text` begins with, and the text behind them and what separates them."""
+    calls, decoder, at = list[Call](), json.JSONDecoder(), 0
+    while match := SEPARATORS.match(text, at):
+        at = match.end()
+        try:
+            end = decoder.raw_decode(text, at)[1]
+        except (ValueError, RecursionError):
+            break
+        call = read_call(text[at:end], JSON_CALLS)
+        if call is None:
+            break
+        calls.append(call)
+        at = end
+    return calls, text[at:]
+
+
+def may_be_call(text: str) -> bool:
+    """Returns whether `text`, which begins with a brace, may be the beginning of a call in JSON."""
+    return _begins("".join(text[:LONGEST_BEGIN].split()))
+
+
+def _begins(text: str) -> bool:
+    return any(begin.startswith(text) or text.startswith(begin) for begin in BEGINS)
+
+
 def cut_call(text: str, format: OutputMarks) -> Call | None:
     """The call that begins with `text`, which was cut off; without a name if that is not whole. None: it is no call."""
     if whole := read_call(text, format):
@@ -43,7 +74,7 @@ def cut_call(text: str, format: OutputMarks) -> Call | None:
     else:
         match, begin = CUT.fullmatch(text), "".join(text.split())
         call = Call(match[1], match[2]) if match else None
-        begun = BEGIN.startswith(begin) or begin.startswith(BEGIN)
+        begun = _begins(begin)
     if call:
         call = call._replace(arguments=_first_object(call.arguments))
     return call or (Call("", "") if begun else None)
@@ -73,4 +104,5 @@ def _head(format: OutputMarks) -> re.Pattern[str]:
     """The id, the name, the number and what follows the mark of the arguments."""
     before, after = re.escape(format.before_name), re.escape(format.before_arguments.strip())
     number = r"(:\d{1,9})?" if format.numbered else "()"
-    return re.compile(rf"((?:{before}\s*)?([\w.-]{{1,{LONGEST_NAME}}}){number})\s*{after}\s*(.*)", re.DOTALL)
+    id = rf"(?:{re.escape(format.id_mark)}\s*[\w-]{{0,64}}\s*)?" if format.id_mark else ""
+    return re.compile(rf"((?:{before}\s*)?([\w.-]{{1,{LONGEST_NAME}}}){number})\s*{id}{after}\s*(.*)", re.DOTALL)

@@ -18,7 +18,7 @@ from typing import Any
 from umbra.text.answer import Part, Reader
 from umbra.text.formats import OutputMarks
 from umbra.text.harmony import Harmony
-from umbra.text.json_calls import LONGEST_NAME, Call, cut_call, read_call
+from umbra.text.json_calls import LONGEST_BEGIN, LONGEST_NAME, Call, cut_call, may_be_call, read_call, read_calls
 from umbra.text.tool_arguments import Tool, to_json, tools_by_name
 from umbra.text.values import LONGEST_VALUE, Value
 
@@ -59,7 +59,9 @@ def _marks(format: OutputMarks, tools: bool, split: bool) -> dict[ParserState, M
     calls = (*blocks, *format.block_ends, format.call) if tools and format.call else blocks
     around = (*format.blocks, *format.block_ends)
     inner = (format.parameter, format.call, format.call_end, format.block, format.block_end)
-    title = (*format.marks, format.think, format.think_end) if format.block_is_call else (">", "<", "\n")
+    title: tuple[str, ...] = (">", "<", "\n")
+    if format.block_is_call or format.name_end != ">":
+        title = *format.marks, format.think, format.think_end
     return {
         ParserState.REASONING: Marks((format.think, format.think_end, *(blocks or calls))),
         ParserState.CONTENT: Marks((*((format.think_end,) if split else ()), *calls)),
@@ -91,23 +93,24 @@ class Parser(Reader):
         self._tools = tools_by_name(tools) if format else {}
         self._plain = format is None
         self._marks = _marks(self._format, bool(self._tools), split)
-        self._first = Marks(
-            (self._format.think, *self._marks[ParserState.CONTENT].marks)
-        )  # content that may still open reasoning
+        braces = ("{",) if self._tools and self._format.bare else ()
+        content = (*self._marks[ParserState.CONTENT].marks, *braces)
+        self._first = Marks((self._format.think, *content))  # content that may still open reasoning
         closers = (self._format.call_end, self._format.parameter_end) if self._tools and self._format.call else ()
-        self._behind = Marks((*self._marks[ParserState.CONTENT].marks, *closers))  # content behind a mark
+        self._behind = Marks((*content, *closers))  # content behind a mark
         self._fresh = split and not reasoning
         self._state = ParserState.REASONING if reasoning and split else ParserState.CONTENT
         self._parts = [Part("content", self._format.think)] if format and reasoning and not split else []
         self._buffer, self._at = "", 0  # the text that is held back is self._buffer[self._at:]
         self._newlines = 0  # held back: they are layout if a mark follows
         # Newlines here are layout: a mark came before.
-        self._trim = self._state is ParserState.REASONING or self._format.begins_line
+        self._trim = self._state is ParserState.REASONING or self._format.begins_line or bool(braces)
         self._outer = ParserState.CONTENT  # where the text goes on after a call
         self._opener, self._name = "", ""  # the mark and the text of state NAME
         self._tool: Tool | None = None  # of the call that is read; None: it is dropped
         self._given: set[str] = set()  # its parameters so far
         self._text = StringIO()  # of states OPEN, JSON and STRING
+        self._certain = True  # that the text of these is no other text
         self._value = Value(self._format, "", False)  # of the parameter that is read
 
     def push(self, text: str) -> list[Part]:
@@ -172,7 +175,10 @@ class Parser(Reader):
             self._say(state, text)
             if mark == format.think and self._fresh:
                 self._turn(ParserState.REASONING)
-            elif mark == format.think:  # after content it is text
+            elif mark == "{" and (self._fresh or self._trim):
+                self._open_json("", state)
+                self._write(mark)
+            elif mark in (format.think, "{"):  # after content it is text
                 self._say(state, mark)
             elif mark in format.blocks:
                 self._open_block(state, mark)
@@ -221,12 +227,13 @@ class Parser(Reader):
         elif state is ParserState.STRING:
             self._write(text + mark)
             self._state = ParserState.JSON if mark in (format.quote or '"', "\n") else state
+            self._doubt()
         else:
             self._write(text)
             if mark == (format.quote or '"'):
                 self._write(mark)
-                self._state = ParserState.STRING
-            elif mark:
+                self._state, mark = ParserState.STRING, ""
+            if not self._doubt(mark) and mark:
                 self._end_json(mark)
 
     def _say(self, state: ParserState, text: str) -> None:
@@ -255,11 +262,14 @@ class Parser(Reader):
     def _open_block(self, outer: ParserState, mark: str) -> None:
         if self._format.block_is_call:
             self._open_name(mark, outer)
+        elif self._format.to_the_end:
+            self._open_json(mark, outer)
         else:
             self._state, self._outer, self._opener, self._text = ParserState.OPEN, outer, mark, StringIO()
 
     def _open_json(self, opener: str, outer: ParserState) -> None:
         self._state, self._outer, self._opener, self._text = ParserState.JSON, outer, opener, StringIO()
+        self._certain = bool(opener)
 
     def _open_name(self, mark: str, outer: ParserState) -> None:
         self._state, self._outer, self._opener, self._name = ParserState.NAME, outer, mark, ""
@@ -282,7 +292,7 @@ class Parser(Reader):
             else:
                 self._state = outer
                 self._say(outer, opener + self._name)
-        elif good and mark == ">" and (name in self._tools or outer is ParserState.BLOCK):
+        elif good and mark == format.name_end and (name in self._tools or outer is ParserState.BLOCK):
             self._open_call(name)
             return
         else:
@@ -330,33 +340,62 @@ class Parser(Reader):
         if self._text.tell() <= LONGEST_VALUE:  # one that is longer is dropped, so the rest of it is not needed
             self._text.write(text)
 
+    def _doubt(self, mark: str = "") -> bool:
+        """Takes a call without a mark of its own for text as soon as its beginning is that of no call; `mark` comes
+        behind it. -> whether it did"""
+        if self._certain:
+            return False
+        text = self._text.getvalue()
+        if may_be_call(text):
+            self._certain = len(text) >= LONGEST_BEGIN
+            return False
+        self._state = self._outer
+        self._say(self._outer, text[0])
+        self._buffer, self._at = text[1:] + mark + self._buffer[self._at :], 0  # marks count in it
+        return True
+
     def _end_cut(self) -> bool:
         """Ends a call in JSON that was cut off: one of a tool of this chat has the arguments so far, one without its
         whole name is dropped. -> whether it was a call"""
-        call = cut_call(self._text.getvalue(), self._format)
-        if not call or (call.name and call.name not in self._tools):
+        text, format = self._text.getvalue(), self._format
+        calls, text = read_calls(text) if format.to_the_end else ([], text)
+        call = cut_call(text, format) if text.strip() or not calls else Call("", "")
+        if not call:
             return False
-        self._end_with(call)
+        names = [other.name for other in (*calls, call) if other.name or not (self._opener or calls)]
+        if any(name not in self._tools for name in names):
+            return False
+        self._end_with(*calls, call)
         return True
 
     def _end_json(self, mark: str) -> None:
         """`mark` or the end of the output ends a call in JSON. One that is none was text."""
         format, text = self._format, self._text.getvalue()
         end = format.call_end or format.block_end
-        call = read_call(text, format) if len(text) <= LONGEST_VALUE else Call("", "")
-        if call:
-            self._end_with(call)
+        behind = ""
+        if len(text) > LONGEST_VALUE:
+            calls = [Call("", "")]
+        elif format.to_the_end:
+            calls, behind = read_calls(text)
+            if not self._opener and any(call.name not in self._tools for call in calls):
+                calls = []
+        else:
+            calls = [call] if (call := read_call(text, format)) else []
+        if calls:
+            self._end_with(*calls)
+            self._say(ParserState.CONTENT, behind)
         else:
             self._state = self._outer
-            self._say(self._outer, self._opener + text + (mark if mark == end else ""))
+            self._say(self._outer, self._opener + text + (mark if mark and mark == end else ""))
         if mark != end:
             self._at -= len(mark)  # it counts in the state after
 
-    def _end_with(self, call: Call) -> None:
+    def _end_with(self, *calls: Call) -> None:
         self._turn(ParserState.CONTENT)
-        if call.name in self._tools:
-            arguments = [Part("arguments", call.arguments)] if call.arguments else []
-            self._parts += [Part("call", call.name, call.id), *arguments, Part("end")]
+        for call in calls:
+            if call.name in self._tools:
+                arguments = [Part("arguments", call.arguments)] if call.arguments else []
+                self._parts += [Part("call", call.name, call.id), *arguments, Part("end")]
 
 
 def reader(format: OutputMarks | None, tools: Sequence[Mapping[str, Any]], reasoning: bool, split: bool) -> Reader:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from umbra.base.errors import UserError
 from umbra.text.answer import Answer, Reader, ToolCall
-from umbra.text.chat import CallShape, Chat, SystemShape, for_harmony, numbered, with_systems
+from umbra.text.chat import CallShape, Chat, SystemShape, for_harmony, numbered, one_call_each, with_systems
 from umbra.text.conventions import Conventions
 from umbra.text.formats import CHANNEL, MESSAGE, THINK, THINK_END, Mark, OutputMarks
 from umbra.text.parser import reader
@@ -135,7 +135,7 @@ class Tokenizer:
             messages = with_tools(messages, chat.tools, format)
         if chat.continued:
             messages[-1]["content"] = BEGUN
-        variables = variables_of(numbered(messages) if format and format.numbered else messages, settings)
+        variables = variables_of(self._for_format(messages, format), settings)
         variables["add_generation_prompt"] = not chat.continued
         if self._by_tokens:
             variables |= for_harmony(variables["messages"], chat.tools)
@@ -147,6 +147,12 @@ class Tokenizer:
         ids = self._ids(text, special=False)
         first, end = self._first_ids(ids, text[:beginning]), len(ids) - self._last_ids(ids, text[len(text) - added :])
         return ChatPrompt(ids, tuple(count for count in (first, end) if 0 < count < len(ids)))
+
+    def _for_format(self, messages: list[dict[str, Any]], format: OutputMarks | None) -> list[dict[str, Any]]:
+        """Returns `messages` with calls as templates of `format` want them."""
+        if format and format.alone:
+            messages = one_call_each(messages)
+        return numbered(messages, format.short_ids) if format and (format.numbered or format.short_ids) else messages
 
     def describes_tools(self, format: OutputMarks) -> bool:
         """Returns whether conversations with tools get a description of them, because the chat template renders calls
@@ -203,7 +209,8 @@ class Tokenizer:
     def _rendered(self, template: str, messages: list[dict[str, Any]]) -> str:
         """A small conversation as `template` renders it; empty if it fails."""
         try:
-            variables = variables_of(messages, {**self.record.special_tokens, "tools": None})
+            called = self._for_format(messages, self.format("auto"))
+            variables = variables_of(called, {**self.record.special_tokens, "tools": None})
             return self._renderer.render(template, variables).text
         except UserError as error:
             if TOO_MUCH in str(error):

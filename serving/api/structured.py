@@ -19,6 +19,7 @@ COMPACT = {"whitespace_flexible": False}  # without it, an answer may be endless
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 REGEX_IN_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')  # or what looks like one
 ANY_NAME = r"/[^<>\s\"]+/"  # of a parameter
+NO_CALL = r'~/\s*\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"(.|\n)*/'  # does not begin as a call without a mark
 MOST_VARIANTS = 8  # ways in which the parameters of one tool may stand together
 
 
@@ -146,6 +147,8 @@ class GrammarMarks:
         """Rules for any text that begins no call, which the rule `calls` may follow, after the mark of a block."""
         marks = filter(None, (*format.blocks, format.call))
         text = f"({ANYTHING} & {without(marks)})"
+        if format.bare:
+            return [f"{rule}: TEXT | calls", f"TEXT: {text} & {NO_CALL}"]
         if not format.block:  # calls begin with a mark of their own
             return [f"{rule}: TEXT calls?", f"TEXT: {text}"]
         if format.block in self._ids:
@@ -207,13 +210,17 @@ def calls_grammar(
         rules += _call_rules(names[number], tool["function"]["name"], schema, format, marks)
     one = f"({' | '.join(names)})"
     block, end = marks.one(format.block), marks.one(format.block_end)
+    line = "/\\n?/" if format.value else '"\\n"'  # line breaks between marks with values are layout
     repeat = f"{{0,{MOST_CALLS - 1}}}"
     if format.call_is_json:
         more = f" (/\\n?/ {one}){repeat}" if several else ""
         calls = f"{one}{more} {end}" if format.block else f"{one}{more}"
+    elif format.to_the_end:
+        more = f' (", " {one}){repeat}' if several and format.listed else ""
+        calls = f'" "? "[" {one}{more} "]"' if format.listed else one
     elif format.call:
-        more = f' ("\\n" {one}){repeat}' if several else ""
-        calls = f'"\\n" {one}{more} "\\n" {end}'
+        more = f" ({line} {one}){repeat}" if several else ""
+        calls = f"{line} {one}{more} {line} {end}"
     else:
         single = f"{one} {end}" if format.block_is_call else f'"\\n" {one} "\\n" {end}'
         calls = f"{single} (/\\n?/ {block} {single}){repeat}" if several else single
@@ -222,7 +229,7 @@ def calls_grammar(
         text.append("answer: calls" if demanded else f'answer: calls | "final" {marks.one(MESSAGE)} said')
     else:
         text = ["start: answer" if opened is None else marks.reasoned("answer", opened, format), f"calls: {calls}"]
-        whole = f"answer: {block} calls" if format.block else "answer: calls"
+        whole = f"answer: {block} calls" if format.block and not format.bare else "answer: calls"
         text += [whole] if demanded else marks.free("answer", format)
     grammar = "\n".join([*text, *rules]) + "\n"
     if len(grammar) > LARGEST:
@@ -261,10 +268,10 @@ def _call_rules(
         before, after = format.before_arguments, format.after_arguments + format.call_end
         return [f"{rule}: {opening} {marks.text(before)} {rule}a {marks.text(after)}", arguments]
     if not format.parameter:
-        opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        opening = json.dumps(f'{{"name": {json.dumps(name)}, {json.dumps(format.arguments)}: ')
         return [f'{rule}: {opening} {rule}a "}}"', arguments]
     quote = '"' if format.call.endswith("name=") else ""
-    bare = format.block_is_call  # its line breaks are layout between marks, and not in every version
+    bare = bool(format.value)  # its line breaks are layout between marks, and not in every version
     line = "/\\n?/" if bare else '"\\n"'
 
     def parameter(name: str, value: str) -> str:
@@ -288,8 +295,11 @@ def _call_rules(
                 parts.append(part if key in required else f"({part})?")
             variants.append(" ".join(parts) or '""')
         one = f"({' | '.join(variants)})" if len(variants) > 1 else variants[0]
-    if bare:
+    if format.block_is_call:
         return [f"{rule}: {json.dumps(name)} {line} {one}", *rules]
+    if bare:
+        opening = marks.text(f"{format.call}{name}{format.name_end}")
+        return [f"{rule}: {opening} {line} {one} {marks.one(format.call_end)}", *rules]
     opening = json.dumps(f"{format.call}{quote}{name}{quote}>\n")
     return [f"{rule}: {opening} {one} {marks.one(format.call_end)}", *rules]
 
@@ -313,7 +323,7 @@ def _value_rules(
     rule: str, schema: Any, root: Mapping[str, Any], format: OutputMarks, marks: GrammarMarks
 ) -> list[str]:
     """The rules of a parameter's value and the mark after it."""
-    end, before = format.parameter_end, "" if format.block_is_call else "\n"
+    end, before = format.parameter_end, "" if format.value else "\n"
     within = (end, format.value, format.parameter, format.call, format.call_end, format.block, format.block_end)
     value = value_of(schema, root, [mark for mark in within if mark])
     if value and value.free:

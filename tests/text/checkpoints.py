@@ -40,7 +40,10 @@ SPECIAL: dict[str, Any] = {"minimax_m2": ["]~!b[", "]~b]", "[e~["], "qwen3": QWE
 SPECIAL |= {"qwen35": QWEN_SPECIAL, "glm45": GLM_SPECIAL, "glm47": GLM_SPECIAL}
 SPECIAL |= {"harmony": ["<|endoftext|>", *conventions().formats["harmony"].tokens]}
 SPECIAL |= {"kimi_k2": ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"]}
-SPECIAL |= {"mistral": ["[INST]", "[/INST]", "[TOOL_RESULTS]", "</s>"]}
+MISTRAL_SPECIAL = ["[INST]", "[/INST]", "[TOOL_RESULTS]", "</s>"]
+SPECIAL |= {"mistral": MISTRAL_SPECIAL, "mistral_json": MISTRAL_SPECIAL}
+SPECIAL |= {"llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
+SPECIAL |= {"hy3": ["<|hy_User|>", "<|hy_Assistant|>", "<|hy_eos|>"]}
 SPECIAL |= {"gemma4": ["<bos>", "<|turn>", "<|tool_response>", "<turn|>"]}
 SPECIAL |= {"deepseek_v3": DEEPSEEK_SPECIAL, "deepseek_v31": DEEPSEEK_SPECIAL}
 
@@ -54,7 +57,7 @@ def write_tokenizer(folder: Path, family: str, tags_are_special: bool = False, *
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[family]])
     format = FORMAT_OF[family]
-    marks = format.marks if format.block_is_call or format.call_is_json else (format.block, format.block_end)
+    marks = format.marks if format.value or format.call_is_json else (*format.blocks, *format.block_ends)
     tags = () if format.tokens else (*format.thoughts, *marks)
     tokenizer.add_tokens([AddedToken(tag, special=tags_are_special, normalized=False) for tag in tags])
     settings = {"eos_token": SPECIAL[family][-1], "chat_template": TEMPLATES[family]} | options

@@ -25,6 +25,7 @@ TOOLS = [
 ]
 M2, QWEN3, CODER, GLM = "minimax_m2", "qwen3", "qwen3_coder", "glm45"
 KIMI, V3, V31, GEMMA = "kimi_k2", "deepseek_v3", "deepseek_v31", "gemma4"
+MISTRAL, LISTED, LLAMA, HY3 = "mistral", "mistral_json", "llama3", "hy3"
 TEXTS = [name for name, format in conventions().formats.items() if not format.tokens]
 
 
@@ -287,6 +288,48 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         "x" + deepseek('f|{"a": 1}', "h|{}", "g|", "g {}"),
         said("", "x" + deepseek("g {}")[len(BLOCK) : -len(BLOCK_END)], ("f", '{"a": 1}'), ("g", "{}")),
     ),
+    # Calls of Mistral
+    "mistral": (
+        MISTRAL,
+        {},
+        '[THINK]a\n[/THINK]b[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"s": "[ARGS]"}[TOOL_CALLS]g[ARGS]{}',
+        said("a", "b", ("f", '{"s": "[ARGS]"}'), ("g", "{}")),
+    ),
+    "older mistral, a list": (
+        LISTED,
+        {},
+        'a[TOOL_CALLS] [{"name": "f", "arguments": {"s": "]"}}, {"name": "h"}, {"name": "g"}]\nb',
+        said("", "ab", ("f", '{"s": "]"}'), ("g", "{}")),
+    ),
+    "older mistral, no list": (LISTED, {}, "a[TOOL_CALLS] [1]", said("", "a[TOOL_CALLS] [1]")),
+    # Calls of Llama 3
+    "llama": (
+        LLAMA,
+        {},
+        ' {"type": "function", "name": "f", "parameters": {"s": "}"}}; {"name": "g", "parameters": {}}',
+        said("", " ", ("f", '{"s": "}"}'), ("g", "{}")),
+    ),
+    "llama, marked": (LLAMA, {}, 'a\n<|python_tag|>{"name": "g", "parameters": {}}', said("", "a", ("g", "{}"))),
+    "llama, behind text": (LLAMA, {}, 'a {"name": "g"}', said("", 'a {"name": "g"}')),
+    "llama, no tool": (LLAMA, {}, '{"name": "h", "parameters": {}}', said("", '{"name": "h", "parameters": {}}')),
+    "llama, other JSON": (LLAMA, {}, '{"a": "<|python_tag|>{"name": "g"}', said("", '{"a": "', ("g", "{}"))),
+    "llama, code": (LLAMA, {}, "<|python_tag|>print(1)", said("", "<|python_tag|>print(1)")),
+    # Calls of Hy3
+    "hy3": (
+        HY3,
+        {"reasoning": True},
+        "a</think>b\n<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>i</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+        "<tool_call>g<tool_sep></tool_call>\n</tool_calls>",
+        answer("a", "b", ("f", {"i": 1}), ("g", {})),
+    ),
+    "hy3 with a suffix": (
+        "hy3_opensource",
+        {},
+        "<think:opensource>a</think:opensource><tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource>"
+        "<arg_key:opensource>s</arg_key:opensource><arg_value:opensource>1</arg_value:opensource>"
+        "</tool_call:opensource></tool_calls:opensource>",
+        answer("a", "", ("f", {"s": "1"})),
+    ),
 }
 
 
@@ -338,6 +381,23 @@ def test_a_call_of_parameters_that_the_limit_cuts_off(format: str, text: str) ->
     assert [*dict.fromkeys(arguments)] == ["", '{"i": 1', '{"i": 1, "s": "two"', '{"i": 1, "s": "two"}']
 
 
+@pytest.mark.parametrize(
+    ("format", "text", "expected"),
+    [
+        (LISTED, '[TOOL_CALLS] [{"name": "g"}, {"name": "f", "arguments": {"s": "a', ("g", "{}", "f", '{"s": "a')),
+        (LISTED, '[TOOL_CALLS] [{"name": "f", "argu', ("f", "")),
+        (LLAMA, '{"name": "f", "parameters": {"s": "a', ("f", '{"s": "a')),
+        (LLAMA, '{"name": "g"}; {"na', ("g", "{}")),
+        (LLAMA, '{"name": "x', ()),
+    ],
+)
+def test_calls_to_the_end_that_the_limit_cuts_off(format: str, text: str, expected: tuple[str, ...]) -> None:
+    """An answer in JSON that is none of these calls stays a text."""
+    read = new(format).whole(text, cut=True)
+    assert tuple(part for call in read.tool_calls for part in (call.name, call.arguments)) == expected
+    assert read.content == ("" if expected else text)
+
+
 @pytest.mark.parametrize("end", ["}}", "}}\n", "}}\n</tool_", "}"])
 def test_a_call_whose_arguments_are_whole_before_the_limit(end: str) -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": 1' + end
@@ -383,6 +443,10 @@ BITS = [
     "```json",
     "\n```",
     "{}",
+    "{",
+    '{"name": "f", "parameters": {}}',
+    '[TOOL_CALLS] [{"name": "g"}, ',
+    "<tool_calls><tool_call>f<tool_sep>",
     "<｜tool▁call▁begin｜>g<｜tool▁sep｜>",
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
     "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>",

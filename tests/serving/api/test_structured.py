@@ -173,6 +173,10 @@ CALLS = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:7<|tool_call_argument_begin|>"
     '{"town":"Bath"}<|tool_call_end|><|tool_calls_section_end|>',
     "mistral": '[TOOL_CALLS]weather[ARGS]{"town":"Bath"}',
+    "mistral_json": '[TOOL_CALLS] [{"name": "weather", "arguments": {"town":"Bath"}}]',
+    "llama3": '{"name": "weather", "parameters": {"town":"Bath"}}',
+    "hy3": "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>town</arg_key>\n<arg_value>Bath</arg_value>\n"
+    "</tool_call>\n</tool_calls>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     '{"town":"Bath"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
