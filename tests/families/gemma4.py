@@ -82,5 +82,5 @@ ROW = Row(
         "gemma4": ({}, "tp2 dp2_ep_graph tp4_moe2_graph_sp dp2_tp2_chunks5_sp tp8_ep"),
         "gemma4_shared": (SHARED, "tp2_graph tp4_graph_sp dp2_tp2_chunks5_sp"),
     },
-    offload=dict(num_key_value_heads=2, num_global_key_value_heads=1),
+    offload=dict(num_key_value_heads=2, num_global_key_value_heads=1, head_dim=12, global_head_dim=24),
 )

@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[float, int, dict[str, Any]]] = {  # megabytes of an arena
     "q8": (0.25, 4, {"quantization": {"method": "q8", "group_size": 32}}),
     "q4": (0.25, 4, {"quantization": {"method": "q4", "group_size": 32}}),
     "mxfp4": (0.16, 1, {"model_name": "gpt_oss"}),
+    "widths": (0.06, 1, {"model_name": "gemma4"}),
     "states": (0.6, 2, {"model_name": "qwen3_next", "serve_config": {"reserve": 0, "prefix_floor": 200}}),
     # Prompts behind a cached prefix may take another form than whole ones.
     "latents": (0.1, 0, {"model_name": "deepseek_v2", "serve_config": {"reserve": 0, "prefix_cache": False}}),
@@ -58,6 +59,8 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
         mxfp4_tiny(tmp_path / "floats", tmp_path / "model")
     elif kind == "states":
         save_tiny_of(tmp_path / "model", "qwen3_next", num_experts=16)
+    elif kind == "widths":
+        save_tiny_of(tmp_path / "model", "gemma4", num_experts=16)
     elif kind == "latents":
         save_tiny_of(tmp_path / "model", "deepseek_v2", **EXPANDED)
     elif kind == "absorbed":

@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}}
 KINDS |= {"int8": {"cache_config": {"kv_dtype": "int8"}, "quantization": {"method": "q4", "group_size": 32}}}
 KINDS |= {"arena": {"offload_config": {"mode": "elastic", "arena_mb": 3, "max_swaps": 4, "measure_s": 0.01}}}
 KINDS |= {"states": {"model_name": "qwen3_next"}, "windows": {"model_name": "gpt_oss"}}
+KINDS |= {"widths": {"model_name": "gemma4"}}  # of heads, and windows
 KINDS |= {"latents": {"model_name": "deepseek_v3", "cache_config": {"kv_dtype": "int8"}}}
 KINDS |= {"guesses": {"model_name": "glm4_moe", "draft_config": {"method": "mtp"}}}
 LENGTH, TOKENS = 600, 12
@@ -34,7 +35,10 @@ def save_model(folder: Path, kind: str) -> None:
     if kind == "guesses":
         Oracle(folder, "glm4_moe", max_position_embeddings=1024)
     elif family:
-        widths = dict(kv_lora_rank=16, intermediate_size=64) if kind == "latents" else {}  # no prompt is expanded
+        widths: dict[str, Any] = (
+            dict(kv_lora_rank=16, intermediate_size=64) if kind == "latents" else {}
+        )  # no prompt is expanded
+        widths |= dict(layer_types=2 * ["sliding_attention", "full_attention"]) if kind == "widths" else {}
         save_tiny_of(
             folder, family, num_hidden_layers=5 if kind == "windows" else 4, max_position_embeddings=1024, **widths
         )

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.fakes.drafts import FreeDrafts, lookup
 from tests.families.deepseek_v3 import EXPANDED
+from tests.families.gemma4 import SHARED
 from tests.quantised import mxfp4_tiny
 from tests.tiny import make_runner, save_tiny, save_tiny_of, tiny_case
 from umbra.executor.engine.drafts.drafts import DecodeCost, Drafts, Guessed
@@ -105,6 +106,20 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
         for loop in (loop_of(model, most, "graph", **options) for most in (0, 7))
     ]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("sizes", [{}, SHARED], ids=["mixture", "shared"])
+def test_tokens_are_the_same_with_heads_of_two_widths(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """Windows of five tokens are passed by drafts that are wrong."""
+    save_tiny_of(tmp_path / "model", "gemma4", eos_token_id=None, **sizes, sliding_window=5)
+    options: dict[str, Any] = {"model_name": "gemma4", "cache_config": {"page_size": 4}}
+    loops = [loop_of(tmp_path / "model", most, "graph", **options) for most in (0, 7)]
+    sampling = SAMPLING["sampled"] | {"temperature": 1.0, "logit_bias": {3: 6.0, 5: 6.0}}
+    plain, drafted = (answers(loop, sampling) for loop in loops)
+    assert [[t for e in of for t in e.tokens] for of in plain.values()] == [
+        [t for e in of for t in e.tokens] for of in drafted.values()
+    ]
+    assert 0 < loops[1].timings.accepted_tokens < loops[1].timings.drafted_tokens
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_profiler_writes_traces_of_both_phases(tmp_path: Path) -> None:
         assert any("linear" in str(e.get("name")) for e in events)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss", "gemma4"])
 def test_the_last_layer_computes_wanted_rows_only(tmp_path: Path, family: str) -> None:
     """Behind its attention; a prompt whose log-probabilities are asked for wants all its rows."""
     if family == "qwen3_moe":
