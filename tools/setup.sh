@@ -32,10 +32,10 @@ umbra_make() {
             umbra_apt python3-venv
             python3 -m venv --clear .venv
         }
-        umbra_install_torch & # both unpack on one core each
-        local torch=$!
-        umbra_install .venv main
-        wait "$torch"
+        umbra_install .venv main >/dev/null & # both unpack on one core each
+        local main=$!
+        umbra_install_torch
+        wait "$main"
         pwd >"$(umbra_site .venv)/umbra.pth" # import umbra
         printf '#!%s\nfrom umbra.cli import main\n\nmain()\n' "$PWD/.venv/bin/python" >.venv/bin/umbra
         chmod +x .venv/bin/umbra
@@ -54,12 +54,28 @@ umbra_build() {
     {
         "$cmake" -S "$1" -B "$2" -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
             -DPython_EXECUTABLE="$python" -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" &&
-            "$cmake" --build "$2" && "$cmake" --install "$2" --prefix "$3"
-    } >"$2.log" 2>&1 || {
+            (set -o pipefail && "$cmake" --build "$2" | umbra_steps) && "$cmake" --install "$2" --prefix "$3"
+    } 7>&2 >"$2.log" 2>&1 || {
         cat "$2.log" >&2
         echo "error: the native module does not build" >&2
         exit 2
     }
+}
+
+# Passes on what ninja says, and shows on descriptor 7 how far it is: on a terminal in one line, elsewhere at each quarter.
+umbra_steps() {
+    local line said=0
+    while IFS= read -r line; do
+        printf '%s\n' "$line"
+        [[ $line =~ ^\[([0-9]+)/([0-9]+)\] ]] || continue
+        if [ -t 7 ]; then
+            printf '\rbuilding: %d of %d ' "${BASH_REMATCH[@]:1:2}" >&7
+        elif ((4 * BASH_REMATCH[1] / BASH_REMATCH[2] > said)); then
+            said=$((4 * BASH_REMATCH[1] / BASH_REMATCH[2]))
+            printf 'building: %d of %d\n' "${BASH_REMATCH[@]:1:2}" >&7
+        fi
+    done
+    [ ! -t 7 ] || echo >&7
 }
 
 # Adds what tests, checks and benchmarks need to .venv.
@@ -79,8 +95,11 @@ umbra_setup_dev() {
 umbra_install_torch() { umbra_install .venv torch-cpu 2>/dev/null || umbra_install .venv torch-cuda; }
 
 # Installs exactly what the lock file NAME has for this Python and processor:  umbra_install VENV NAME
+# On a terminal pip shows how far it is.
 umbra_install() {
-    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
+    local shown=--quiet
+    [ ! -t 1 ] || shown=--progress-bar=on
+    "$1/bin/python" -m pip install "$shown" --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
         -r "$umbra_locks/$2.lock"
 }
 
