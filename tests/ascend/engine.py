@@ -46,7 +46,7 @@ def of_row(name: str, **more: Any) -> Family:
 
 QWEN3, M2, QWEN2, GLM, GPT_OSS = map(of_row, ("qwen3_moe", "minimax_m2", "qwen2_moe", "glm4_moe", "gpt_oss"))
 V3, V2, FLASH, HYBRID = map(of_row, ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next"))
-DENSE_HYBRID, LLAMA, MINISTRAL3, HY3 = map(of_row, ("qwen3_5", "llama", "ministral3", "hy_v3"))
+DENSE_HYBRID, LLAMA, MINISTRAL3, HY3, GEMMA4 = map(of_row, ("qwen3_5", "llama", "ministral3", "hy_v3", "gemma4"))
 PROLOG = of_row(
     "deepseek_v3", hidden_size=1024, q_lora_rank=1536
 )  # the fewest columns that one op takes before attention

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.ascend.engine import (
     DENSE_HYBRID,
     FLASH,
+    GEMMA4,
     GLM,
     GPT_OSS,
     HY3,
@@ -29,6 +30,7 @@ from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import gloo_ranks, run_gloo_ranks
 from tests.families import ROWS
+from tests.families.gemma4 import SHARED
 from tests.modelslim import modelslim_tiny
 from tests.quantised import mxfp4, mxfp4_tiny, quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
@@ -97,6 +99,8 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
             (LLAMA, dict(mlp_bias=True)),
             (MINISTRAL3, {}),
             (HY3, {}),
+            (GEMMA4, {}),
+            (GEMMA4, SHARED),
         ],
         list(ROUTINGS),
     ),

@@ -78,6 +78,8 @@ ROW = Row(
         ("gemma-4-31B-it", 32.1, RopeConfig(1e4, 256, None), 256),
     ],
     last="layers.1.router.per_expert_scale",
+    ascend=dict(head_dim=64, global_head_dim=128, num_attention_heads=8, num_key_value_heads=2)
+    | dict(num_global_key_value_heads=1),
     splits={
         "gemma4": ({}, "tp2 dp2_ep_graph tp4_moe2_graph_sp dp2_tp2_chunks5_sp tp8_ep"),
         "gemma4_shared": (SHARED, "tp2_graph tp4_graph_sp dp2_tp2_chunks5_sp"),
