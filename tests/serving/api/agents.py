@@ -1,4 +1,6 @@
-"""Clients as they come: what each sends by default and how it goes on, recorded from their public sources in 2026."""
+"""Clients as they come: what each sends by default and how it goes on. Codex, Claude Code, LangChain and LiteLLM were
+recorded in 2026; the others' shapes are those of the code that makes their requests: `routers/openai.py` of Open WebUI,
+`providers/openai.ts` of Cline, `openaiTypeConverters.ts` of Continue, `sendchat.py` of aider."""
 
 import json
 from typing import Any
@@ -215,16 +217,22 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 # First requests of other clients: their path, and their body besides the model.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Open WebUI": ("/v1/chat/completions", {"messages": ASKED, "chat_id": "1", "metadata": {"a": "b"}, **STREAMED}),
+    "Open WebUI": ("/v1/chat/completions", {"messages": ASKED, **STREAMED}),
     "Open WebUI, a title": ("/v1/chat/completions", {"messages": ASKED, "stream": False, "max_completion_tokens": 9}),
     "Cline": (
         "/v1/chat/completions",
         {"messages": [{"role": "system", "content": "S"}, *PARTS], "temperature": 0, **STREAMED},
     ),
-    "Continue": ("/v1/chat/completions", {"messages": PARTS, "max_tokens": 2048, "stream": True, "tools": [FUNCTION]}),
+    "Continue": ("/v1/chat/completions", {"messages": ASKED, "max_tokens": 2048, "stream": True, "tools": [FUNCTION]}),
     "Continue, completing": (
         "/v1/completions",
-        {"prompt": "<|fim_prefix|>a<|fim_suffix|>b", "max_tokens": 9, "temperature": 0.01, "stop": ["x"]},
+        {
+            "prompt": "<|fim_prefix|>a<|fim_suffix|>b",
+            "max_tokens": 9,
+            "temperature": 0.01,
+            "stop": ["x"],
+            "stream": True,
+        },
     ),
     "aider": (
         "/v1/chat/completions",
