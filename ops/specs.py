@@ -156,7 +156,7 @@ def _routes(logits: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def _elements(operand: Any) -> int:
-    return operand.numel() if isinstance(operand, Tensor) else sum(map(_elements, operand))
+    return operand.numel() if isinstance(operand, Tensor) else sum(map(_elements, operand or ()))
 
 
 @cache

@@ -66,6 +66,7 @@ def test_ops_on_rows() -> None:
     assert [t.shape for t in ops.route_sigmoid(x, None, 4, True)] == [(3, 4)] * 2
     ops.write_kv(x, y, x, x, x)
     assert ops.silu_mul(x).shape == (3, 5)
+    assert [ops.gelu_mul(x).shape, ops.gelu_mul(x, x).shape] == [(3, 5), (3, 10)]
     totals: list[Tensor] = []
     parts = [x, x[:, :4]]
     normed = ops.split_rms_norm(parts, parts, (10, 4), 1e-6, lambda t: totals.append(t) or t)  # type: ignore[func-returns-value]
@@ -81,6 +82,8 @@ def test_ops_on_rows() -> None:
         Done("route", 7, 1, rows=60),
         Done("write_kv", 7, 2, rows=2 * 60 + 2 * 24),
         Done("silu_mul", 7, 1, rows=3 * 10 * 2 + 3 * 5 * 2),
+        Done("gelu_mul", 7, 1, rows=3 * 10 * 2 + 3 * 5 * 2),
+        Done("gelu_mul", 7, 1, rows=3 * 3 * 10 * 2),
         Done("split_rms_norm", 7, 6, rows=2 * 3 * 14 * 2),
     ]
 
