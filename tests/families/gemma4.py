@@ -78,6 +78,8 @@ ROW = Row(
         ("gemma-4-31B-it", 32.1, RopeConfig(1e4, 256, None), 256),
     ],
     last="layers.1.router.per_expert_scale",
+    gguf_wide=dict(global_head_dim=32),
+    kept=[("Q4_0 Q4_0 Q4_0 Q4_0", "q4 q4 q4 q4"), ("Q4_K Q8_0 Q6_K Q6_K", "q4_k q8 q6_k q6_k")],
     ascend=dict(head_dim=64, global_head_dim=128, num_attention_heads=8, num_key_value_heads=2)
     | dict(num_global_key_value_heads=1),
     splits={
