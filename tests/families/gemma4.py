@@ -32,7 +32,7 @@ def publish(config: dict[str, Any]) -> None:
     text = dict(config)
     config.clear()
     full = text.pop("per_layer_config").get(str(text["layer_types"].index("full_attention")), text)
-    text["global_head_dim"] = full["head_dim"]
+    text["global_head_dim"] = full.get("head_dim", text["head_dim"])
     text["num_global_key_value_heads"] = full.get("num_key_value_heads")
     config |= {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"]}
     config |= {"tie_word_embeddings": text["tie_word_embeddings"], "text_config": text, "vision_config": {}}
