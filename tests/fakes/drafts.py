@@ -40,3 +40,19 @@ class HalfRight(FreeDrafts):
                 text = next(text for text in self.texts if text[: len(s.ids)] == s.ids.tolist())
                 s.guesses = s.guesses[:0] + type(s.guesses)("q", text[len(s.ids) :][: len(s.guesses)])
         super().propose(sequences, room)
+
+
+class Told(FreeDrafts):
+    """Drafts the next tokens of `texts`, of which every other time the last is wrong."""
+
+    def __init__(self, most: int, texts: ListOf[list[int]]):
+        super().__init__(most)
+        self.texts = texts
+
+    def propose(self, sequences: ListOf[Sequence], room: Callable[[Sequence], int]) -> None:
+        for s in sequences:
+            text = next(text for text in self.texts if text[: len(s.ids)] == s.ids.tolist())
+            s.guesses = s.guesses[:0] + type(s.guesses)("q", text[len(s.ids) :][: self.most])
+            if s.guesses and len(s.ids) % 2:
+                s.guesses[-1] = (s.guesses[-1] + 1) % 90
+        super().propose(sequences, room)

@@ -15,6 +15,7 @@ ROW = Row(
     mistakes=MISTRAL,
     refused=[({"layer_types": ["sliding_attention"]}, "layer_types: .* must be 2 times full_attention or sliding_att")],
     last="layers.1.mlp.up_proj",
+    splits={"ministral": ({}, "tp2_chunks7 dp2_graph")},
     quantise={"num_key_value_heads": 8},
     ascend=ASCEND,
     inner="intermediate_size",

@@ -15,6 +15,7 @@ ROW = Row(
     variants={"as_published": {"sliding_window": None, "head_dim": 16}},
     mistakes=MISTRAL,
     last="layers.1.mlp.up_proj",
+    splits={"mistral": ({"sliding_window": 5}, "tp2_graph dp2_chunks7")},
     quantise={"num_key_value_heads": 8},
     ascend=ASCEND,
     inner="intermediate_size",

@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.fakes.drafts import Told, lookup
 from tests.tiny import make_runner, oracle_logits, save_tiny_of, tiny_case
 from umbra.base.errors import UserError
 from umbra.commands.inspect_checkpoint import inspect_checkpoint
 from umbra.commands.logits import collect_logits
+from umbra.executor.engine.schedule.request import Request, SamplingParams
+from umbra.executor.engine.step.loop import Loop
 from umbra.models.registry import family_in
 
 LENGTHS = 1, 6, 7, 8, 31
@@ -70,3 +73,45 @@ def test_a_wrapper_of_another_decoder_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"mistral"', '"gemma"'))
     with pytest.raises(UserError, match=r"model_type: 'mistral3' is not supported, only qwen3_moe, "):
         family_in(tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "ministral", "ministral3"])
+def test_prefixes_and_drafts_change_no_token(tmp_path: Path, family: str) -> None:
+    """A conversation that goes on twice computes only what is new, and drafts are verified over what was cached; with
+    and without windows."""
+    save_tiny_of(tmp_path / "model", family, eos_token_id=None, max_position_embeddings=256)
+    windows = {"sliding_window": 16} if family == "mistral" else {}
+    if windows:
+        path = tmp_path / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | windows))
+
+    texts: list[list[int]] = []
+
+    def answers(serving: bool, drafts: int) -> tuple[list[int], list[int]]:
+        case = tiny_case(
+            tmp_path,
+            tmp_path / "model",
+            model_name=family,
+            exe_mode="graph",
+            draft_config=lookup(drafts),
+            data_config={"batch_size": 4, "input_max_len": 200, "max_new_tokens": 24},
+            cache_config={"page_size": 16},
+        )
+        engine = make_runner(case, tmp_path).engine
+        loop = Loop(engine, frozenset(), serving=serving)
+        loop.scheduler.drafts = Told(drafts, texts) if drafts else loop.scheduler.drafts
+        ids, cached = [(11 * i) % 95 + 1 for i in range(40)], list[int]()
+        for _ in range(3):
+            sequence = loop.submit(Request(tuple(ids), SamplingParams(max_tokens=24)))
+            while not loop.idle:
+                loop.step()
+            cached.append(sequence.cached_tokens)
+            texts.append(sequence.ids.tolist())
+            ids = [*texts[-1], 5, 17, 3]
+        assert (drafts > 0) == (0 < loop.timings.accepted_tokens < loop.timings.drafted_tokens)
+        return texts[-1], cached
+
+    expected, cached = answers(serving=False, drafts=0)
+    assert cached == [0, 0, 0]
+    for drafts in (0, 3):
+        assert answers(serving=True, drafts=drafts) == (expected, [0, 48, 80])

@@ -44,7 +44,7 @@ class Conversation:
         self.known.append(sequence.ids[:-1].tolist())
 
 
-@pytest.fixture(scope="module", params=thorough_but(["qwen3_next", "qwen4_exp"], "qwen3_next"))
+@pytest.fixture(scope="module", params=thorough_but(["qwen3_next", "qwen3_5", "qwen4_exp"], "qwen3_next"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model, named as its family."""
     folder = tmp_path_factory.mktemp("conversations") / request.param
