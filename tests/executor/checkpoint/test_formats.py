@@ -80,6 +80,31 @@ def test_every_format_means_its_floats(
     assert_kept(quantised, load_file(floats / "model.safetensors"), kept)
 
 
+@pytest.mark.parametrize("format", ["modelopt", "nvfp4-pack-quantized"])
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_dense_models_are_kept_in_nvfp4(tmp_path: Path, family: str, format: str) -> None:
+    """Also layers with states, whose projections stand beside each other."""
+    sizes = {key: value for key, value in SIZES.items() if "experts" not in key and "moe" not in key}
+    save_tiny_of(tmp_path / "model", family, eos_token_id=None, **sizes)
+    floats = quantise_tiny(tmp_path / "model", tmp_path / "quantised", format, 16, 4, True)
+    none = {"model_name": family, "quantization": {"method": "none"}}
+    expected = logits(tmp_path, floats, **none)
+    for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised", **none), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+    means, checked = load_file(floats / "model.safetensors"), 0
+    for path, layer in layers_of(built(tmp_path / "quantised")):
+        matrix: Any = layer.weight if isinstance(layer, MergedLinear | RowLinear) else None
+        if matrix is None or not matrix.packed.format.quantised:
+            continue
+        names = [source.name for source in layer.sources] if isinstance(layer, MergedLinear) else [path.split(".")[-1]]
+        of = dict.fromkeys(f"{path.rpartition('.')[0]}.{name}" for name in names)
+        mean = torch.cat([means[f"{module}.weight"] for module in of])
+        kept = matrix.packed.dequantised(0, matrix.rows)
+        assert torch.equal(kept.flatten().sort()[0], mean.flatten().sort()[0])  # rows of gates stand elsewhere
+        checked += 1
+    assert checked >= 8
+
+
 def test_activation_order_is_rounded(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = logits(tmp_path, quantise_tiny(model, tmp_path / "quantised", "desc_act", 64))
     for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised"), expected, strict=True):
