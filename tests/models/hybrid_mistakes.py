@@ -92,7 +92,11 @@ DENSE = RULE | {
         ("turning[half:]", "turning[1::2]"),
         into=inspect.getmodule(GroupedAttention),
     ),
-    "frequencies_of_whole_heads": rewritten(RopeConfig, "inverse_frequencies", ("i / self.dim)", "i / 32)")),
+    "frequencies_of_whole_heads": rewritten(
+        RopeConfig,
+        "inverse_frequencies",
+        ("self.plain_frequencies", "[self.theta ** (-2 * i / 32) for i in range(self.dim // 2)]"),
+    ),
 }
 BOTH = DENSE | {
     "state_in_bfloat16": rule((ADD, f"{ADD}; state = state.bfloat16().float()")),

@@ -111,7 +111,7 @@ def hub() -> Iterator[Hub]:
             "org/big": {"config.json": config, "tokenizer.json": tokenizer, "model.safetensors": BIG},
             "org/huge": {"config.json": config, "model.safetensors": b"huge"},
             "org/gated": {"config.json": config, "model.safetensors": b"0"},
-            "org/llama": {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"0"},
+            "org/rwkv": {"config.json": b'{"model_type": "rwkv"}', "model.safetensors": b"0"},
             "org/gemma": {"m.gguf": b"0"},
             "org/pickles": {"config.json": config, "pytorch_model.bin": b"0"},
             "org/some-GGUF": {
@@ -271,7 +271,7 @@ def test_a_full_disk_is_one_line(start: Start, tmp_path: Path) -> None:
             ("serve org/none", "org/none: is no path here, and http://127.0.0.1:.* has no such model: check the name"),
             ("chat org/big@v9", "org/big@v9: no such revision"),
             ("pull org/gated", "is gated: accept its terms at .*/org/gated, and set HF_TOKEN"),
-            ("plan org/llama", "'llama' is not supported, only qwen3_moe, "),
+            ("plan org/rwkv", "'rwkv' is not supported, only qwen3_moe, "),
             ("serve org/gemma", "org/gemma: architecture 'gemma3' is not supported, only qwen3moe, "),
             ("evaluate --text x --case org/huge", r"1073741824.0 GB to fetch, but .* left: make room, or set HF_HOME"),
             (

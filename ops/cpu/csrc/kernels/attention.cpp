@@ -10,56 +10,80 @@ namespace {
 
 constexpr int64_t kMostExpanded = 16 << 20;  // bytes of keys and values of a section, of a few heads
 
-#if defined(__x86_64__)
-constexpr int kAtOnce = 8;  // 8 sums of 16 lanes: 8 AVX-512 registers
-#else
-constexpr int kAtOnce = 4;  // 16 NEON registers
-#endif
+// Rows whose 16 sums take half of the registers.
+template <class V>
+constexpr int kAtOnce = kWidth<V> == 16 ? 8 : 4;
 
 // c (R, 16) = or += a (R, all steps) times the runs.
-template <int R>
+template <class V, int R>
 ALWAYS_INLINE void tile(bool fresh, const float* a, int64_t a_stride, const Run<float>* runs, int count, int64_t shift,
                         int64_t step, float* c, int64_t c_stride) {
-    Lanes sums[R];
-    for (int r = 0; r < R; r++) {
-        if (fresh)
-            sums[r] = Lanes{};
-        else
-            load(c + r * c_stride, sums[r]);
-    }
+    constexpr int kParts = kLanes / kWidth<V>;
+    V sums[R][kParts];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < kParts; i++) {
+            if (fresh)
+                sums[r][i] = V{};
+            else
+                load(c + r * c_stride + i * kWidth<V>, sums[r][i]);
+        }
     for (const Run<float>* run = runs; run < runs + count; run++) {
         const float* at = run->at + shift;
         for (int64_t k = 0; k < run->steps; k++, at += step) {
-            Lanes v;
-            load(at, v);
-            for (int r = 0; r < R; r++) sums[r] += a[r * a_stride + k] * v;
+            V v[kParts];
+            for (int i = 0; i < kParts; i++) load(at + i * kWidth<V>, v[i]);
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < kParts; i++) sums[r][i] += a[r * a_stride + k] * v[i];
         }
         a += run->steps;
     }
-    for (int r = 0; r < R; r++) std::memcpy(c + r * c_stride, &sums[r], sizeof(Lanes));
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < kParts; i++) std::memcpy(c + r * c_stride + i * kWidth<V>, &sums[r][i], sizeof(V));
 }
 
-CLONES void product(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
-                    int64_t shift, int64_t step, float* c, int64_t c_stride) {
+BY_WIDTH(
+    void product(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
+                 int64_t shift, int64_t step, float* c, int64_t c_stride),
     for (int64_t r = 0, done; r < rows; r += done, a += done * a_stride, c += done * c_stride) {
-#define TILE(R) (done = R, tile<R>(fresh, a, a_stride, runs, count, shift, step, c, c_stride))
-        rows - r >= kAtOnce ? TILE(kAtOnce) : rows - r >= 4 ? TILE(4) : rows - r >= 2 ? TILE(2) : TILE(1);
-#undef TILE
+        const auto some = [&](auto n) __attribute__((always_inline)) {
+            done = decltype(n)::value;
+            tile<V, decltype(n)::value>(fresh, a, a_stride, runs, count, shift, step, c, c_stride);
+        };
+        if (rows - r >= kAtOnce<V>)
+            some(std::integral_constant<int, kAtOnce<V>>{});
+        else if (rows - r >= 4)
+            some(std::integral_constant<int, 4>{});
+        else if (rows - r >= 2)
+            some(std::integral_constant<int, 2>{});
+        else
+            some(std::integral_constant<int, 1>{});
+    })
+
+// The first and the second elements of as many pairs as a vector has lanes.
+template <class V, class T>
+ALWAYS_INLINE void load_pairs(const T* from, V& first, V& second) {
+    typename Vectors<kWidth<V>>::Bits bits;
+    if constexpr (std::is_same_v<T, Bf16>) {
+        std::memcpy(&bits, from, sizeof bits);
+        first = reinterpret_cast<V>(bits << 16), second = reinterpret_cast<V>(bits & 0xffff0000);
+        return;
     }
+    V low, high;
+    load(from, low);
+    load(from + kWidth<V>, high);
+    for (int l = 0; l < kWidth<V>; l++) bits[l] = 2 * l;
+    first = __builtin_shuffle(low, high, bits), second = __builtin_shuffle(low, high, bits + 1);
 }
 
 // from (pairs, columns, 2) -> to (2 * pairs, columns), in floats.
-template <class T>
+template <class V, class T>
 ALWAYS_INLINE void unpair(const T* from, int64_t pairs, int64_t columns, int64_t from_columns, float* to,
                           int64_t to_columns) {
     for (int64_t i = 0; i < pairs; i++, from += 2 * from_columns, to += 2 * to_columns) {
         int64_t j = 0;
-        for (; j + kLanes <= columns; j += kLanes) {
-            Lanes low, high;
-            load(from + 2 * j, low);
-            load(from + 2 * j + kLanes, high);
-            constexpr Bits even{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-            const Lanes first = __builtin_shuffle(low, high, even), second = __builtin_shuffle(low, high, even + 1);
+        for (; j + kWidth<V> <= columns; j += kWidth<V>) {
+            V first, second;
+            load_pairs(from + 2 * j, first, second);
             std::memcpy(to + j, &first, sizeof first);
             std::memcpy(to + to_columns + j, &second, sizeof second);
         }
@@ -70,11 +94,10 @@ ALWAYS_INLINE void unpair(const T* from, int64_t pairs, int64_t columns, int64_t
     }
 }
 
-#define COPY(T)                                                                                      \
-    CLONES void copy(const T* from, int64_t pairs, int64_t columns, int64_t from_columns, float* to, \
-                     int64_t to_columns) {                                                           \
-        unpair(from, pairs, columns, from_columns, to, to_columns);                                  \
-    }
+#define COPY(T)                                                                                                        \
+    BY_WIDTH(                                                                                                          \
+        void copy(const T* from, int64_t pairs, int64_t columns, int64_t from_columns, float* to, int64_t to_columns), \
+        unpair<V>(from, pairs, columns, from_columns, to, to_columns);)
 COPY(float)
 COPY(Bf16)
 COPY(F16)
@@ -82,17 +105,57 @@ COPY(int8_t)
 #undef COPY
 
 // Exchanges lanes that differ in the bit `Half` between rows that do.
-template <int Half>
-ALWAYS_INLINE void exchange(Lanes (&rows)[kLanes]) {
-    Bits low, high;
-    for (int l = 0; l < kLanes; l++) low[l] = l & Half ? kLanes + l - Half : l, high[l] = low[l] + Half;
-    for (int r = 0; r < kLanes; r++) {
+template <int Half, class V>
+ALWAYS_INLINE void exchange(V (&rows)[kWidth<V>]) {
+    constexpr int kAll = kWidth<V>;
+    typename Vectors<kAll>::Bits low, high;
+    for (int l = 0; l < kAll; l++) low[l] = l & Half ? kAll + l - Half : l, high[l] = low[l] + Half;
+    for (int r = 0; r < kAll; r++) {
         if (r & Half) continue;
-        const Lanes first = rows[r], second = rows[r + Half];
+        const V first = rows[r], second = rows[r + Half];
         rows[r] = __builtin_shuffle(first, second, low);
         rows[r + Half] = __builtin_shuffle(first, second, high);
     }
 }
+
+// As `turn`, of a register's lanes of keys and elements at a time.
+template <class V>
+ALWAYS_INLINE void turn_all(const float* from, int64_t keys, int64_t columns, float* to) {
+    constexpr int kAll = kWidth<V>;
+    for (int64_t first = 0; first < keys; first += kAll) {
+        const float* at = from + first * columns;
+        int64_t d = 0;
+        for (; d + kAll <= columns; d += kAll) {
+            V rows[kAll];
+            for (int r = 0; r < kAll; r++) load(at + r * columns + d, rows[r]);
+            if constexpr (kAll > 8) exchange<8>(rows);
+            if constexpr (kAll > 4) exchange<4>(rows);
+            exchange<2>(rows), exchange<1>(rows);
+            for (int r = 0; r < kAll; r++) std::memcpy(to + (d + r) * kKeys + first, &rows[r], sizeof(V));
+        }
+        for (; d < columns; d++)
+            for (int r = 0; r < kAll; r++) to[d * kKeys + first + r] = at[r * columns + d];
+    }
+}
+BY_WIDTH(void turn_here(const float* from, int64_t keys, int64_t columns, float* to),
+         turn_all<V>(from, keys, columns, to);)
+
+template <class V, class T>
+ALWAYS_INLINE void widen_some(const T* from, int64_t count, float* to) {
+    int64_t i = 0;
+    for (; i + kWidth<V> <= count; i += kWidth<V>) {
+        V v;
+        load(from + i, v);
+        std::memcpy(to + i, &v, sizeof v);
+    }
+    for (; i < count; i++) to[i] = widen(from[i]);
+}
+#define WIDEN(T) BY_WIDTH(void widen_here(const T* from, int64_t count, float* to), widen_some<V>(from, count, to);)
+WIDEN(float)
+WIDEN(Bf16)
+WIDEN(F16)
+WIDEN(int8_t)
+#undef WIDEN
 
 CLONES void soften(const Softened<float>& of) {
     for (int64_t r = 0; r < of.rows; r++) {
@@ -176,21 +239,10 @@ void store(const float* x, int64_t width, int8_t* to, int64_t pair, int64_t one,
 
 }  // namespace
 
-#define WIDEN(T)                                                     \
-    CLONES void widen_all(const T* from, int64_t count, float* to) { \
-        int64_t i = 0;                                               \
-        for (; i + kLanes <= count; i += kLanes) {                   \
-            Lanes v;                                                 \
-            load(from + i, v);                                       \
-            std::memcpy(to + i, &v, sizeof v);                       \
-        }                                                            \
-        for (; i < count; i++) to[i] = widen(from[i]);               \
-    }
-WIDEN(float)
-WIDEN(Bf16)
-WIDEN(F16)
-WIDEN(int8_t)
-#undef WIDEN
+void widen_all(const float* from, int64_t count, float* to) { widen_here(from, count, to); }
+void widen_all(const Bf16* from, int64_t count, float* to) { widen_here(from, count, to); }
+void widen_all(const F16* from, int64_t count, float* to) { widen_here(from, count, to); }
+void widen_all(const int8_t* from, int64_t count, float* to) { widen_here(from, count, to); }
 
 CLONES void merge(int64_t width, const float* sums, float most, float total, float* all_sums, float& all_most,
                   float& all_total) {
@@ -201,19 +253,8 @@ CLONES void merge(int64_t width, const float* sums, float most, float total, flo
     all_most = peak;
 }
 
-CLONES void turn(const float* from, int64_t lanes, int64_t columns, float* to) {
-    for (int64_t first = 0; first < lanes * kLanes; first += kLanes) {
-        const float* at = from + first * columns;
-        int64_t d = 0;
-        for (; d + kLanes <= columns; d += kLanes) {
-            Lanes rows[kLanes];
-            for (int r = 0; r < kLanes; r++) load(at + r * columns + d, rows[r]);
-            exchange<8>(rows), exchange<4>(rows), exchange<2>(rows), exchange<1>(rows);
-            for (int r = 0; r < kLanes; r++) std::memcpy(to + (d + r) * kKeys + first, &rows[r], sizeof(Lanes));
-        }
-        for (; d < columns; d++)
-            for (int r = 0; r < kLanes; r++) to[d * kKeys + first + r] = at[r * columns + d];
-    }
+void turn(const float* from, int64_t lanes, int64_t columns, float* to) {
+    turn_here(from, lanes * kLanes, columns, to);
 }
 
 CLONES void scale_to(const float* x, float factor, float* to, int64_t count) {

@@ -20,9 +20,6 @@ extern const float kZeroSlab[kMostWidth * kMostSlab];  // before any row
 
 namespace {
 
-typedef float Four __attribute__((vector_size(16)));
-typedef float Eight __attribute__((vector_size(32)));
-
 // A row's inputs of one head and slab, and where its output goes.
 struct DeltaRow {
     const float *q, *k, *v;

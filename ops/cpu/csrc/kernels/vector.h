@@ -9,6 +9,7 @@
 // The compiler builds such a function once per instruction set and the loader picks one at startup. ThreadSanitizer's
 // code cannot run that early. Tests define it as one of the sets.
 #if defined(CLONES)
+#define CLONES_ARE_SET
 #elif defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -25,34 +26,78 @@ constexpr int kLanes = 16;
 typedef float Lanes __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 
-ALWAYS_INLINE void load(const float* at, Lanes& v) { std::memcpy(&v, at, sizeof v); }
-template <class Half>
-ALWAYS_INLINE void load_bits(const Half* at, Bits& v) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    Halves h;
+// Vectors of N lanes. GCC 12 keeps those in memory that are larger than a register.
+template <int N>
+struct Vectors {
+    typedef float Floats __attribute__((vector_size(4 * N)));
+    typedef uint32_t Bits __attribute__((vector_size(4 * N)));
+    typedef int32_t Ints __attribute__((vector_size(4 * N)));
+    typedef uint16_t Halves __attribute__((vector_size(2 * N)));
+    typedef int16_t Shorts __attribute__((vector_size(2 * N)));
+    typedef int8_t Bytes __attribute__((vector_size(N)));
+};
+typedef Vectors<4>::Floats Four;
+typedef Vectors<8>::Floats Eight;
+template <class V>
+constexpr int kWidth = sizeof(V) / sizeof(float);
+
+// Defines a function that is internal to its file for vectors `V` of a register of each instruction set; the loader
+// picks one.
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(CLONES_ARE_SET)
+#define BY_WIDTH(SIGNATURE, ...)                    \
+    __attribute__((target("avx512f"))) SIGNATURE {  \
+        typedef Lanes V;                            \
+        __VA_ARGS__                                 \
+    }                                               \
+    __attribute__((target("avx2,fma"))) SIGNATURE { \
+        typedef Eight V;                            \
+        __VA_ARGS__                                 \
+    }                                               \
+    __attribute__((target("default"))) SIGNATURE {  \
+        typedef Four V;                             \
+        __VA_ARGS__                                 \
+    }
+#else
+#define BY_WIDTH(SIGNATURE, ...) \
+    CLONES SIGNATURE {           \
+        typedef Four V;          \
+        __VA_ARGS__              \
+    }
+#endif
+
+template <class V>
+ALWAYS_INLINE void load(const float* at, V& v) {
+    std::memcpy(&v, at, sizeof v);
+}
+template <class Half, class B>
+ALWAYS_INLINE void load_bits(const Half* at, B& v) {
+    typename Vectors<kWidth<B>>::Halves h;
     std::memcpy(&h, at, sizeof h);
-    v = __builtin_convertvector(h, Bits);
+    v = __builtin_convertvector(h, B);
 }
-ALWAYS_INLINE void load(const Bf16* at, Lanes& v) {
-    Bits bits;
+template <class V>
+ALWAYS_INLINE void load(const Bf16* at, V& v) {
+    typename Vectors<kWidth<V>>::Bits bits;
     load_bits(at, bits);
-    v = reinterpret_cast<Lanes>(bits << 16);
+    v = reinterpret_cast<V>(bits << 16);
 }
-ALWAYS_INLINE void load(const F16* at, Lanes& v) {  // as half_to_float
-    Bits bits;
+template <class V>
+ALWAYS_INLINE void load(const F16* at, V& v) {  // as half_to_float
+    typedef typename Vectors<kWidth<V>>::Bits B;
+    B bits;
     load_bits(at, bits);
-    const Bits sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
-    const Bits finite = reinterpret_cast<Bits>(reinterpret_cast<Lanes>(rest << 13) * 5.192296858534828e+33f);
-    v = reinterpret_cast<Lanes>(sign | (rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : finite));
+    const B sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+    const B finite = reinterpret_cast<B>(reinterpret_cast<V>(rest << 13) * 5.192296858534828e+33f);
+    v = reinterpret_cast<V>(sign | (rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : finite));
 }
-ALWAYS_INLINE void load(const int8_t* at, Lanes& v) {
-    typedef int8_t Bytes __attribute__((vector_size(16)));
-    Bytes bytes;
+template <class V>
+ALWAYS_INLINE void load(const int8_t* at, V& v) {
+    typedef Vectors<kWidth<V>> Of;
+    typename Of::Bytes bytes;
     std::memcpy(&bytes, at, sizeof bytes);
-    typedef int16_t Shorts __attribute__((vector_size(32)));
-    typedef int32_t Ints __attribute__((vector_size(64)));
     // Step by step: GCC converts larger steps element by element.
-    v = __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Lanes);
+    const auto ints = __builtin_convertvector(__builtin_convertvector(bytes, typename Of::Shorts), typename Of::Ints);
+    v = __builtin_convertvector(ints, V);
 }
 
 // Calls f with a value of the type that `type` names.
