@@ -305,7 +305,10 @@ def test_gates() -> None:
 
 
 def test_impossible_sizes_are_named() -> None:
-    for heads, sizes, message in (((1, 1), (16, 24), "linear_value_head_dim: 24"), ((1, 1), (260, 16), "linear_key_")):
+    for heads, sizes, message in (
+        ((1, 1), (16, 24), "linear_value_head_dim: 24"),
+        ((1, 1), (engine.native.most_width + 4, 16), "linear_key_"),
+    ):
         layer = Layer(cpu, heads, *sizes)
         with pytest.raises(UserError, match=message):
             layer.run(layer.rows(1), (1, -1, 0, 0, 0))
