@@ -96,9 +96,7 @@ class Decoder(nn.Module):
         hidden states before the layers `taps`, in order, of which the last one may be their number. These two are of
         this rank's rows."""
         rows = batch.rows(self.parallel)
-        embedded = rows.own(self.embed_tokens(batch.token_ids))
-        inputs = (self.inputs.make(batch.token_ids, embedded, rows),) if self.inputs else ()
-        carried: Carried = (*self.streams.start(self.ops, embedded), *inputs)
+        carried = self._start(batch, rows)
         angles = [table(batch.positions) for table in (self.rotary, *self.other_rotary)]
         last = getattr(self, self.last_name)
         tapped: list[Tensor] = []
@@ -108,6 +106,12 @@ class Decoder(nn.Module):
             if number in taps:
                 tapped.append(last.tap(carried))
         return rows.gather(last.collapse(carried)), last.kept(carried), tapped
+
+    def _start(self, batch: Batch, rows: GroupRows) -> Carried:
+        """Returns what the first layer takes; nothing else is kept of the embedding."""
+        embedded = rows.own(self.embed_tokens(batch.token_ids))
+        inputs = (self.inputs.make(batch.token_ids, embedded, rows),) if self.inputs else ()
+        return (*self.streams.start(self.ops, embedded), *inputs)
 
 
 class CausalLM(nn.Module):

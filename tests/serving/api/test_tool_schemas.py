@@ -173,7 +173,7 @@ def test_strict_tools_are_held_to_their_schemas_where_calls_are_free(family: str
     call = re.sub(r"<arg_key>days.*</arg_value>\n", "", call, flags=re.DOTALL)
     said = "<|channel|>final<|message|>It rains." if format.tokens else "It rains.\n"
     assert follows(grammar, said, family)
-    before = "" if format.tokens else "So:\n"
+    before = "" if format.tokens or format.bare else "So:\n"
     assert follows(grammar, before + call, family)
     assert not follows(grammar, before + call.replace("Bath", "Rome"), family)
 
