@@ -5,7 +5,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umbra.serving.api.raw_values import ANYTHING, conjunctions, definitions, limits_of, types_of, values_of, without
+from umbra.serving.api.raw_values import (
+    ANYTHING,
+    conjunctions,
+    definitions,
+    limits_of,
+    properties_of,
+    types_of,
+    values_of,
+    without,
+)
 from umbra.text.tool_arguments import bare
 
 DEEPEST = 6  # values within each other whose schemas are held
@@ -76,13 +85,7 @@ class BareValues:
         return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
 
     def _object(self, parts: Sequence[Mapping[str, Any]], depth: int) -> str:
-        properties: dict[str, Any] = {}
-        required: set[str] = set()
-        for part in parts:
-            for key, schema in (part.get("properties") or {}).items():
-                properties[key] = {"allOf": [properties[key], schema]} if key in properties else schema
-            required |= {*part["required"]} if isinstance(part.get("required"), list) else set()
-        properties |= {key: {} for key in sorted(required - properties.keys())}
+        properties, required = properties_of(parts)
         if not properties:
             closed = any(part.get("additionalProperties") is False for part in parts)
             return '"{" "}"' if closed else self.pairs()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from llguidance import regex_to_lark
 
+from umbra.serving.api.schemas import has_properties
 from umbra.text.tool_arguments import Tool, resolved, type_of
 
 ANYTHING = r"/(.|\n)*/"
@@ -82,6 +83,18 @@ def conjunctions(schema: Any, root: Any, depth: int = 0) -> list[list[dict[str, 
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
         cases = [[*c, *more] for c in cases for more in conjunctions(part, root, depth + 1)][:MOST_CASES]
     return cases
+
+
+def properties_of(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    """The properties of schemas that hold together, and the names of those that must be there."""
+    properties: dict[str, Any] = {}
+    required: set[str] = set()
+    for part in parts:
+        for key, schema in part["properties"].items() if has_properties(part) else ():
+            properties[key] = {"allOf": [properties[key], schema]} if key in properties else schema
+        names = part.get("required")
+        required |= {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+    return properties | {key: {} for key in sorted(required - properties.keys())}, required
 
 
 def value_of(schema: Any, root: Any, marks: Sequence[str]) -> RawValue | None:

@@ -9,8 +9,8 @@ from umbra.executor.engine.schedule.request import Grammar
 from umbra.serving.api.bare_values import bare_rules
 from umbra.serving.api.errors import ApiError, invalid
 from umbra.serving.api.fields import Fields, Structured
-from umbra.serving.api.raw_values import ANYTHING, conjunctions, definitions, value_of, without
-from umbra.serving.api.schemas import check_schema, closed, has_properties, held
+from umbra.serving.api.raw_values import ANYTHING, conjunctions, definitions, properties_of, value_of, without
+from umbra.serving.api.schemas import check_schema, closed, held
 from umbra.text.formats import CHANNEL, CONSTRAIN, END, JSON_CALLS, MESSAGE, START, THINK, THINK_END, OutputMarks
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
@@ -306,17 +306,7 @@ def _call_rules(
 
 def _variants(parameters: Mapping[str, Any]) -> list[tuple[dict[str, Any], set[str]]]:
     """The parameters of a tool that stand together, and those that must, in each way that its schema allows."""
-    variants = []
-    for parts in conjunctions(parameters, parameters)[:MOST_VARIANTS]:
-        properties: dict[str, Any] = {}
-        required: set[str] = set()
-        for part in parts:
-            for key, schema in part["properties"].items() if has_properties(part) else ():
-                properties[key] = {"allOf": [properties[key], schema]} if key in properties else schema
-            names = part.get("required")
-            required |= {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-        variants.append((properties | {key: {} for key in sorted(required - properties.keys())}, required))
-    return variants
+    return [properties_of(parts) for parts in conjunctions(parameters, parameters)[:MOST_VARIANTS]]
 
 
 def _value_rules(
