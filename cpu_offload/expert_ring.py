@@ -32,9 +32,9 @@ The result has the same bits whatever was copied, guessed wrongly, or left to th
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,7 @@ GROUP_BYTES = 112 << 20  # of a group, within these bounds
 SURE = 3.0  # expected pairs of an expert: fewer than one in twenty such experts gets no token
 JOB_ROWS = 512  # rows of a job of the shadow pool in long steps, whose tokens may be any number
 LEARN = 0.5  # the weight of the newest step in the expected routing
+Bank = TypeVar("Bank")
 
 
 def group_size(slot_bytes: int, experts: int) -> int:
@@ -168,6 +169,17 @@ class ExpertRing:
             self._free(group)
             self._copy()
 
+    def banks(
+        self, layer: int, first: int, residents: Iterable[Bank], bank_of: Callable[[int, list[int]], Bank]
+    ) -> Iterator[Bank]:
+        """The layer's banks in the order of its rows: those of the `first` groups, as `order` has it, the residents'
+        and those of the other groups. Asking for the next one releases the last group."""
+        for group, experts in self.groups(layer, first):
+            yield bank_of(group, experts)
+        yield from residents
+        for group, experts in self.groups(layer):
+            yield bank_of(group, experts)
+
     def end(self) -> None:
         """To be called after a step, also after one that failed: no copy outlives it."""
         if self._held:
@@ -192,3 +204,32 @@ class ExpertRing:
                 self._held[group] = Held(layer, experts)
                 self.copied[layer] += len(experts)
                 self.link.begin(group, layer, experts)
+
+
+class LeadTimer:
+    """Measures the time from the end of a layer's experts to the beginning of the next one's, by events of a device,
+    which `event` makes; they have `record` and `elapsed_time`, as torch's."""
+
+    def __init__(self, event: Callable[[], Any]):
+        self._before, self._after, self._sorted = (event() for _ in range(3))
+        self._timed = (
+            False  # whether `_before`, the end of a layer, and `_sorted`, the next one's rows, are of this step
+        )
+
+    def begin(self) -> None:
+        """To be called before a long step."""
+        self._after.record()
+        self._timed = False
+
+    def lead(self, last: float) -> float:
+        """The milliseconds before the layer before this one, whose ids the host has; `last` if there is none."""
+        return float(self._before.elapsed_time(self._sorted)) if self._timed else last
+
+    def sorted(self) -> None:
+        """The device has been given all before a layer's experts."""
+        self._sorted.record()
+        self._before, self._after, self._timed = self._after, self._before, True
+
+    def end(self) -> None:
+        """The device has been given all of a layer's experts."""
+        self._after.record()

@@ -11,8 +11,9 @@ shadow pool computes differs, within its rounding. Nothing here was run on an NP
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch_npu
 from torch import Tensor
 
 from umbra.cpu_offload.costs import Costs
-from umbra.cpu_offload.expert_ring import JOB_ROWS, ExpertRing, Link, group_count, group_size
+from umbra.cpu_offload.expert_ring import JOB_ROWS, ExpertRing, LeadTimer, Link, group_count, group_size
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.ops.ascend.grouped import COUNTS
 from umbra.ops.ascend.host_memory import pinned, send
@@ -122,8 +123,7 @@ class LongSteps:
         groups = group_count(longest, first.slot_bytes, first.count)
         self.link = NpuLink(layers, slots, nodes, groups, self.per_group)
         self.ring = ExpertRing(self.link, len(layers), first.count, nodes.top_k, costs)
-        self.before, self.after, self.sorted = (torch_npu.npu.Event(enable_timing=True) for _ in range(3))
-        self.timed = False  # whether `before`, the end of a layer, and `sorted`, the next one's rows, are of this step
+        self.timer = LeadTimer(partial(torch_npu.npu.Event, enable_timing=True))
         self.job_rows = max(JOB_ROWS, most + 1)
         nodes.prepare_rows(self.job_rows)
         nodes.late = self.link.late
@@ -139,8 +139,7 @@ class LongSteps:
         return sum(plane.nbytes for bank in self.link.banks for plane in bank.planes.values())
 
     def begin(self, tokens: int) -> None:
-        self.after.record()
-        self.timed = False
+        self.timer.begin()
         self.ring.begin(tokens, self.places >= 0)
 
     def end(self) -> None:
@@ -154,8 +153,7 @@ class LongSteps:
         local[(local < 0) | (local >= count)] = count
         pairs = np.bincount(local, minlength=count + 1)[:count]
         experts.layer.counts.add_(torch.from_numpy(pairs))
-        if self.timed:  # by events that happened before the ids of this layer
-            self.ring.lead = self.before.elapsed_time(self.sorted)
+        self.ring.lead = self.timer.lead(self.ring.lead)
         computed = self.ring.plan(experts.index, pairs)
         rows_of = self.places[experts.index]
         here = np.flatnonzero((rows_of >= 0) & (pairs > 0)).tolist()
@@ -176,33 +174,24 @@ class LongSteps:
         )
 
         rows, out = x.index_select(0, tokens), x.new_empty(len(order), x.shape[1])
-        self.sorted.record()
-        self.before, self.after, self.timed = self.after, self.before, True
+        self.timer.sorted()
         if used < len(order):
             out[used:] = 0  # experts elsewhere: rows without weight
         if computed:
             torch.ops.umbra.shadow_rows(rows[shared:], chosen, out[shared:used], experts.number, self.nodes.number)
         slices, given = map(slice, [0, *ends], ends), counts.long().view(-1, per_group)
+        there = (self.slots.bank(places) for places in (slots.split(per_group) if len(slots) else ()))
+        banks = self.ring.banks(experts.index, first_copied, there, lambda group, _: self.link.banks[group])
         # The banks come first: asking for the next one releases the last.
-        for bank, part, of_each in zip(self._banks(experts.index, slots, first_copied), slices, given, strict=True):
+        for bank, part, of_each in zip(banks, slices, given, strict=True):
             self._products(rows, out, part, of_each, bank)
         if computed:
             self.nodes.join_rows(experts.number)
         if first_expert is not None:
             weights, _ = resident(weights, ids, first, count)
         sums = self.ops.sum_rows(out, weights, back_there, ids)
-        self.after.record()
+        self.timer.end()
         return sums
-
-    def _banks(self, layer: int, slots: Tensor, first_copied: int) -> Iterator[SlotBank]:
-        """Yields the banks of the ring's first groups, then those of the residents in `slots`, then those of the other
-        groups."""
-        for group, _ in self.ring.groups(layer, first_copied):
-            yield self.link.banks[group]
-        for places in slots.split(self.per_group) if len(slots) else ():
-            yield self.slots.bank(places)
-        for group, _ in self.ring.groups(layer):
-            yield self.link.banks[group]
 
     def _products(self, rows: Tensor, out: Tensor, part: slice, counts: Tensor, bank: SlotBank) -> None:
         x, order = rows[part], bank.w13.order

@@ -9,15 +9,16 @@ The host reads a layer's ids, and the pairs of tokens and experts are sorted by 
 What the pool is to compute goes by the same nodes as in decode steps, which are told that all other experts are there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from umbra.cpu_offload.costs import Costs
-from umbra.cpu_offload.expert_ring import ExpertRing, Link, group_count, group_size
+from umbra.cpu_offload.expert_ring import ExpertRing, LeadTimer, Link, group_count, group_size
 from umbra.cpu_offload.experts import ShadowedExperts
 from umbra.ops.cpu.shadow import ExpertBlocks
 from umbra.ops.cpu.store import ExpertStore
@@ -64,6 +65,9 @@ class CudaLink(Link):
     def release(self, group: int) -> None:
         self.released[group].record()
 
+    def bank(self, group: int, experts: Sequence[int]) -> Bank:
+        return self.memory, self.starts[group, : len(experts)]
+
     def drain(self) -> None:
         try:
             self.stream.synchronize()
@@ -100,8 +104,7 @@ class RingedSteps:
         groups, self.least = group_count(streamed.longest, size, count), streamed.least
         self.link = CudaLink(layers, copies, memory.device, groups, group_size(size, count))
         self.ring = ExpertRing(self.link, len(layers), count, top_k, streamed.costs)
-        self.before, self.after, self.sorted = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        self.timed = False  # whether `before`, the end of a layer, and `sorted`, the next one's rows, are of this step
+        self.timer = LeadTimer(partial(torch.cuda.Event, enable_timing=True))
 
     @property
     def nbytes(self) -> int:
@@ -109,8 +112,7 @@ class RingedSteps:
         return self.link.memory.nbytes
 
     def begin(self, tokens: int) -> None:
-        self.after.record()
-        self.timed = False
+        self.timer.begin()
         self.ring.begin(tokens, self.places >= 0)
 
     def end(self) -> None:
@@ -121,8 +123,7 @@ class RingedSteps:
     ) -> Tensor:
         shape, index, number, local = experts.shape, experts.index, experts.number, ids - (first_expert or 0)
         pairs = pairs_of(self._on_host(local), experts.count)
-        if self.timed:  # by events that happened before the ids of this layer
-            self.ring.lead = self.before.elapsed_time(self.sorted)
+        self.ring.lead = self.timer.lead(self.ring.lead)
         computed = self.ring.plan(index, pairs)
         here = np.flatnonzero((self.places[index] >= 0) & (pairs > 0))
         residents = parts(here.tolist(), shape)
@@ -133,24 +134,15 @@ class RingedSteps:
         if computed:
             self.nodes.submit(x, ids, weights, shown_there, number)
         rows = Rows.sort(x, local, [*copied[:first_copied], *residents, *copied[first_copied:]], pairs)
-        self.sorted.record()
-        self.before, self.after, self.timed = self.after, self.before, True
+        self.timer.sorted()
         of_residents = starts.split([len(part) for part in residents]) if residents else ()
-        rows.multiply(self._banks(index, of_residents, first_copied), shape, self.unpack)
+        there = ((self.memory, part) for part in of_residents)
+        rows.multiply(self.ring.banks(index, first_copied, there, self.link.bank), shape, self.unpack)
         sums = rows.sums(weights)
         if computed:
             sums = self.nodes.join(sums, number)
-        self.after.record()
+        self.timer.end()
         return sums
-
-    def _banks(self, index: int, residents: Sequence[Tensor], first_copied: int) -> Iterator[Bank]:
-        """The ring's first groups, the residents, and the other groups. Asking for the next one releases the last."""
-        for group, experts in self.ring.groups(index, first_copied):
-            yield self.link.memory, self.link.starts[group, : len(experts)]
-        for starts in residents:
-            yield self.memory, starts
-        for group, experts in self.ring.groups(index):
-            yield self.link.memory, self.link.starts[group, : len(experts)]
 
     def _on_host(self, ids: Tensor) -> Tensor:
         host = torch.empty_like(ids, device="cpu", pin_memory=ids.is_cuda)
