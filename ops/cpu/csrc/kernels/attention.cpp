@@ -41,23 +41,18 @@ ALWAYS_INLINE void tile(bool fresh, const float* a, int64_t a_stride, const Run<
         for (int i = 0; i < kParts; i++) std::memcpy(c + r * c_stride + i * kWidth<V>, &sums[r][i], sizeof(V));
 }
 
-BY_WIDTH(
-    void product(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
-                 int64_t shift, int64_t step, float* c, int64_t c_stride),
+template <class V>
+ALWAYS_INLINE void tiles(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
+                         int64_t shift, int64_t step, float* c, int64_t c_stride) {
     for (int64_t r = 0, done; r < rows; r += done, a += done * a_stride, c += done * c_stride) {
-        const auto some = [&](auto n) __attribute__((always_inline)) {
-            done = decltype(n)::value;
-            tile<V, decltype(n)::value>(fresh, a, a_stride, runs, count, shift, step, c, c_stride);
-        };
-        if (rows - r >= kAtOnce<V>)
-            some(std::integral_constant<int, kAtOnce<V>>{});
-        else if (rows - r >= 4)
-            some(std::integral_constant<int, 4>{});
-        else if (rows - r >= 2)
-            some(std::integral_constant<int, 2>{});
-        else
-            some(std::integral_constant<int, 1>{});
-    })
+#define TILE(R) (done = R, tile<V, R>(fresh, a, a_stride, runs, count, shift, step, c, c_stride))
+        rows - r >= kAtOnce<V> ? TILE(kAtOnce<V>) : rows - r >= 4 ? TILE(4) : rows - r >= 2 ? TILE(2) : TILE(1);
+#undef TILE
+    }
+}
+BY_WIDTH(void product(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
+                      int64_t shift, int64_t step, float* c, int64_t c_stride),
+         tiles<V>(fresh, rows, a, a_stride, runs, count, shift, step, c, c_stride);)
 
 // The first and the second elements of as many pairs as a vector has lanes.
 template <class V, class T>

@@ -15,12 +15,12 @@ constexpr uint32_t kEach = 0x01010101;  // times a byte: that byte four times
 constexpr int64_t kChunk = 1024;        // columns that are expanded at once: they stay in the first cache
 constexpr int64_t kLeastChunk = 256;
 
-// Half of the rows at a time, a register of AVX2: GCC moves larger vectors of integers through scalar registers.
+// Half of the rows at a time: a register of AVX2.
 constexpr int kHalf = kRows / 2;
-typedef uint32_t Word __attribute__((vector_size(4 * kHalf)));
-typedef int32_t Ints __attribute__((vector_size(4 * kHalf)));
-typedef uint8_t Bytes __attribute__((vector_size(4 * kHalf)));
-typedef float Floats __attribute__((vector_size(4 * kHalf)));
+typedef Vectors<kHalf>::Bits Word;
+typedef Vectors<kHalf>::Ints Ints;
+typedef Vectors<kHalf>::Floats Floats;
+typedef uint8_t Bytes __attribute__((vector_size(sizeof(Word))));
 
 // Entries of eight bytes, and of four.
 alignas(64) uint64_t iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq1[2048];
@@ -64,10 +64,9 @@ ALWAYS_INLINE void load_record(const uint8_t* record, int row, Fields& to) {
     for (int i = 0; i < kOf.words; i++) std::memcpy(&to.words[i], record + i * 64 + 4 * row, sizeof(Word));
     for (int i = 0; i < kOf.bytes_more; i++) {
         typedef uint8_t Few __attribute__((vector_size(kHalf)));
-        typedef uint16_t Shorts __attribute__((vector_size(2 * kHalf)));
         Few few;
         std::memcpy(&few, record + kOf.words * 64 + i * kRows + row, sizeof few);
-        to.bytes[i] = __builtin_convertvector(__builtin_convertvector(few, Shorts), Word);
+        to.bytes[i] = __builtin_convertvector(__builtin_convertvector(few, Vectors<kHalf>::Halves), Word);
     }
 }
 
@@ -200,7 +199,7 @@ ALWAYS_INLINE void fill(const Fields& of, int row, uint32_t (*to)[kRows]) {
 // Scales of 16 columns each, `d` times `numbers`.
 ALWAYS_INLINE void put(const float* d, const Word (&numbers)[2], float* to) {
     Floats of;
-    std::memcpy(&of, d, sizeof of);
+    load(d, of);
     for (int i = 0; i < 2; i++) {
         const Floats v = of * __builtin_convertvector(reinterpret_cast<Ints>(numbers[i]), Floats);
         std::memcpy(to + i * kRows, &v, sizeof v);
@@ -257,10 +256,10 @@ CLONES void subtract(const float* lowest, const Block* x, int64_t blocks, float*
         for (int64_t b = 0; b < blocks; b++)
             for (int i = 0; i < 2; i++) {
                 const int32_t total = (i ? x[b].start - x[b].first : x[b].first) >> 3;  // less than nothing
-                std::memcpy(&v, lowest + (2 * b + i) * kRows + row, sizeof v);
+                load(lowest + (2 * b + i) * kRows + row, v);
                 sum += v * (static_cast<float>(total) * x[b].scale);
             }
-        std::memcpy(&v, y + row, sizeof v);
+        load(y + row, v);
         v += sum;
         std::memcpy(y + row, &v, sizeof v);
     }
