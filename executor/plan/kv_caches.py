@@ -29,9 +29,9 @@ def cache_type(case: Case, build: Build) -> torch.dtype:
 def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> tuple[list[list[Tensor]], Tensor]:
     """Gives every attention layer its cache of `pages` pages and one more, which padding rows write to. Returns the
     caches (pages, ...) of each set of layers, and the states (places, ...) of all recurrent layers."""
-    caches_by_position = []
+    caches_by_position, widest = [], largest(attentions(model))
     for layers in sharing(model):
-        caches_by_position.append(caches := _caches(_largest(attentions(model)), case, build, pages + 1))
+        caches_by_position.append(caches := _caches(widest, case, build, pages + 1))
         for number, layer in layers.items():
             layer.bind(*map(apart, _seen_by(layer, caches, case, build)), layers=number)
     aside = bind_aside(model, case, build, pages + 1)
@@ -99,10 +99,9 @@ def sharing(model: nn.Module) -> list[dict[int, PagedCache]]:
 def parts_of_pages(model: nn.Module, case: Case, build: Build) -> tuple[int, ...]:
     """For each set of layers, of how many of its own pages a page has the size: numbers of pages are multiplied by
     that."""
-    largest, *_ = _caches(_largest(attentions(model)), case, build, 1)
-    alike = [next(iter(sharing(model)))[number] for number in range(len(sets_of(model)))]
-    pages = [_caches(layer, case, build, 1)[0] for layer in alike]
-    return tuple(_parts(largest, page, case) for page in pages)
+    page, *_ = _caches(largest(attentions(model)), case, build, 1)
+    first = sharing(model)[0]  # which every set is in
+    return tuple(_parts(page, _caches(layer, case, build, 1)[0], case) for layer in first.values())
 
 
 def _parts(page: Tensor, own: Tensor, case: Case) -> int:
@@ -148,7 +147,7 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
     be units of the buffer: page numbers would have to be multiples of both sizes' ratio.
     """
     shared, (inside, _) = sharing(model), _pages(model, case, build)
-    first, dtype, page_size = _largest(attentions(model)), cache_type(case, build), case.cache_config.page_size
+    first, dtype, page_size = largest(attentions(model)), cache_type(case, build), case.cache_config.page_size
     per_layer, units = len(inside), len(inside) * len(shared)
     counts = {0: frames * units - -spare // inside[0].nbytes} | dict.fromkeys(
         range(per_layer, first.tensors), frames * units
@@ -181,11 +180,11 @@ def _caches(layer: PagedCache, case: Case, build: Build, pages: int) -> list[Ten
 
 def _pages(model: nn.Module, case: Case, build: Build) -> tuple[list[Tensor], list[Tensor]]:
     """A page of each cache of the largest layer: of those with the size of the first, and of others."""
-    pages = _caches(_largest(attentions(model)), case, build, 1)
+    pages = _caches(largest(attentions(model)), case, build, 1)
     alike = [page for page in pages if page.shape == pages[0].shape]
     return alike, pages[len(alike) :]
 
 
-def _largest(layers: Iterable[PagedCache]) -> PagedCache:
+def largest(layers: Iterable[PagedCache]) -> PagedCache:
     """The first of those layers that keep most of a token."""
     return max(layers, key=lambda layer: math.prod(layer.sizes))

@@ -3,7 +3,6 @@
 Splits of a model are even (`check_parallel`), or the first ranks hold a little more: none holds more than rank 0.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import cast
@@ -17,7 +16,7 @@ from umbra.executor.config.platforms import PLATFORMS
 from umbra.executor.plan.activations import PlanLine, counted
 from umbra.executor.plan.arena_sizes import set_pages_of
 from umbra.executor.plan.batch_limits import Limits, limits_of
-from umbra.executor.plan.kv_caches import attentions, bind_caches, sharing
+from umbra.executor.plan.kv_caches import attentions, bind_caches, largest, sharing
 from umbra.executor.plan.weight_formats import build_of
 from umbra.models.build import Build, Shadows
 from umbra.models.causal_lm import CausalLM
@@ -128,8 +127,7 @@ def kind_of(model: CausalLM, path: str, layer: nn.Module) -> str:
 
 def cache_of(sketch: Sketch) -> PlanLine:
     """The memory of the KV cache of a sketch, and of recurrent states, which take pages of it."""
-    largest = (max(layers.values(), key=lambda layer: math.prod(layer.sizes)) for layers in sharing(sketch.model))
-    caches: list[Tensor] = [cache for layer in largest for cache in layer.caches]
+    caches: list[Tensor] = [cache for layers in sharing(sketch.model) for cache in largest(layers.values()).caches]
     aside = sum(cache.nbytes for layer in attentions(sketch.model, aside=True) for cache in layer.caches)
     pages, limits = len(caches[0]), sketch.limits
     kinds = Counter(cache[0].numel() // limits.page_size for cache in caches)

@@ -292,9 +292,8 @@ class AscendCosts(OpCosts):
         groups: Groups | None = None,
         factors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        weights, ids = self._gated(
-            logits, top_k
-        )  # `npu_moe_gating_top_k_softmax` makes less, as do plain ops in groups
+        # `npu_moe_gating_top_k_softmax` makes less, as do plain ops in groups.
+        weights, ids = self._gated(logits, top_k)
         if factors is None:
             return weights, ids
         own = self.new("factors of experts", factors, *ids.shape)

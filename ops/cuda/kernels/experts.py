@@ -307,28 +307,28 @@ def _down(
 
 def constants(shape: ExpertBlocks, name: str) -> dict[str, int | bool]:
     """The constants of the kernel of "w13" or "w2", and how many warps run a program."""
+    stored = layout(shape, name)
+    tile = TILES[stored["STORED"]][name == "w2"]
+    biases = dict(BIAS_AT=shape.offsets[name][3], BIASED=shape.kind.biased)
+    return stored | biases | dict(UNITS=tile.units, STAGES=tile.stages, num_warps=tile.warps)
+
+
+def layout(shape: ExpertBlocks, name: str) -> dict[str, int | bool]:
+    """The constants that say how the matrix "w13" or "w2" lies in a block."""
     format, (_, columns) = shape.formats[name], shape.shapes[name]
-    spec, (at, scales, zeros, bias) = format.spec, shape.offsets[name]
-    stored = E4M3 if spec.float_levels else FLOATS if not spec.quantised else BYTES if spec.bits == 8 else NIBBLES
-    tile = TILES[stored][name == "w2"]
-    group = format.group or columns
+    spec, (at, scales, zeros, _) = format.spec, shape.offsets[name]
     return dict(
         AT=at,
         SCALES_AT=scales,
         ZEROS_AT=zeros,
-        BIAS_AT=bias,
-        BIASED=shape.kind.biased,
         K=columns,
-        GROUP=group,
-        STORED=stored,
+        GROUP=format.group or columns,
+        STORED=E4M3 if spec.float_levels else FLOATS if not spec.quantised else BYTES if spec.bits == 8 else NIBBLES,
         SCALES=kind_of_scales(format),
         ZEROS=format.zeros,
         BITS=spec.bits,
         MIDDLE=spec.middle,
         CODES=NUMBERS if not spec.codes else FLOAT_CODES if spec.codes == E2M1 else TABLE_CODES,
-        UNITS=tile.units,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
     )
 
 

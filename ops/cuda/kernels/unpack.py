@@ -15,7 +15,7 @@ from umbra.ops.cuda.kernels.experts import (
     _nibbles,
     _product,
     _scale,
-    constants,
+    layout,
     views,
 )
 
@@ -108,13 +108,11 @@ def unpack(memory: Tensor, starts: Tensor, shape: ExpertBlocks, name: str, dtype
     (count, rows, columns) with padding, in w13 all rows of gate before those of up."""
     rows, columns = shape.shapes[name]
     out = torch.empty(len(starts), rows, columns, dtype=dtype, device=memory.device)
-    given = constants(shape, name)
-    for of_sums in ("BIAS_AT", "BIASED", "STAGES", "num_warps"):
-        del given[of_sums]
-    stored = given["STORED"]
-    given["UNITS"] = UNITS[stored]
-    tiles = triton.cdiv(columns // COLUMNS[stored], UNITS[stored])
+    given = layout(shape, name)
+    units = UNITS[given["STORED"]]
+    tiles = triton.cdiv(columns // COLUMNS[given["STORED"]], units)
     _unpack[(len(starts), rows // 16, tiles)](
-        *views(memory, shape.formats[name]), starts, out, ROWS=rows, PAIRED=name == "w13", **given, num_warps=4
-    )
+        *views(memory, shape.formats[name]), starts, out, ROWS=rows, PAIRED=name == "w13", **given, UNITS=units,
+        num_warps=4,
+    )  # fmt: skip
     return out
